@@ -1,0 +1,369 @@
+"""The configuration: one YAML file, one tree, every field with a default that works.
+
+`load` reads a file and applies `--set section.field=value` overrides; unknown keys are refused with the nearest known one.
+The resolved tree is what every stage reads and what is saved with every output. Two digests identify it: `digest` (all of it)
+and `training_identity` (what makes it another training: not how or where it runs).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kftrain import storage
+from kftrain.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1 << 20
+"""A configuration is text by hand; anything larger is a mistake or an attack."""
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class _Plugin(_Section):
+    """A section whose `kind` names a built-in or a user's `module:attr`; the other keys go to what it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    def options(self) -> dict[str, Any]:
+        """All keys but `kind`."""
+        return dict(self.model_extra or {})
+
+
+class RunConfig(_Section):
+    """What the run is called and where its files go."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] = "kftrain"
+    """Short name, also part of job names: lower-case letters, digits and dashes, at most 40."""
+    seed: Amount = 0
+    """Seed of the initial weights, the data order and dropout."""
+    storage_root: str = "./runs"
+    """Folder or object store URI below which shards and runs are kept."""
+
+
+class DataConfig(_Section):
+    """Where samples come from and how they are sharded and read."""
+
+    source: str = "stdlib"
+    """`stdlib`, `digits`, a folder of text files, a `.jsonl` file or folder, or a user's iterable `module:attr`."""
+    text_field: str = "text"
+    """JSON lines: the field that holds the text."""
+    shard_size_bytes: Annotated[int, Field(ge=1 << 16)] = 64_000_000
+    """Target size of one shard."""
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """Share of the records that is held out; chosen by a hash of each record's key, so it does not move when data is added."""
+    verify: Literal["sha256", "size"] = "sha256"
+    """What training checks of every shard before its first step: the whole content, or only the length."""
+    shuffle_window_shards: Count = 16
+    """Samples are shuffled across this many shards at a time; shards are shuffled over the whole epoch."""
+    prefetch_batches: Amount = 2
+    """Steps whose samples are read ahead in a background thread; 0 reads in the training thread."""
+
+
+class TaskConfig(_Plugin):
+    """What is learned. Further keys belong to the task."""
+
+    kind: str = "language_modeling"
+    """`language_modeling`, `image_classification`, or a user's `module:attr`."""
+
+
+class ModelConfig(_Plugin):
+    """The network. Further keys belong to the model."""
+
+    kind: str = "transformer"
+    """`transformer`, `vision_transformer`, or a user's `module:attr`."""
+
+
+class ParallelConfig(_Section):
+    """How the model and the batch are spread over processes."""
+
+    strategy: Literal["fsdp", "ddp"] = "fsdp"
+    """`fsdp`: parameters, gradients and optimizer state sharded (FSDP2); `ddp`: replicated."""
+    shard: Annotated[int, Field(ge=-1)] = -1
+    """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
+    replicate: Count = 1
+    """Copies of the sharded state (hybrid sharding). `ddp` replicates over all processes whatever stands here."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters after the forward pass (ZeRO-3); false keeps them until the backward (ZeRO-2)."""
+
+
+class PrecisionConfig(_Section):
+    """Number formats. The master weights are always fp32."""
+
+    compute: Literal["fp32", "bf16"] = "fp32"
+    """Format of the forward and backward pass."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are summed over processes."""
+
+
+class OptimizerConfig(_Section):
+    """AdamW and its schedule."""
+
+    kind: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1.0e-3
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled weight decay; applied to matrices only, not to norms and biases."""
+    beta1: Probability = 0.9
+    """Decay of the first moment."""
+    beta2: Probability = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0.0)] = 1.0e-8
+    """Added to the denominator."""
+    schedule: Literal["warmup_cosine", "constant"] = "warmup_cosine"
+    """`warmup_cosine`: linear warm-up, then a half cosine down to `final_learning_rate_fraction`."""
+    warmup_steps: Amount = 50
+    """Steps of linear warm-up; at most all of them."""
+    final_learning_rate_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+
+
+class TrainConfig(_Section):
+    """How long and in what portions."""
+
+    steps: Count = 400
+    """Optimizer steps of the whole training."""
+    global_batch_size: Count = 32
+    """Samples per optimizer step over all processes: the truth from which the rest is derived."""
+    micro_batch_size: Amount = 0
+    """Samples per forward pass of one process; 0: its whole share. A smaller value accumulates gradients."""
+    gradient_clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Gradients are scaled down to this global norm; 0: no clipping."""
+    activation_checkpointing: Literal["none", "blocks"] = "none"
+    """`blocks`: recompute each block in the backward pass instead of keeping its activations."""
+    log_interval_steps: Count = 10
+    """Steps between two recorded points of loss, learning rate and speed."""
+    max_nonfinite_steps: Amount = 0
+    """Steps with a non-finite loss or gradient norm that are skipped in a row before the run ends as diverged (exit code 19)."""
+
+
+class CheckpointConfig(_Section):
+    """When state is saved and how much of it is kept."""
+
+    interval_steps: Count = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: Count = 2
+    """Committed checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+
+
+class EvaluateConfig(_Section):
+    """How the trained model is measured."""
+
+    interval_steps: Amount = 200
+    """Steps between quick evaluations on the first validation samples while training; 0: none."""
+    max_interval_samples: Count = 256
+    """Samples of a quick evaluation."""
+    batch_size: Count = 32
+    """Samples per forward pass. Batches are cut from the data, not from the number of processes: results are the same on any number."""
+    num_bootstrap: Annotated[int, Field(ge=100)] = 1000
+    """Resamples behind each confidence interval."""
+    cpu_threads: Count = 1
+    """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""
+
+
+class RegistryConfig(_Section):
+    """How a model is registered and when it becomes champion."""
+
+    model_name: str = ""
+    """Name of the registered model; empty: the run's name."""
+    promotion: Literal["auto", "manual"] = "auto"
+    """`auto`: a challenger that passes the gate becomes champion; `manual`: the gate only reports."""
+    metric: str = "bits_per_byte"
+    """The metric that the gate compares."""
+    goal: Literal["minimize", "maximize"] = "minimize"
+    """Which direction of the metric is better."""
+    min_effect: Annotated[float, Field(ge=0.0)] = 0.0
+    """The improvement must exceed this, in the metric's unit."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    """Confidence of the interval that the gate looks at."""
+
+
+class LaunchConfig(_Section):
+    """Where training and evaluation jobs run."""
+
+    backend: Literal["local"] = "local"
+    """`local`: torchrun processes on this machine."""
+    nodes: Count = 1
+    """Machines of one job."""
+    processes_per_node: Literal["auto"] | Count = "auto"
+    """Processes on each; `auto`: one per GPU, or 2 without any."""
+    max_restarts_without_progress: Amount = 3
+    """Attempts in a row that may fail without a new checkpoint before the job is given up."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """A collective operation that takes longer ends the attempt."""
+
+
+class TrackingConfig(_Section):
+    """Where runs and models are recorded."""
+
+    uri: str = "sqlite:///mlflow.db"
+    """MLflow tracking URI: `sqlite:///…` or `http(s)://…`."""
+    experiment: str = ""
+    """Experiment name; empty: the run's name."""
+
+
+class Config(_Section):
+    """The whole configuration."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    registry: RegistryConfig = RegistryConfig()
+    launch: LaunchConfig = LaunchConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Config:
+        if self.train.micro_batch_size > self.train.global_batch_size:
+            raise ValueError(
+                f"train.micro_batch_size ({self.train.micro_batch_size}) exceeds "
+                f"train.global_batch_size ({self.train.global_batch_size})"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """Name of the registered model."""
+        return self.registry.model_name or self.run.name
+
+    @property
+    def experiment(self) -> str:
+        """Name of the MLflow experiment."""
+        return self.tracking.experiment or self.run.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what is saved and shown."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The resolved configuration as it is saved with every output."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def digest(self) -> str:
+        """Hex digest of everything in it."""
+        return storage.digest_json(self.to_dict())
+
+    def training_identity(self, dataset_digest: str) -> dict[str, Any]:
+        """What makes two trainings the same one: a checkpoint resumes only under an equal identity.
+
+        Launch, layout, tracking, checkpoint and evaluation settings are not in it: a run may go on with more processes.
+        """
+        everything = self.to_dict()
+        return {
+            "dataset": dataset_digest,
+            "seed": self.run.seed,
+            **{section: everything[section] for section in ("task", "model", "precision", "optimizer")},
+            "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
+        }
+
+    def training_digest(self, dataset_digest: str) -> str:
+        """Hex digest of `training_identity`."""
+        return storage.digest_json(self.training_identity(dataset_digest))
+
+    def anchored(self, base: str | Path) -> Config:
+        """The same with relative paths (storage root, source, sqlite file) made absolute against `base`."""
+        changes: dict[str, Any] = {
+            "run": self.run.model_copy(update={"storage_root": storage.absolute(self.run.storage_root, base)}),
+            "tracking": self.tracking.model_copy(update={"uri": _anchored_sqlite(self.tracking.uri, base)}),
+        }
+        return self.model_copy(update=changes)
+
+
+def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+    """The configuration of a file (none: the defaults) with overrides like `train.steps=200`. Raises ConfigError."""
+    if path is None:
+        return parse("", overrides)
+    where = str(path)
+    try:
+        if Path(path).stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError("the configuration file is larger than 1 MiB", where=where, fix="is it the right file?")
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration: {error}", where=where, fix="check --config") from error
+    return parse(text, overrides, where=where)
+
+
+def parse(text: str, overrides: tuple[str, ...] | list[str] = (), where: str = "config") -> Config:
+    """The configuration in a YAML text. Raises ConfigError that names the key, the value and the fix."""
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError("YAML aliases are not supported", where=where, fix="write the value out")
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}", where=where) from error
+    document = {} if document is None else document
+    if not isinstance(document, dict):
+        raise ConfigError("the configuration must be a mapping of sections", where=where, value=document)
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise _explain(error, document, where) from error
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the configuration."""
+    return Config.model_json_schema()
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or len(path) < 2 or not all(path):
+        raise ConfigError("an override is section.field=value", where="--set", value=override, fix="e.g. train.steps=200")
+    node = document
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError("an override must name a field of a section", where="--set", value=override)
+    try:
+        node[path[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not a YAML value: {error}", where="--set", value=override) from error
+
+
+def _explain(error: ValidationError, document: dict[str, Any], where: str) -> ConfigError:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        return ConfigError("unknown key", where=f"{where}: {key}", value=first["input"], fix=_nearest_key(location))
+    message = first["msg"].removeprefix("Value error, ")
+    shown = {} if not location else {"value": first["input"]}
+    return ConfigError(message[0].lower() + message[1:], where=f"{where}: {key}".rstrip(": "), **shown)
+
+
+def _nearest_key(location: list[str]) -> str:
+    fields: Any = Config.model_fields
+    for part in location[:-1]:
+        fields = fields[part].annotation.model_fields
+    known = list(fields)
+    near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+
+
+def _anchored_sqlite(uri: str, base: str | Path) -> str:
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix) or uri.startswith(prefix + "/"):
+        return uri
+    return prefix + storage.absolute(uri.removeprefix(prefix), base)

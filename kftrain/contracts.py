@@ -1,0 +1,231 @@
+"""What the stages hand to each other: small JSON documents, and where each of them lies.
+
+    <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate   (data/manifest.py)
+    <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
+    <root>/runs/<run>/config.yaml                                       launcher      -> workers
+    <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
+    <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
+    <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register
+    <root>/runs/<run>/COMPLETE.json                                     train         -> evaluate, register
+    <root>/runs/<run>/evaluation/<checkpoint>/<evaluation>/metrics.json evaluate      -> register
+    <root>/runs/<run>/registration.json                                 register      -> reports
+    <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
+
+A document is read with `read`, which refuses another schema version and missing fields, so that a stage never works on a file
+that it misunderstands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kftrain import storage
+from kftrain.errors import DataError, KftrainError
+
+SCHEMA_VERSION = 1
+
+
+class Document(BaseModel):
+    """A JSON file that one stage writes and another reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    schema_version: int = SCHEMA_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `storage.publish_json` writes it."""
+        return self.model_dump(mode="json")
+
+
+class Completion(Document):
+    """`COMPLETE.json`: the only proof that a training succeeded; written after the export, agreed on by all ranks."""
+
+    run_id: str
+    step: int
+    samples_consumed: int
+    attempt: int
+    world_size: int
+    checkpoint_uri: str
+    checkpoint_digest: str
+    export_uri: str
+    export_digest: str
+    dataset_digest: str
+    training_digest: str
+    num_parameters: int
+    metrics: dict[str, float]
+    """Last values of what training recorded: `loss`, `learning_rate`, `samples_per_second` …"""
+    seconds: float
+    """Wall time of the last attempt."""
+
+
+class Interval(BaseModel):
+    """A metric with its bootstrap confidence interval."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: float
+    low: float
+    high: float
+
+
+class Slice(BaseModel):
+    """The metrics of a named part of the data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_samples: int
+    metrics: dict[str, float]
+
+
+class Confusion(BaseModel):
+    """Counts of true class (row) against predicted class (column)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    labels: list[str]
+    matrix: list[list[int]]
+
+
+class Evaluation(Document):
+    """`metrics.json`: how good one export is on the validation split; identical for any number of evaluating processes."""
+
+    evaluation_digest: str
+    """Digest of data, split, task and evaluation settings: two evaluations compare only if it is equal."""
+    checkpoint_digest: str
+    export_uri: str
+    export_digest: str
+    dataset_digest: str
+    num_samples: int
+    num_groups: int
+    """Independent units (documents, images) that the bootstrap resamples."""
+    confidence: float
+    metrics: dict[str, Interval]
+    slices: dict[str, Slice] = {}
+    baselines: dict[str, dict[str, float]] = {}
+    """What the metric must be read against: metric name -> baseline name -> value."""
+    confusion: Confusion | None = None
+    statistics_sha256: str
+    """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
+
+
+class Registration(Document):
+    """`registration.json`: the registered version and what the gate decided."""
+
+    run_id: str
+    model_name: str
+    version: int
+    logged_model_id: str
+    mlflow_run_id: str
+    tracking_uri: str
+    promoted: bool
+    reason: str
+    """One sentence: why it became champion, or why not."""
+    metric: str
+    goal: str
+    challenger: Interval
+    champion_version: int | None = None
+    """The champion that it was compared with; None where there was none."""
+    champion: Interval | None = None
+    improvement: Interval | None = None
+    """Paired difference, positive is better; None without a champion."""
+
+
+DocumentType = TypeVar("DocumentType", bound=Document)
+
+
+def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType:
+    """The document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
+    name = uri.rsplit("/", 1)[-1]
+    try:
+        content = storage.read_json(uri)
+    except FileNotFoundError as cause:
+        raise error(f"{name} is missing", where=uri, fix="run the stage that writes it first") from cause
+    except ValueError as cause:
+        raise error(f"{name} is not valid JSON", where=uri, fix="delete it and run the stage again") from cause
+    try:
+        if isinstance(content, dict) and content.get("schema_version") != SCHEMA_VERSION:
+            raise error(
+                f"{name} has another schema version", where=uri, value=content.get("schema_version"), fix=f"need {SCHEMA_VERSION}"
+            )
+        return kind.model_validate(content)
+    except ValidationError as cause:
+        first = cause.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise error(f"{name} is damaged: {key}: {first['msg']}", where=uri, fix="run the stage that writes it again") from cause
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where a run's files lie: `<root>/runs/<run id>`."""
+
+    uri: str
+
+    @classmethod
+    def of(cls, storage_root: str, run_id: str) -> RunPaths:
+        """The folder of a run below a storage root."""
+        return cls(storage.join(storage_root, "runs", run_id))
+
+    @property
+    def run_id(self) -> str:
+        """Last part of the URI."""
+        return self.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def storage_root(self) -> str:
+        """What the run lies below."""
+        return self.uri.rstrip("/").rsplit("/", 2)[0]
+
+    @property
+    def config(self) -> str:
+        """The resolved configuration."""
+        return storage.join(self.uri, "config.yaml")
+
+    @property
+    def shards(self) -> str:
+        """Pointer to the run's shards: `{"manifest_uri", "dataset_digest"}`."""
+        return storage.join(self.uri, "shards.json")
+
+    @property
+    def complete(self) -> str:
+        """The proof that training succeeded."""
+        return storage.join(self.uri, "COMPLETE.json")
+
+    @property
+    def registration(self) -> str:
+        """What registering and gating decided."""
+        return storage.join(self.uri, "registration.json")
+
+    @property
+    def error(self) -> str:
+        """Why the last stage failed."""
+        return storage.join(self.uri, "error.json")
+
+    @property
+    def report(self) -> str:
+        """The run's HTML report."""
+        return storage.join(self.uri, "report.html")
+
+    @property
+    def attempts(self) -> str:
+        """Folder of claims."""
+        return storage.join(self.uri, "attempts")
+
+    def attempt(self, number: int) -> str:
+        """The claim of one attempt."""
+        return storage.join(self.attempts, f"{number}.json")
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder of checkpoints."""
+        return storage.join(self.uri, "checkpoints")
+
+    def export(self, checkpoint_digest: str) -> str:
+        """Folder of the export of one checkpoint."""
+        return storage.join(self.uri, "export", checkpoint_digest[:16])
+
+    def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
+        """Folder of one evaluation: `metrics.json` and `statistics.npz`."""
+        return storage.join(self.uri, "evaluation", checkpoint_digest[:16], evaluation_digest[:16])

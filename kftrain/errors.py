@@ -1,0 +1,201 @@
+"""What can go wrong, as types: each is one line for the user and one exit code for whoever retries.
+
+    KftrainError
+    ├── ConfigError          10  the configuration is wrong
+    ├── DataError            11  source or shards are missing, empty, unreadable or not what their manifest says
+    ├── CheckpointError      12  no usable checkpoint, or one of another training
+    ├── LaunchError          13  the job cannot be started
+    ├── EvaluationError      14  the evaluation cannot be done
+    ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
+    ├── UserCodeError        16  the user's own task, model or source raised
+    ├── FencedError          17  a newer attempt holds the run
+    ├── LauncherGoneError    18  the launcher vanished; stopped after a commit
+    ├── DivergedError        19  the loss is not finite
+    ├── InterruptedByUser   130  Ctrl-C
+    ├── RetryableError      138  this attempt failed, the next may not
+    ├── HangError           140  the watchdog ended a hang
+    └── Preempted           143  stopped by SIGTERM after a committed checkpoint
+
+Codes below 128 are permanent; the training operator (`restartPolicy: ExitCode`) retries those from 128 on, and so does our
+local launcher. Anything else that is raised is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, ClassVar
+
+NO_VALUE: Any = object()
+"""Stands for "no value to show", since None may well be the offending value."""
+
+FIRST_RETRYABLE_CODE = 128
+"""The training operator's border between permanent and retryable exit codes."""
+
+BUG_CODE = 1
+"""What an unexpected exception exits with: Python's own code, permanent for the operator."""
+
+
+class KftrainError(Exception):
+    """An expected failure: what happened, where, the offending value, and what to do about it."""
+
+    exit_code: ClassVar[int] = BUG_CODE
+
+    def __init__(self, what: str, *, where: str = "", value: Any = NO_VALUE, fix: str = "") -> None:
+        self.what, self.where, self.value, self.fix = what, where, value, fix
+        super().__init__(self.line)
+
+    @property
+    def line(self) -> str:
+        """The whole error on one line, as the CLI prints it."""
+        shown = "" if self.value is NO_VALUE else f" (got {_shorten(self.value)})"
+        where = f"{self.where}: " if self.where else ""
+        fix = f"; {self.fix}" if self.fix else ""
+        return " ".join(f"{where}{self.what}{shown}{fix}".split())
+
+    @property
+    def retryable(self) -> bool:
+        """Whether another attempt may succeed without anybody changing anything."""
+        return self.exit_code >= FIRST_RETRYABLE_CODE
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `error.json` holds: enough for another process to show and to raise the same error."""
+        return {
+            "kind": type(self).__name__,
+            "exit_code": self.exit_code,
+            "line": self.line,
+            "what": self.what,
+            "where": self.where,
+            "value": None if self.value is NO_VALUE else _shorten(self.value),
+            "fix": self.fix,
+        }
+
+
+class ConfigError(KftrainError):
+    """The configuration is wrong."""
+
+    exit_code = 10
+
+
+class DataError(KftrainError):
+    """A source or its shards are missing, empty, unreadable, or not what their manifest says."""
+
+    exit_code = 11
+
+
+class CheckpointError(KftrainError):
+    """No usable checkpoint, or one that belongs to another training."""
+
+    exit_code = 12
+
+
+class LaunchError(KftrainError):
+    """A job cannot be started, or ended without the file that proves its success."""
+
+    exit_code = 13
+
+
+class EvaluationError(KftrainError):
+    """The evaluation cannot be done."""
+
+    exit_code = 14
+
+
+class TrackingError(KftrainError):
+    """MLflow, tracking or registry, refused a request or cannot be reached."""
+
+    exit_code = 15
+
+
+class UserCodeError(KftrainError):
+    """The user's own task, model or source raised; its traceback goes to the log."""
+
+    exit_code = 16
+
+
+class FencedError(KftrainError):
+    """A newer attempt holds the run; this one must not write any more."""
+
+    exit_code = 17
+
+
+class LauncherGoneError(KftrainError):
+    """The launcher's heartbeat stopped; the job committed a checkpoint and ended."""
+
+    exit_code = 18
+
+
+class DivergedError(KftrainError):
+    """The loss is not finite and stays so."""
+
+    exit_code = 19
+
+
+class InterruptedByUser(KftrainError):  # noqa: N818 - not an error of anybody's
+    """Ctrl-C."""
+
+    exit_code = 130
+
+
+class RetryableError(KftrainError):
+    """This attempt failed for a reason that the next may not meet: a lost peer, a killed process."""
+
+    exit_code = 138
+
+
+class HangError(KftrainError):
+    """The watchdog ended a process that made no progress."""
+
+    exit_code = 140
+
+
+class Preempted(KftrainError):  # noqa: N818 - the normal end of a preempted attempt
+    """Stopped by SIGTERM after a committed checkpoint."""
+
+    exit_code = 143
+
+
+def _subclasses(base: type[KftrainError]) -> dict[str, type[KftrainError]]:
+    return {name: kind for kind in base.__subclasses__() for name, kind in [(kind.__name__, kind), *_subclasses(kind).items()]}
+
+
+def error_from_dict(document: dict[str, Any]) -> KftrainError:
+    """The error that another process wrote into `error.json`; an unknown kind keeps its line."""
+    kind = _subclasses(KftrainError).get(str(document.get("kind")))
+    if kind is None:
+        return _UnknownError(str(document.get("line", "failed without a message")), int(document.get("exit_code", BUG_CODE)))
+    value = document.get("value")
+    return kind(
+        document["what"], where=document["where"], value=NO_VALUE if value is None else _Literal(value), fix=document["fix"]
+    )
+
+
+def error_to_dict(error: BaseException) -> dict[str, Any]:
+    """`error.json` for any exception: ours keep their fields, a bug keeps its last frame."""
+    if isinstance(error, KftrainError):
+        return error.to_dict()
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    line = f"internal error: {type(error).__name__}: {error} ({where})"
+    return {"kind": type(error).__name__, "exit_code": BUG_CODE, "line": " ".join(line.split()), "where": where}
+
+
+class _UnknownError(KftrainError):
+    """An error of another version of kftrain, or a bug in another process."""
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        self.exit_code = exit_code  # type: ignore[misc]
+        super().__init__(line)
+
+
+class _Literal(str):
+    """A value that was already shortened for display."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shorten(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
