@@ -1,8 +1,8 @@
 """The configuration: one YAML file, one tree, every field with a default that works.
 
-`load` reads a file and applies `--set section.field=value` overrides; unknown keys are refused with the nearest known one.
-The resolved tree is what every stage reads and what is saved with every output. Two digests identify it: `digest` (all of it)
-and `training_identity` (what makes it another training: not how or where it runs).
+`load` reads a file and applies `--set section.field=value` overrides; unknown keys are refused with the nearest known
+one. The resolved tree is what every stage reads and what is saved with every output. Two digests identify it: `digest`
+(all of it) and `training_identity` (what makes it another training: not how or where it runs).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DataConfig(_Section):
     shard_size_bytes: Annotated[int, Field(ge=1 << 16)] = 64_000_000
     """Target size of one shard."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of the records that is held out; chosen by a hash of each record's key, so it does not move when data is added."""
+    """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""
     verify: Literal["sha256", "size"] = "sha256"
     """What training checks of every shard before its first step: the whole content, or only the length."""
     shuffle_window_shards: Count = 16
@@ -144,7 +144,7 @@ class TrainConfig(_Section):
     log_interval_steps: Count = 10
     """Steps between two recorded points of loss, learning rate and speed."""
     max_nonfinite_steps: Amount = 0
-    """Steps with a non-finite loss or gradient norm that are skipped in a row before the run ends as diverged (exit code 19)."""
+    """Steps with a non-finite gradient norm that may be skipped in a row before the run ends as diverged (19)."""
 
 
 class CheckpointConfig(_Section):
@@ -166,7 +166,10 @@ class EvaluateConfig(_Section):
     max_interval_samples: Count = 256
     """Samples of a quick evaluation."""
     batch_size: Count = 32
-    """Samples per forward pass. Batches are cut from the data, not from the number of processes: results are the same on any number."""
+    """Samples per forward pass.
+
+    Batches are cut from the data, not from the number of processes: results are the same on any number.
+    """
     num_bootstrap: Annotated[int, Field(ge=100)] = 1000
     """Resamples behind each confidence interval."""
     cpu_threads: Count = 1
@@ -330,7 +333,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     path = key.strip().split(".")
     if not separator or len(path) < 2 or not all(path):
-        raise ConfigError("an override is section.field=value", where="--set", value=override, fix="e.g. train.steps=200")
+        raise ConfigError(
+            "an override is section.field=value", where="--set", value=override, fix="e.g. train.steps=200"
+        )
     node = document
     for part in path[:-1]:
         node = node.setdefault(part, {})

@@ -1,6 +1,6 @@
 """What the stages hand to each other: small JSON documents, and where each of them lies.
 
-    <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate   (data/manifest.py)
+    <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate
     <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
     <root>/runs/<run>/config.yaml                                       launcher      -> workers
     <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
@@ -11,8 +11,8 @@
     <root>/runs/<run>/registration.json                                 register      -> reports
     <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
 
-A document is read with `read`, which refuses another schema version and missing fields, so that a stage never works on a file
-that it misunderstands.
+A document is read with `read`, which refuses another schema version and missing fields, so that a stage never works on
+a file that it misunderstands.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Confusion(BaseModel):
 
 
 class Evaluation(Document):
-    """`metrics.json`: how good one export is on the validation split; identical for any number of evaluating processes."""
+    """`metrics.json`: how good one export is on the validation split; the same for any number of processes."""
 
     evaluation_digest: str
     """Digest of data, split, task and evaluation settings: two evaluations compare only if it is equal."""
@@ -133,6 +133,25 @@ class Registration(Document):
     """Paired difference, positive is better; None without a champion."""
 
 
+class EvaluationTarget(BaseModel):
+    """One export to score, and where its metrics go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    export_uri: str
+    export_digest: str
+    checkpoint_digest: str
+    output_uri: str
+    """Folder of `metrics.json` and `statistics.npz`."""
+
+
+class EvaluationRequest(Document):
+    """`evaluation/request.json`: what one evaluation job scores, in order."""
+
+    evaluation_digest: str
+    targets: list[EvaluationTarget]
+
+
 DocumentType = TypeVar("DocumentType", bound=Document)
 
 
@@ -148,13 +167,18 @@ def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataErr
     try:
         if isinstance(content, dict) and content.get("schema_version") != SCHEMA_VERSION:
             raise error(
-                f"{name} has another schema version", where=uri, value=content.get("schema_version"), fix=f"need {SCHEMA_VERSION}"
+                f"{name} has another schema version",
+                where=uri,
+                value=content.get("schema_version"),
+                fix=f"need {SCHEMA_VERSION}",
             )
         return kind.model_validate(content)
     except ValidationError as cause:
         first = cause.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise error(f"{name} is damaged: {key}: {first['msg']}", where=uri, fix="run the stage that writes it again") from cause
+        raise error(
+            f"{name} is damaged: {key}: {first['msg']}", where=uri, fix="run the stage that writes it again"
+        ) from cause
 
 
 @dataclass(frozen=True)
@@ -204,6 +228,11 @@ class RunPaths:
         return storage.join(self.uri, "error.json")
 
     @property
+    def history(self) -> str:
+        """Recorded points of the training curve, a JSON list; replaced as a whole at every commit."""
+        return storage.join(self.uri, "history.json")
+
+    @property
     def report(self) -> str:
         """The run's HTML report."""
         return storage.join(self.uri, "report.html")
@@ -225,6 +254,11 @@ class RunPaths:
     def export(self, checkpoint_digest: str) -> str:
         """Folder of the export of one checkpoint."""
         return storage.join(self.uri, "export", checkpoint_digest[:16])
+
+    @property
+    def evaluation_request(self) -> str:
+        """What the evaluation job is asked to score."""
+        return storage.join(self.uri, "evaluation", "request.json")
 
     def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
         """Folder of one evaluation: `metrics.json` and `statistics.npz`."""

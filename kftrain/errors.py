@@ -16,8 +16,8 @@
     ├── HangError           140  the watchdog ended a hang
     └── Preempted           143  stopped by SIGTERM after a committed checkpoint
 
-Codes below 128 are permanent; the training operator (`restartPolicy: ExitCode`) retries those from 128 on, and so does our
-local launcher. Anything else that is raised is a bug and keeps its traceback.
+Codes below 128 are permanent; the training operator (`restartPolicy: ExitCode`) retries those from 128 on, and so does
+our local launcher. Anything else that is raised is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -155,17 +155,26 @@ class Preempted(KftrainError):  # noqa: N818 - the normal end of a preempted att
 
 
 def _subclasses(base: type[KftrainError]) -> dict[str, type[KftrainError]]:
-    return {name: kind for kind in base.__subclasses__() for name, kind in [(kind.__name__, kind), *_subclasses(kind).items()]}
+    return {
+        name: kind
+        for kind in base.__subclasses__()
+        for name, kind in [(kind.__name__, kind), *_subclasses(kind).items()]
+    }
 
 
 def error_from_dict(document: dict[str, Any]) -> KftrainError:
     """The error that another process wrote into `error.json`; an unknown kind keeps its line."""
     kind = _subclasses(KftrainError).get(str(document.get("kind")))
     if kind is None:
-        return _UnknownError(str(document.get("line", "failed without a message")), int(document.get("exit_code", BUG_CODE)))
+        return _UnknownError(
+            str(document.get("line", "failed without a message")), int(document.get("exit_code", BUG_CODE))
+        )
     value = document.get("value")
     return kind(
-        document["what"], where=document["where"], value=NO_VALUE if value is None else _Literal(value), fix=document["fix"]
+        document["what"],
+        where=document["where"],
+        value=NO_VALUE if value is None else _Literal(value),
+        fix=document["fix"],
     )
 
 

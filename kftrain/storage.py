@@ -2,8 +2,9 @@
 
 A URI is a path (`./runs`, `/mnt/pvc/runs`, `file:///…`) or anything fsspec knows (`s3://…`, `gs://…`, `memory://…`).
 
-Nothing is ever written in place. `publish` writes aside, syncs and renames, so that a reader sees the old file, the new one or
-none; on object stores a put is atomic already. `create` is the one primitive that two processes can race for: exactly one wins.
+Nothing is ever written in place. `publish` writes aside, syncs and renames, so that a reader sees the old file, the new
+one or none; on object stores a put is atomic already. `create` is the one primitive that two processes can race for:
+exactly one wins.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ def read_json_if_exists(uri: str) -> Any | None:
 
 
 def list_names(uri: str) -> list[str]:
-    """Names directly below a folder, sorted; empty where the folder does not exist. Files that are being written are left out."""
+    """Names directly below a folder, sorted; empty where the folder does not exist.
+
+    Files that are being written are left out.
+    """
     if is_local(uri):
         path = local_path(uri)
         names = os.listdir(path) if path.is_dir() else []
@@ -133,7 +137,7 @@ def publish_json(uri: str, document: Any) -> None:
 
 
 def create(uri: str, data: bytes | str) -> None:
-    """Makes `data` the content of `uri` if nothing is there, all or nothing; of many racing callers exactly one returns.
+    """Makes `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
 
     Raises FileExistsError for the others.
     """
@@ -158,9 +162,9 @@ def create_json(uri: str, document: Any) -> None:
 def new_folder(uri: str) -> Iterator[Path]:
     """Yields an empty local folder to fill; when the block ends without an exception its content appears at `uri`.
 
-    In a local store that is one rename: all or nothing and durable. If `uri` came into being meanwhile, that one stays and ours
-    is dropped, which is right for folders that are named by their content. In an object store the files arrive one by one, so
-    whoever reads needs a file that the caller publishes last.
+    In a local store that is one rename: all or nothing and durable. If `uri` came into being meanwhile, that one stays
+    and ours is dropped, which is right for folders that are named by their content. In an object store the files arrive
+    one by one, so whoever reads needs a file that the caller publishes last.
     """
     if not is_local(uri):
         filesystem, path_ = _filesystem(uri)
@@ -207,6 +211,16 @@ def sha256_file(uri: str) -> str:
     return digest.hexdigest()
 
 
+def sha256_bytes(content: bytes) -> str:
+    """Hex digest of a content in memory."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """Hex digest of a text in UTF-8."""
+    return sha256_bytes(text.encode())
+
+
 def dump_json(document: Any) -> str:
     """JSON as this project writes it into files."""
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
@@ -214,7 +228,7 @@ def dump_json(document: Any) -> str:
 
 def digest_json(document: Any) -> str:
     """Hex sha256 of a document's canonical JSON: the digest of settings, schemas and listings."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    return sha256_text(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
 
 def sync_folder(path: Path) -> None:
@@ -259,6 +273,8 @@ def _filesystem(uri: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         scheme = uri.split("://", 1)[0]
         raise ConfigError(
-            f"no driver for {scheme}:// ({error})", where=uri, fix=f"install it, for s3: pip install 'kftrain[{scheme}]'"
+            f"no driver for {scheme}:// ({error})",
+            where=uri,
+            fix=f"install it, for s3: pip install 'kftrain[{scheme}]'",
         ) from error
     return filesystem, str(path)

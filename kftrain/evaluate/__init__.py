@@ -1,1 +1,1 @@
-
+"""Evaluation: exact on any number of processes, with confidence intervals."""

@@ -1,1 +1,1 @@
-
+"""Training: optimizer, step, loop, and the processes that run them."""

@@ -1,0 +1,165 @@
+"""Bootstrap confidence intervals for metrics that are functions of sums.
+
+Groups (documents, images) are the independent units: a resample draws as many groups as there are, with
+replacement, sums their statistics and computes the metrics from the sums. The interval is the percentile
+interval of the resampled values (Efron, "Bootstrap methods", 1979; Efron and Tibshirani, "An Introduction
+to the Bootstrap", 1993, chapter 13). For two models over the same groups every resample is applied to both,
+so that what makes a group hard for both cancels (Koehn, "Statistical significance tests for machine
+translation evaluation", 2004).
+
+A resample is a row of multinomial weights, drawn as the histogram of uniform indices (numpy's multinomial
+takes fifteen times as long for 20 000 groups); weights times statistics are the sums. Rows are made in
+chunks, so memory stays near `CHUNK_BYTES` however many groups and resamples there are. Time is groups times
+resamples times 20 ns.
+
+Results depend on the seed and the groups, not on the order of the groups: they are sorted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from kftrain.contracts import Interval
+from kftrain.errors import ConfigError, EvaluationError
+
+KEYS = "keys"
+"""The one entry among the statistics that is none: the names of the groups, `[groups]` str."""
+
+CHUNK_BYTES = 64 << 20
+
+Statistics = Mapping[str, np.ndarray]
+"""Statistic name -> sums of each group, `[groups]` float64."""
+
+Metrics = Callable[[Statistics], dict[str, np.ndarray]]
+"""From sums of shape `[...]` to metrics of shape `[...]`, elementwise."""
+
+Goal = Literal["minimize", "maximize"]
+
+
+def intervals(
+    metrics: Metrics, statistics: Statistics, num_bootstrap: int, confidence: float, seed: int
+) -> dict[str, Interval]:
+    """Every metric over all groups, with its percentile interval at `confidence`.
+
+    Resamples in which a metric is not finite (a rare class was not drawn) are left out of its interval.
+    Raises EvaluationError where there are no groups or a metric over all groups is not finite.
+    """
+    names, sums = _table(statistics)
+    sums = sums[np.lexsort(sums.T)]
+    values = {name: float(value) for name, value in _metrics_of(metrics, names, sums.sum(axis=0)).items()}
+    samples = _resampled(metrics, [(names, sums)], num_bootstrap, seed)[0]
+    return {name: _interval(name, value, samples[name], confidence) for name, value in values.items()}
+
+
+def paired_improvement(
+    metrics: Metrics,
+    metric: str,
+    goal: Goal,
+    challenger: Statistics,
+    champion: Statistics,
+    num_bootstrap: int,
+    confidence: float,
+    seed: int,
+) -> Interval:
+    """How much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
+
+    Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. An
+    unknown metric is a ConfigError.
+    """
+    tables = [_table(statistics, order) for statistics, order in _aligned(challenger, champion)]
+    values = [_metrics_of(metrics, names, sums.sum(axis=0)) for names, sums in tables]
+    if metric not in values[0]:
+        raise ConfigError(
+            "unknown metric",
+            where="registry.metric",
+            value=metric,
+            fix=f"known: {', '.join(sorted(values[0]))}",
+        )
+    ours, theirs = _resampled(metrics, tables, num_bootstrap, seed)
+    sign = 1.0 if goal == "maximize" else -1.0
+    value = sign * float(values[0][metric] - values[1][metric])
+    return _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+
+
+def _table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[list[str], np.ndarray]:
+    """Names of the statistics, sorted, and their sums `[groups, statistics]`."""
+    names = sorted(set(statistics) - {KEYS})
+    columns = [np.asarray(statistics[name], dtype=np.float64) for name in names]
+    if not columns or not len(columns[0]):
+        raise EvaluationError(
+            "there is nothing to resample", where="bootstrap", fix="the validation split is empty"
+        )
+    if any(column.shape != columns[0].shape or column.ndim != 1 for column in columns):
+        shapes = {name: column.shape for name, column in zip(names, columns, strict=True)}
+        raise EvaluationError("every statistic needs one sum per group", where="bootstrap", value=shapes)
+    table = np.stack(columns, axis=1)
+    return names, table if order is None else table[order]
+
+
+def _aligned(challenger: Statistics, champion: Statistics) -> list[tuple[Statistics, np.ndarray]]:
+    """Both statistics, each with the order that sorts its groups by key."""
+    pairs = []
+    for role, statistics in (("challenger", challenger), ("champion", champion)):
+        if KEYS not in statistics:
+            raise EvaluationError(
+                "a paired comparison needs the keys of the groups", where=f"{role}'s statistics"
+            )
+        pairs.append((statistics, np.argsort(statistics[KEYS], kind="stable")))
+    ours, theirs = (np.asarray(statistics[KEYS])[order] for statistics, order in pairs)
+    if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+        differing = sorted(set(ours.tolist()) ^ set(theirs.tolist()))[:3]
+        raise EvaluationError(
+            "the two models were not evaluated on the same groups",
+            where="paired comparison",
+            value=differing,
+            fix="evaluate both on the same data",
+        )
+    if len(np.unique(ours)) != len(ours):
+        raise EvaluationError("the keys of the groups are not unique", where="paired comparison")
+    return pairs
+
+
+def _metrics_of(metrics: Metrics, names: list[str], sums: np.ndarray) -> dict[str, np.ndarray]:
+    """Metrics of sums `[..., statistics]`; divisions by zero are the caller's to judge, by their result."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return metrics({name: sums[..., column] for column, name in enumerate(names)})
+
+
+def _resampled(
+    metrics: Metrics, tables: list[tuple[list[str], np.ndarray]], num_bootstrap: int, seed: int
+) -> list[dict[str, np.ndarray]]:
+    """Per table: metric name -> its value in every resample; all tables under the same weights."""
+    sums: list[list[np.ndarray]] = [[] for _ in tables]
+    for weights in _weights(len(tables[0][1]), num_bootstrap, seed):
+        for (_, table), chunks in zip(tables, sums, strict=True):
+            chunks.append(weights @ table)
+    return [
+        _metrics_of(metrics, names, np.concatenate(chunks))
+        for (names, _), chunks in zip(tables, sums, strict=True)
+    ]
+
+
+def _weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndarray]:
+    """Multinomial weights `[rows, groups]`, chunk by chunk; the same rows for any chunk size."""
+    generator = np.random.default_rng(seed)
+    rows = max(1, min(num_bootstrap, CHUNK_BYTES // (8 * num_groups)))
+    for start in range(0, num_bootstrap, rows):
+        weights = np.empty((min(rows, num_bootstrap - start), num_groups))
+        for row in weights:
+            row[:] = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
+        yield weights
+
+
+def _interval(name: str, value: float, samples: np.ndarray, confidence: float) -> Interval:
+    """The percentile interval of the finite samples."""
+    if not np.isfinite(value):
+        raise EvaluationError(
+            "a metric is not finite", where=name, value=value, fix="did the training diverge?"
+        )
+    finite = samples[np.isfinite(samples)]
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(finite, [tail, 1.0 - tail]) if len(finite) else (value, value)
+    return Interval(value=value, low=float(low), high=float(high))

@@ -1,0 +1,118 @@
+"""An evaluation job on one process: what `rank.py` runs for the task `evaluate`.
+
+Scores the exports that `evaluation/request.json` names, each on the whole validation split, and writes one
+`metrics.json` for each. The models are replicated: an export has to fit into one process's memory.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+
+from kftrain import bootstrap, contracts, storage
+from kftrain.checkpoint.export import load_export
+from kftrain.config import Config
+from kftrain.contracts import Confusion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths, Slice
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.manifest import Manifest, read_manifest, verify_shards
+from kftrain.errors import EvaluationError
+from kftrain.evaluate.identity import SPLIT
+from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
+from kftrain.parallel.world import World, join_world
+from kftrain.plugins import user_code
+from kftrain.tasks.base import Task
+from kftrain.train.recorder import say
+
+CONFIDENCE = 0.95
+"""Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
+
+METRICS = "metrics.json"
+STATISTICS = "statistics.npz"
+
+
+def evaluate(paths: RunPaths, config: Config) -> None:
+    """Scores every requested export that has no metrics yet."""
+    request = contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
+    manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
+    torch.set_num_threads(config.evaluate.cpu_threads)
+    with join_world(config.launch.timeout_seconds) as world:
+        manifest = read_manifest(manifest_uri)
+        verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
+        dataset = ShardedDataset.open(manifest_uri, SPLIT)
+        for target in request.targets:
+            done = world.from_main(storage.exists(storage.join(target.output_uri, METRICS)) if world.is_main else None)
+            if not done:
+                _evaluate_one(target, request.evaluation_digest, manifest, dataset, config, world)
+
+
+def _evaluate_one(
+    target: EvaluationTarget,
+    evaluation_digest: str,
+    manifest: Manifest,
+    dataset: ShardedDataset,
+    config: Config,
+    world: World,
+) -> None:
+    loaded = load_export(target.export_uri, target.export_digest)
+    statistics, groups = score(loaded.model.to(world.device), loaded.task, dataset, world, config.evaluate.batch_size)
+    if not world.is_main:
+        return
+    grouped = group_sums(statistics, groups, dataset.num_groups)
+    keys = dataset.group_keys()
+    content = pack_statistics(grouped, keys)
+    task = loaded.task
+    evaluation = Evaluation(
+        evaluation_digest=evaluation_digest,
+        checkpoint_digest=target.checkpoint_digest,
+        export_uri=target.export_uri,
+        export_digest=target.export_digest,
+        dataset_digest=manifest.dataset_digest,
+        num_samples=dataset.num_samples,
+        num_groups=dataset.num_groups,
+        confidence=CONFIDENCE,
+        metrics=bootstrap.intervals(task.metrics, grouped, config.evaluate.num_bootstrap, CONFIDENCE, seed=0),
+        slices=_slices(task, statistics, groups, grouped, keys),
+        baselines=manifest.baselines,
+        confusion=_confusion(task, grouped),
+        statistics_sha256=storage.sha256_bytes(content),
+    )
+    storage.publish(storage.join(target.output_uri, STATISTICS), content)
+    storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
+    shown = " ".join(f"{name} {interval.value:.4f}" for name, interval in evaluation.metrics.items())
+    say(f"evaluated {evaluation.num_samples} samples: {shown}")
+
+
+def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
+    """`statistics.npz`: the sums per group, and the groups' keys. Equal content is equal bytes."""
+    buffer = io.BytesIO()
+    np.savez(buffer, keys=np.array(keys), **grouped)
+    return buffer.getvalue()
+
+
+def _slices(
+    task: Task, statistics: Statistics, groups: np.ndarray, grouped: Statistics, keys: list[str]
+) -> dict[str, Slice]:
+    """Metrics of every named part of the data; none where all of it has one name."""
+    with user_code("task.slice_names"):
+        names = np.array(task.slice_names(keys, grouped))
+    if len(names) != len(keys):
+        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(names))
+    if len(set(names)) < 2:
+        return {}
+    result = {}
+    for name in sorted(set(names)):
+        rows = (names == name)[groups]
+        part = {statistic: values[rows] for statistic, values in statistics.items()}
+        result[str(name)] = Slice(num_samples=int(rows.sum()), metrics=total_metrics(task, part))
+    return result
+
+
+def _confusion(task: Task, grouped: Statistics) -> Confusion | None:
+    with user_code("task.confusion"):
+        found = task.confusion(grouped)
+    if found is None:
+        return None
+    labels, matrix = found
+    return Confusion(labels=labels, matrix=[[int(count) for count in row] for row in matrix])

@@ -1,0 +1,37 @@
+"""The protocol of a launcher: what starts a job and sees it to its end."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kftrain.config import Config
+from kftrain.errors import LaunchError
+from kftrain.launch.spec import JobSpec
+
+
+class Launcher(Protocol):
+    """Runs one attempt of a job. Building a request is the launcher's pure part; `run` is its effect."""
+
+    def run(self, spec: JobSpec) -> int:
+        """Starts the job, streams its output to stdout, returns its exit code when all its processes are gone.
+
+        Blocks. May be called again for the same job after a failure: the new attempt goes on from the last commit.
+        SIGTERM and SIGINT reach the job as SIGTERM, and the call still returns only when it has ended.
+        """
+        ...
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process was told to stop, so that no further attempt must be made."""
+        ...
+
+
+def build_launcher(config: Config) -> Launcher:
+    """The launcher of `launch.backend`. Raises LaunchError where it cannot run this job."""
+    if config.launch.nodes != 1:
+        raise LaunchError(
+            "the local backend has one node", where="launch.nodes", value=config.launch.nodes, fix="set it to 1"
+        )
+    from kftrain.launch.local import LocalLauncher
+
+    return LocalLauncher()

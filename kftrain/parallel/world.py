@@ -1,0 +1,79 @@
+"""Who this process is among all of them, and the process groups that everything else uses.
+
+Data on GPUs travels by NCCL. Decisions (stop now? how many loss terms? is everybody's checkpoint written?) travel by
+gloo on the CPU, in groups of their own, so that they neither wait for kernels nor mix with collectives of a background
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size` processes."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """Gloo group of the training thread."""
+    background: dist.ProcessGroup
+    """Gloo group of the checkpoint thread."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Elementwise sum over all processes, in float64; every process gets the same result."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.control)
+        return [float(value) for value in tensor]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in order of rank, on every process."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """The value of rank 0 on every process."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Returns when all processes have called it."""
+        dist.barrier(group=self.control)
+
+
+@contextlib.contextmanager
+def join_world(timeout_seconds: float) -> Iterator[World]:
+    """Joins the process group that torchrun's environment describes, and leaves it again.
+
+    Leaving it matters: a process that exits with gloo alive dies of SIGABRT, which would hide its exit code.
+    """
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    try:
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        background = dist.new_group(backend="gloo", timeout=timeout)
+        yield World(dist.get_rank(), dist.get_world_size(), device, control, background)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""A user's own code: how `module:attr` is found, and how its exceptions become exit code 16, not a bug of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from kftrain.errors import ConfigError, KftrainError, UserCodeError
+
+
+def is_plugin(kind: str) -> bool:
+    """Whether a `kind` names a user's `module:attr` rather than a built-in."""
+    return ":" in kind and "/" not in kind
+
+
+def load_attribute(spec: str, where: str) -> Any:
+    """What `module:attr` names. `where` is the configuration key, for errors.
+
+    Raises ConfigError where the module or the attribute does not exist, UserCodeError where importing the module
+    raises.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(
+            "not of the form module:attr", where=where, value=spec, fix="e.g. my_package.my_module:MyTask"
+        )
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # at the end: a user's file must not hide an installed package
+    try:
+        with user_code(where):
+            module = importlib.import_module(module_name)
+    except UserCodeError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and module_name.startswith(missing.name):
+            raise ConfigError(
+                f"no module named {missing.name}", where=where, value=spec, fix="put it on PYTHONPATH or install it"
+            ) from missing
+        raise
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(
+                f"module {module_name} has no {attribute}", where=where, value=spec, fix="check the spelling"
+            )
+        target = getattr(target, part)
+    return target
+
+
+@contextlib.contextmanager
+def user_code(where: str) -> Iterator[None]:
+    """Runs a user's code: what it raises becomes a UserCodeError with its line; the traceback goes to stderr."""
+    try:
+        yield
+    except KftrainError:
+        raise
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserCodeError(
+            f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+            where=where,
+            fix="see the traceback above",
+        ) from error

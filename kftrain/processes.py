@@ -1,0 +1,40 @@
+"""Processes that must not outlive their parent, and how many of them this machine is good for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent() -> None:
+    """Has the kernel send SIGKILL to this process when its parent dies (Linux; elsewhere nothing happens).
+
+    A killed launcher must not leave processes behind that hold GPUs and write checkpoints. torchrun puts its workers
+    into sessions of their own, so that a signal to the process group does not reach them; this does.
+    """
+    parent = os.getppid()
+    if not hasattr(os, "pidfd_open"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent was gone before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shell_code(returncode: int) -> int:
+    """A `subprocess` return code as a shell shows it: death by signal N is 128 + N."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def num_local_gpus() -> int:
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,168 @@
+"""The training loop: from a committed checkpoint, or from nothing, to the last step.
+
+Each step begins with one small exchange: how many loss terms there are, whether anybody was told to stop, whether
+anybody's checkpoint is still being written. From it all processes take the same decision at the same step, so that none
+enters a collective alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from kftrain.checkpoint import load
+from kftrain.checkpoint.save import CheckpointWriter, State
+from kftrain.config import Config
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.loader import StepBatch, TrainLoader
+from kftrain.errors import DivergedError, Preempted
+from kftrain.evaluate.score import score, total_metrics
+from kftrain.parallel import wrap
+from kftrain.parallel.world import World
+from kftrain.train.optimizer import learning_rate, set_learning_rate
+from kftrain.train.recorder import Recorder, say
+from kftrain.train.signals import StopRequest
+from kftrain.train.step import Stepper, seed_step
+
+
+@dataclass(frozen=True)
+class Control:
+    """What all processes agree on before a step."""
+
+    num_terms: int
+    stop: bool
+    busy: bool
+
+
+class Loop:
+    """One attempt's steps. Every method is collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        stepper: Stepper,
+        loader: TrainLoader,
+        validation: ShardedDataset,
+        writer: CheckpointWriter,
+        recorder: Recorder,
+        stop: StopRequest,
+    ) -> None:
+        self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
+        self._validation, self._writer, self._recorder, self._stop = validation, writer, recorder, stop
+        self._num_nonfinite = 0
+        self._last_recorded = 0
+
+    def resume(self, loaded: load.Loaded | None) -> int:
+        """Restores model and optimizer; returns the number of steps that are done."""
+        if loaded is None:
+            return 0
+        model, optimizer = wrap.bare(self._stepper.model), self._stepper.optimizer
+        state = self._state()
+        load.load_into(state, loaded.uri)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=True),
+        )
+        return loaded.manifest.step
+
+    def run(self, first_step: int) -> None:
+        """Takes all steps from `first_step` on; ends with the last one committed.
+
+        Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite.
+        """
+        train = self._config.train
+        self._last_recorded = first_step
+        for step, batch in enumerate(self._loader.steps(first_step, train.steps - first_step), start=first_step):
+            control = self._agree(batch)
+            if control.stop:
+                self._stop_after_commit(step)
+            loss = self._take(step, batch, control.num_terms)
+            self._after_step(step + 1, loss, control.busy)
+        self._writer.wait()
+
+    def _agree(self, batch: StepBatch) -> Control:
+        terms, stop, busy = self._world.sum(
+            [self._stepper.count_terms(batch), float(self._stop.requested), float(self._writer.busy)]
+        )
+        return Control(int(terms), stop > 0, busy > 0)
+
+    def _take(self, step: int, batch: StepBatch, num_terms: int) -> torch.Tensor:
+        seed_step(self._config.run.seed, step, self._world.rank)
+        rate = learning_rate(self._config.optimizer, step, self._config.train.steps)
+        set_learning_rate(self._stepper.optimizer, rate)
+        result = self._stepper.run(batch, num_terms)
+        self._gradient_norm = result.gradient_norm
+        self._num_nonfinite = 0 if result.updated else self._num_nonfinite + 1
+        if self._num_nonfinite > self._config.train.max_nonfinite_steps:
+            raise DivergedError(
+                f"the gradient norm of step {step + 1} is not finite",
+                value=result.gradient_norm,
+                fix="lower optimizer.learning_rate, or allow skips with train.max_nonfinite_steps",
+            )
+        return result.local_loss_sum
+
+    def _after_step(self, done: int, local_loss_sum: torch.Tensor, busy: bool) -> None:
+        config = self._config
+        last = done == config.train.steps
+        if last or done % config.train.log_interval_steps == 0:
+            self._record(done, local_loss_sum)
+        if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
+            self._validate(done)
+        if last or done % config.checkpoint.interval_steps == 0:
+            self._save(done, last, busy)
+
+    def _record(self, done: int, local_loss_sum: torch.Tensor) -> None:
+        (loss,) = self._world.sum([float(local_loss_sum)])
+        rate = learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
+        values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
+        if self._world.is_main:
+            num_steps = done - self._last_recorded
+            finite = {name: value for name, value in values.items() if math.isfinite(value)}
+            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size)
+        self._last_recorded = done
+
+    def _validate(self, done: int) -> None:
+        evaluate = self._config.evaluate
+        statistics, _ = score(
+            self._stepper.model,
+            self._stepper.task,
+            self._validation,
+            self._world,
+            evaluate.batch_size,
+            evaluate.max_interval_samples,
+        )
+        if self._world.is_main:
+            self._recorder.record_validation(done, total_metrics(self._stepper.task, statistics))
+
+    def _save(self, done: int, last: bool, busy: bool) -> None:
+        if busy and not last:
+            if self._world.is_main:
+                say(f"warning: checkpoint at step {done} skipped: the one before is still being written")
+            return
+        self._writer.save(self._state(), self._recorder.history, done, done * self._config.train.global_batch_size)
+        if last or not self._config.checkpoint.asynchronous:
+            self._writer.wait()
+        if self._world.is_main:
+            say(
+                f"checkpoint at step {done} "
+                + ("committed" if last or not self._config.checkpoint.asynchronous else "started")
+            )
+
+    def _stop_after_commit(self, done: int) -> None:
+        """Commits what is done since the last checkpoint, if anything."""
+        self._writer.wait()
+        if done > self._writer.committed_step:
+            self._writer.save(self._state(), self._recorder.history, done, done * self._config.train.global_batch_size)
+            self._writer.wait()
+        raise Preempted(f"stopped at step {done} of {self._config.train.steps}; everything up to it is committed")
+
+    def _state(self) -> State:
+        model, optimizer = get_state_dict(wrap.bare(self._stepper.model), self._stepper.optimizer)
+        return {"model": model, "optimizer": optimizer}
