@@ -89,9 +89,7 @@ def _table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[lis
     names = sorted(set(statistics) - {KEYS})
     columns = [np.asarray(statistics[name], dtype=np.float64) for name in names]
     if not columns or not len(columns[0]):
-        raise EvaluationError(
-            "there is nothing to resample", where="bootstrap", fix="the validation split is empty"
-        )
+        raise EvaluationError("there is nothing to resample", where="bootstrap", fix="the validation split is empty")
     if any(column.shape != columns[0].shape or column.ndim != 1 for column in columns):
         shapes = {name: column.shape for name, column in zip(names, columns, strict=True)}
         raise EvaluationError("every statistic needs one sum per group", where="bootstrap", value=shapes)
@@ -104,9 +102,7 @@ def _aligned(challenger: Statistics, champion: Statistics) -> list[tuple[Statist
     pairs = []
     for role, statistics in (("challenger", challenger), ("champion", champion)):
         if KEYS not in statistics:
-            raise EvaluationError(
-                "a paired comparison needs the keys of the groups", where=f"{role}'s statistics"
-            )
+            raise EvaluationError("a paired comparison needs the keys of the groups", where=f"{role}'s statistics")
         pairs.append((statistics, np.argsort(statistics[KEYS], kind="stable")))
     ours, theirs = (np.asarray(statistics[KEYS])[order] for statistics, order in pairs)
     if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
@@ -137,8 +133,7 @@ def _resampled(
         for (_, table), chunks in zip(tables, sums, strict=True):
             chunks.append(weights @ table)
     return [
-        _metrics_of(metrics, names, np.concatenate(chunks))
-        for (names, _), chunks in zip(tables, sums, strict=True)
+        _metrics_of(metrics, names, np.concatenate(chunks)) for (names, _), chunks in zip(tables, sums, strict=True)
     ]
 
 
@@ -156,9 +151,7 @@ def _weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndar
 def _interval(name: str, value: float, samples: np.ndarray, confidence: float) -> Interval:
     """The percentile interval of the finite samples."""
     if not np.isfinite(value):
-        raise EvaluationError(
-            "a metric is not finite", where=name, value=value, fix="did the training diverge?"
-        )
+        raise EvaluationError("a metric is not finite", where=name, value=value, fix="did the training diverge?")
     finite = samples[np.isfinite(samples)]
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(finite, [tail, 1.0 - tail]) if len(finite) else (value, value)

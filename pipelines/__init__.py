@@ -1,0 +1,1 @@
+"""KFP graphs: order and wiring only."""

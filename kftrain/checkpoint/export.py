@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,9 @@ def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
     for index, names in enumerate(groups, start=1):
         file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
         state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype) for name in names}
-        dcp.load(state, storage_reader=reader(checkpoint_uri), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: that is the intent
+            dcp.state_dict_loader.load(state, storage_reader=reader(checkpoint_uri), no_dist=True)
         plain = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in state.items()}
         save_file(plain, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(plain, file))

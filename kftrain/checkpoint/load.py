@@ -64,7 +64,7 @@ def load_into(state: State, uri: str) -> None:
     Collective. Raises CheckpointError.
     """
     try:
-        dcp.load(state, storage_reader=reader(uri))
+        dcp.state_dict_loader.load(state, storage_reader=reader(uri))
     except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error
@@ -73,7 +73,7 @@ def load_into(state: State, uri: str) -> None:
 def reader(uri: str) -> Any:
     """A DCP reader of a checkpoint folder."""
     if storage.is_local(uri):
-        return dcp.FileSystemReader(storage.local_path(uri))
+        return dcp.filesystem.FileSystemReader(storage.local_path(uri))
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(uri)

@@ -98,7 +98,7 @@ class CheckpointWriter:
     ) -> int:
         uri = storage.join(self._paths.checkpoints, str(name))
         try:
-            dcp.save(staged, storage_writer=writer, process_group=self._world.background)
+            dcp.state_dict_saver.save(staged, storage_writer=writer, process_group=self._world.background)
         except (CheckpointException, OSError) as error:  # CheckpointException is a BaseException
             raise RetryableError(f"the checkpoint could not be written: {_first_line(error)}", where=uri) from error
         files = self._hash_own_files(uri)
@@ -147,7 +147,7 @@ class CheckpointWriter:
 def _writer(uri: str) -> Any:
     """A DCP writer that is also a stager: `stage` copies the state to the CPU."""
     if storage.is_local(uri):
-        return dcp.FileSystemWriter(storage.local_path(uri), overwrite=False)
+        return dcp.filesystem.FileSystemWriter(storage.local_path(uri), overwrite=False)
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(uri, overwrite=False)

@@ -1,1 +1,97 @@
-def main() -> None: ...
+"""The command line. Commands are imported when they are called, so that `kftrain --help` imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from kftrain import __version__
+from kftrain.errors import ConfigError, InterruptedByUser, KftrainError
+
+EXTRAS = {"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"}
+"""What installs an optional dependency."""
+
+COMMANDS = {
+    "run": ("kftrain.cli.run", "The whole pipeline on this machine."),
+    "compile": ("kftrain.cli.compile", "Write the pipeline as YAML for the Kubeflow UI."),
+    "shard": ("kftrain.cli.stages", "Start a run: check everything cheap, write the dataset's shards."),
+    "train": ("kftrain.cli.stages", "Train the model of a run."),
+    "evaluate": ("kftrain.cli.stages", "Measure the trained model of a run."),
+    "register": ("kftrain.cli.stages", "Register the model of a run and promote it by policy."),
+    "gate": ("kftrain.cli.stages", "Decide again whether a registered model becomes champion."),
+    "shards": ("kftrain.cli.shards", "Look at the shards of a dataset."),
+    "checkpoints": ("kftrain.cli.checkpoints", "Look at the checkpoints of a run."),
+    "models": ("kftrain.cli.models", "Compare, promote and roll back registered models."),
+    "config": ("kftrain.cli.config", "Show the configuration and its schema."),
+    "worker": ("kftrain.cli.worker", "One node's share of a job; started by a launcher."),
+}
+"""Command -> the module that defines it and what it does."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported only when they run; the help shows what stands in COMMANDS."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands in the order in which a run uses them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name, imported now."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), f"{cmd_name}_command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kftrain")
+def cli() -> None:
+    """Distributed training pipelines on Kubeflow that do not lose runs."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `kftrain` program.
+
+    An expected failure is one line on stderr and its exit code; a bug keeps its traceback.
+    """
+    try:
+        code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
+    except KftrainError as error:
+        fail(error.line, error.exit_code)
+    except click.ClickException as error:
+        fail_usage(error)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        fail(f"{error.name} is needed for this; pip install 'kftrain[{extra}]'", ConfigError.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted", InterruptedByUser.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(line: str, code: int) -> NoReturn:
+    """Ends the program with one line."""
+    click.echo(f"kftrain: error: {line}", err=True)
+    sys.exit(code)
+
+
+def fail_usage(error: click.ClickException) -> NoReturn:
+    """Ends the program for a wrong command line; a group that was called without a command shows its help."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        fail(error.format_message(), error.exit_code)
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        error.show()
+        sys.exit(error.exit_code)
+    fail(f"{error.format_message()} Try: {context.command_path} --help", error.exit_code)

@@ -30,7 +30,7 @@ def score(
 ) -> tuple[Statistics, np.ndarray]:
     """Statistics of the first `max_samples` samples (0: all), `[samples]` float64 each, and their group ids.
 
-    Collective. Every process gets the same arrays. Raises EvaluationError where a sample would be counted twice or not at all.
+    Collective. Every process gets the same arrays. Raises EvaluationError where a sample is not counted once.
     """
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     num_batches = -(-num_samples // batch_size)

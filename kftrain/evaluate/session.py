@@ -7,6 +7,7 @@ Scores the exports that `evaluation/request.json` names, each on the whole valid
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,8 @@ def _evaluate_one(
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
     """`statistics.npz`: the sums per group, and the groups' keys. Equal content is equal bytes."""
     buffer = io.BytesIO()
-    np.savez(buffer, keys=np.array(keys), **grouped)
+    arrays: dict[str, Any] = {"keys": np.array(keys), **grouped}
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 

@@ -63,7 +63,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
             raise error
         if failures_in_a_row > config.launch.max_restarts_without_progress:
             raise LaunchError(
-                f"the {spec.task} job failed {failures_in_a_row} times without a new checkpoint; the last time: {error.line}",
+                f"the {spec.task} job failed {failures_in_a_row} times without a new checkpoint, at last: {error.line}",
                 where=spec.run_uri,
                 fix="mend the cause and resume the run",
             )

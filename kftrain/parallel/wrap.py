@@ -60,10 +60,11 @@ def mesh_shape(shard: int, replicate: int, world_size: int) -> tuple[int, int]:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: what its `blocks()` names, else its longest ModuleList, else none."""
-    if callable(getattr(model, "blocks", None)):
-        return list(model.blocks())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    blocks: Any = getattr(model, "blocks", None)
+    if callable(blocks):
+        return list(blocks())
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def distribute(model: nn.Module, layout: Layout, world: World) -> nn.Module:

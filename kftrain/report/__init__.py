@@ -1,1 +1,105 @@
+"""Reports of a run, as self-contained HTML and as short Markdown. Pure: plain values in, text out.
 
+HTML pages load nothing and run nothing; every text in them is escaped, so a hostile class label or error
+message stays a label or a message. A page stays below 300 kB whatever the length of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, Registration
+from kftrain.report import evaluation as _evaluation
+from kftrain.report import failure as _failure
+from kftrain.report import markdown, page
+from kftrain.report import registration as _registration
+from kftrain.report import run as _run
+from kftrain.report import shards as _shards
+from kftrain.report import training as _training
+
+__all__ = [
+    "run_html",
+    "training_html",
+    "evaluation_html",
+    "registration_html",
+    "failure_html",
+    "shards_markdown",
+    "training_markdown",
+    "evaluation_markdown",
+    "registration_markdown",
+    "failure_markdown",
+]
+
+
+def run_html(
+    config: Config,
+    *,
+    shards: Mapping[str, Any] | None = None,
+    completion: Completion | None = None,
+    history: _training.History = (),
+    evaluation: Evaluation | None = None,
+    registration: Registration | None = None,
+) -> str:
+    """The one page of a run; parts that are None or empty are left out. `shards` is the manifest as JSON."""
+    return page.render(
+        _run.page(
+            config,
+            manifest=shards,
+            completion=completion,
+            history=history,
+            evaluated=evaluation,
+            registered=registration,
+        )
+    )
+
+
+def training_html(config: Config, completion: Completion | None, history: _training.History) -> str:
+    """Figures and curves of a training.
+
+    A point of `history` has `step` and any of `loss`, `learning_rate`, `gradient_norm`, `samples_per_second`
+    and `validation/<metric>`; other keys are not shown.
+    """
+    section = _training.section(config, completion, history)
+    return page.render(page.single(section, config.run.name, config.to_yaml()))
+
+
+def training_markdown(config: Config, completion: Completion | None, history: _training.History) -> str:
+    """The same with first, lowest, highest and last value instead of curves."""
+    return markdown.render(_training.section(config, completion, history))
+
+
+def evaluation_html(config: Config, evaluation: Evaluation) -> str:
+    """Metrics with intervals beside their baselines, slices, and the confusion matrix."""
+    return page.render(page.single(_evaluation.section(config, evaluation), config.run.name))
+
+
+def evaluation_markdown(config: Config, evaluation: Evaluation) -> str:
+    """The same as tables."""
+    return markdown.render(_evaluation.section(config, evaluation))
+
+
+def registration_html(config: Config, registration: Registration) -> str:
+    """The gate's decision, its reason, and champion against challenger."""
+    return page.render(page.single(_registration.section(config, registration), config.run.name))
+
+
+def registration_markdown(config: Config, registration: Registration) -> str:
+    """The same as tables."""
+    return markdown.render(_registration.section(config, registration))
+
+
+def shards_markdown(manifest: Mapping[str, Any]) -> str:
+    """What is in a dataset, from its manifest as JSON."""
+    return markdown.render(_shards.section(manifest))
+
+
+def failure_html(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
+    """What failed, why, where and what to do next. `error` is the content of `error.json`."""
+    return page.render(page.single(_failure.section(error, stage, run_uri), stage))
+
+
+def failure_markdown(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
+    """The same as Markdown."""
+    return markdown.render(_failure.section(error, stage, run_uri))

@@ -1,1 +1,18 @@
+"""Tracking: what a training did, recorded in MLflow. Importing this imports no MLflow."""
 
+from kftrain.tracking.base import Point, Tracker
+from kftrain.tracking.runs import DatasetLineage, check, finish_run, log_evaluation, log_text, start_run
+from kftrain.tracking.tracker import MlflowTracker, open_tracker
+
+__all__ = [
+    "check",
+    "start_run",
+    "finish_run",
+    "log_evaluation",
+    "log_text",
+    "open_tracker",
+    "DatasetLineage",
+    "Tracker",
+    "MlflowTracker",
+    "Point",
+]

@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     """Runs torchrun with these arguments; returns 0 or the first failed worker's code (128 + N for signal N)."""
     die_with_parent()
     try:
-        run(get_args_parser().parse_args(arguments))
+        run(get_args_parser().parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return shell_code(failure.exitcode)

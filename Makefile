@@ -1,0 +1,37 @@
+# Every target sets up what it needs. `make demo` is the whole product on a laptop.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := .demo
+
+.PHONY: demo test test-fast lint format bench compile clean
+
+demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
+	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
+
+test: $(VENV)/.ready  ## everything that needs no cluster and no GPU
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-fast: $(VENV)/.ready  ## the same without the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench: $(VENV)/.ready  ## the figures in the documentation, ours and the peer's in one run
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+compile: $(VENV)/.ready
+	$(BIN)/kftrain compile -o pipeline.yaml
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

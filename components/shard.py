@@ -1,0 +1,61 @@
+"""Step 1: checks what can be checked cheaply, opens the run, and writes the shards of its dataset."""
+
+from kfp import dsl
+from kfp.dsl import Dataset, Markdown, Metrics, Output
+
+from kftrain.components.images import STEPS_IMAGE
+
+
+@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False)
+def shard(
+    config: str,
+    source: str,
+    storage_root: str,
+    model_name: str,
+    nodes: int,
+    processes_per_node: int,
+    steps: int,
+    learning_rate: float,
+    promotion: str,
+    resume_run: str,
+    job_id: str,
+    shards: Output[Dataset],
+    metrics: Output[Metrics],
+    summary: Output[Markdown],
+) -> str:
+    """Shards the dataset of a run.
+
+    Args:
+        config: The configuration, a YAML text.
+        source: Where samples come from. This and the next seven win over the configuration unless '' or 0.
+        storage_root: Where shards and runs are kept.
+        model_name: Name of the registered model.
+        nodes: Machines of the training job.
+        processes_per_node: Processes on each of them.
+        steps: Optimizer steps of the whole training.
+        learning_rate: Peak learning rate.
+        promotion: `auto` or `manual`.
+        resume_run: Id of the run to go on with; empty starts a new one.
+        job_id: Kubeflow's id of the pipeline run, out of which a new run gets its id.
+        shards: Where the shards are and what they hold.
+        metrics: Numbers of samples, shards and bytes.
+        summary: The same as text.
+
+    Returns:
+        URI of the run's folder.
+    """
+    from kftrain.stages.outcome import save
+    from kftrain.stages.shard import shard_from_pipeline
+
+    knobs: dict[str, str | int | float] = {
+        "source": source,
+        "storage_root": storage_root,
+        "model_name": model_name,
+        "nodes": nodes,
+        "processes_per_node": processes_per_node,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "promotion": promotion,
+    }
+    outcome = shard_from_pipeline(config, knobs, resume_run, job_id)
+    return save(outcome, shards, metrics, markdown=summary)

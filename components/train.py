@@ -1,0 +1,32 @@
+"""Step 2: trains until the run is complete; a run that already is costs nothing."""
+
+from kfp import dsl
+from kfp.dsl import HTML, Markdown, Metrics, Model, Output
+
+from kftrain.components.images import STEPS_IMAGE
+
+
+@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False)
+def train(
+    run_uri: str,
+    completion: Output[Model],
+    metrics: Output[Metrics],
+    report: Output[HTML],
+    summary: Output[Markdown],
+) -> str:
+    """Trains the model of a run.
+
+    Args:
+        run_uri: The run's folder.
+        completion: Where the checkpoint and the exported model are, with their digests.
+        metrics: Last loss, speed, number of parameters.
+        report: The training curve as a page.
+        summary: The same as text.
+
+    Returns:
+        URI of the run's folder.
+    """
+    from kftrain.stages.outcome import save
+    from kftrain.stages.train import train as train_stage
+
+    return save(train_stage(run_uri), completion, metrics, report, summary)

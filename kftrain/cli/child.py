@@ -1,0 +1,74 @@
+"""The pipeline's process as `kftrain run` sees it: a stream of lines, signals in, an exit code out.
+
+It leads a session of its own, so that Ctrl-C on the terminal reaches only us, and we decide: the first signal becomes
+SIGTERM for everybody (training commits a checkpoint), the second one SIGKILL. When it has ended nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from kftrain.stages.lifetime import PARENT_VARIABLE
+
+SIGNAL_CODE = 128
+"""A program that a signal ended exits with this plus the signal's number."""
+
+
+class PipelineProcess:
+    """One run of the pipeline through the local runner."""
+
+    def __init__(self, spec: Path, arguments: Path, root: Path, workdir: Path) -> None:
+        self._signal = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kftrain.cli.runner", str(spec), str(arguments), str(root)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=workdir,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+        )
+
+    @property
+    def stop_code(self) -> int:
+        """The exit code that tells which signal stopped us; 0: none did."""
+        return SIGNAL_CODE + self._signal if self._signal else 0
+
+    def follow(self, on_line: Callable[[str], None]) -> int:
+        """Hands over every line of output, newline included, until the pipeline ends. Returns its exit code."""
+        assert self._process.stdout is not None
+        with self._forwarding_signals():
+            try:
+                for line in self._process.stdout:
+                    on_line(line)
+                return self._process.wait()
+            finally:
+                self._send(signal.SIGKILL)
+                self._process.wait()
+                self._process.stdout.close()
+
+    @contextlib.contextmanager
+    def _forwarding_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        self._send(signal.SIGKILL if self._signal else signal.SIGTERM)
+        self._signal = self._signal or number
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

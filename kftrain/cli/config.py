@@ -1,0 +1,30 @@
+"""`kftrain config`: what can be set, and what a file with its overrides comes to."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from kftrain import config as configuration
+from kftrain.cli.options import config_options, json_option
+
+
+@click.group("config")
+def config_command() -> None:
+    """Show the configuration and its schema."""
+
+
+@config_command.command()
+def schema() -> None:
+    """Print the JSON schema, for editors and for reading."""
+    click.echo(json.dumps(configuration.schema(), indent=2))
+
+
+@config_command.command()
+@config_options
+@json_option
+def show(config_file: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print the resolved configuration, every default spelled out."""
+    config = configuration.load(config_file, overrides)
+    click.echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)

@@ -1,0 +1,127 @@
+"""`kftrain run`: the pipeline that Kubeflow would run, compiled and run on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.cli.child import PipelineProcess
+from kftrain.cli.console import Display, display, show_step
+from kftrain.cli.options import config_options
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.errors import BUG_CODE, ConfigError
+from kftrain.stages import failure, resolve
+from kftrain.stages.progress import ERROR_LINE, RUN_LINE, unmarked
+
+
+@click.command("run")
+@config_options
+@click.option(
+    "--workdir", metavar="FOLDER", default=".", help="Relative paths start here; default: the current folder."
+)
+@click.option("--resume", metavar="RUN", default="", help="Go on with a run: its id, or the URI of its folder.")
+def run_command(config_file: str | None, overrides: tuple[str, ...], workdir: str, resume: str) -> int:
+    """The whole pipeline on this machine: shard, train, evaluate, register.
+
+    It is the very pipeline that `kftrain compile` writes, run by Kubeflow's own local runner.
+    """
+    folder = _workdir(workdir)
+    config, resume_run = _resolved(config_file, overrides, folder, resume)
+    log_path = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.run.name}.log"
+    log_path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kftrain-run-") as temporary, log_path.open("w", buffering=1) as log:
+        spec, arguments = _write_inputs(Path(temporary), config, resume_run)
+        with display() as shown:
+            watched = Watched(shown, log)
+            process = PipelineProcess(spec, arguments, Path(temporary) / "root", folder)
+            code = process.follow(watched.on_line)
+    return _conclude(watched, code, process.stop_code, log_path, folder)
+
+
+class Watched:
+    """Sorts the pipeline's output: everything to the log, our own lines to the display, and what they tell to us."""
+
+    def __init__(self, shown: Display, log: TextIO) -> None:
+        self._shown, self._log = shown, log
+        self.run_uri = ""
+        self.error: dict[str, Any] | None = None
+        """The last error that a stage has announced."""
+
+    def on_line(self, raw: str) -> None:
+        """Takes one line of output."""
+        self._log.write(raw)
+        text = unmarked(raw)
+        if text is None:
+            show_step(self._shown, raw)
+        elif text.startswith(ERROR_LINE):
+            self.error = json.loads(text.removeprefix(ERROR_LINE))
+        elif text.startswith(RUN_LINE):
+            self.run_uri = text.removeprefix(RUN_LINE)
+            self._shown.line(f"run {RunPaths(self.run_uri).run_id} in {self.run_uri}")
+        else:
+            self._shown.line(text)
+
+
+def _workdir(workdir: str) -> Path:
+    folder = Path(workdir).expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"not a folder: {error}", where="--workdir", value=workdir) from error
+    return folder
+
+
+def _resolved(config_file: str | None, overrides: tuple[str, ...], folder: Path, resume: str) -> tuple[Config, str]:
+    """The configuration with absolute paths, and the id of the run to resume; empty for a new one.
+
+    A run that is resumed without --config keeps the configuration that it has.
+    """
+    config = resolve.anchored(configuration.load(config_file, overrides), folder)
+    if not resume:
+        return config, ""
+    id_only = "/" not in resume
+    uri = RunPaths.of(config.run.storage_root, resolve.valid_run_id(resume)).uri if id_only else resume
+    paths = RunPaths(storage.absolute(uri, folder))
+    if config_file is None:
+        saved = resolve.load_config(paths.uri).to_yaml()
+        config = resolve.anchored(configuration.parse(saved, overrides, where=paths.config), folder)
+    run = config.run.model_copy(update={"storage_root": paths.storage_root})
+    return config.model_copy(update={"run": run}), paths.run_id
+
+
+def _write_inputs(folder: Path, config: Config, resume_run: str) -> tuple[Path, Path]:
+    from kftrain.pipelines.compile import compiled
+
+    spec, arguments = folder / "pipeline.yaml", folder / "arguments.json"
+    spec.write_text(compiled())
+    arguments.write_text(json.dumps({"config": config.to_yaml(), "resume_run": resume_run}))
+    return spec, arguments
+
+
+def _conclude(watched: Watched, code: int, stop_code: int, log: Path, folder: Path) -> int:
+    """Prints the summary; returns 0, or what the failed stage says, or what stopped us."""
+    from kftrain.cli import summary
+
+    if code == 0:
+        click.echo("\n".join(summary.success_lines(watched.run_uri)))
+        return 0
+    error = _error(watched, log)
+    code = stop_code or int(error.get("exit_code", BUG_CODE))
+    click.echo("\n".join(summary.failure_lines(error, watched.run_uri, str(log), str(folder))), err=True)
+    click.echo(f"kftrain: error: {error['line']}", err=True)
+    sys.exit(code)
+
+
+def _error(watched: Watched, log: Path) -> dict[str, Any]:
+    """Why the pipeline failed: error.json of the run, or what a stage announced before there was one."""
+    found = failure.read(RunPaths(watched.run_uri)) if watched.run_uri else None
+    return found or watched.error or {"line": f"the pipeline ended without saying why; see {log}"}

@@ -1,0 +1,56 @@
+"""The process that runs a compiled pipeline through `kfp.local`: `python -m kftrain.cli.runner SPEC ARGUMENTS ROOT`.
+
+It is a process of its own because kfp's local runner owns the standard output, the root logger and `print`, and
+because a task must be stopped without stopping the runner: the exit handler still has to run. So signals are only noted
+here. The running task gets them itself; the ones that start later find STOP_VARIABLE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from kftrain.stages import lifetime
+
+
+def main() -> None:
+    """Runs the pipeline; an exception, hence exit code 1, where a task failed."""
+    spec, arguments, root = sys.argv[1:]
+    lifetime.end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _note_stop)
+    _keep_python3()
+    run(spec, json.loads(Path(arguments).read_text()), root)
+
+
+def run(spec: str, arguments: dict[str, object], root: str) -> None:
+    """Runs a compiled pipeline with its artifacts below `root`, which is the caller's to delete."""
+    from kfp import components, local
+
+    workspace = Path(root) / "workspace"  # kfp deletes it at the end, hence nothing that anybody else has put there
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root, workspace_root=str(workspace))
+    components.load_component_from_file(spec)(**arguments)
+
+
+def _note_stop(_number: int, _frame: FrameType | None) -> None:
+    os.environ[lifetime.STOP_VARIABLE] = "1"
+
+
+def _keep_python3() -> None:
+    """Lets the runner find this interpreter as `python3`.
+
+    kfp replaces every `python3` in a task's command by `sys.executable`, in the arguments too: a path like
+    /data/python3/corpus would come out broken. Replaced by itself it stays whole.
+    """
+    folder = Path(sys.executable).parent
+    if (folder / "python3").exists():
+        os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+        sys.executable = "python3"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`kftrain shards`: what a dataset's shards hold, and whether they still do."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from kftrain import storage
+from kftrain.cli.options import json_option
+
+
+@click.group("shards")
+def shards_command() -> None:
+    """Look at the shards of a dataset. URI: its manifest.json, its folder, or a run."""
+
+
+@shards_command.command()
+@click.argument("uri")
+@json_option
+def show(uri: str, as_json: bool) -> None:
+    """Print what the shards hold."""
+    from kftrain.data import manifest
+
+    described = manifest.describe(manifest.read_manifest(manifest_uri(uri)))
+    if as_json:
+        click.echo(json.dumps(described, indent=2))
+        return
+    for key in ("dataset_digest", "source", "task"):
+        click.echo(f"{key:16}{described[key]}")
+    for name, kind in described["fields"].items():
+        click.echo(f"{'field':16}{name}: {kind}")
+    for name, split in described["splits"].items():
+        click.echo(f"{name:16}" + ", ".join(f"{value:,} {key}" for key, value in split.items()))
+
+
+@shards_command.command()
+@click.argument("uri")
+@click.option("--quick", is_flag=True, help="Compare sizes only.")
+@json_option
+def verify(uri: str, quick: bool, as_json: bool) -> None:
+    """Compare every shard with the manifest; exit code 11 names the first that differs."""
+    from kftrain.data import manifest
+
+    found = manifest_uri(uri)
+    manifest.verify_shards(found, "size" if quick else "sha256")
+    splits = manifest.read_manifest(found).splits
+    result = {
+        "manifest_uri": found,
+        "checked": "size" if quick else "sha256",
+        "shards": sum(len(split.shards) for split in splits.values()),
+        "bytes": sum(split.num_bytes for split in splits.values()),
+    }
+    click.echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {found}")
+
+
+def manifest_uri(uri: str) -> str:
+    """The manifest of a dataset, whichever way it was named."""
+    from kftrain.contracts import RunPaths
+    from kftrain.data.manifest import MANIFEST_NAME
+    from kftrain.stages.dataset import read_shards
+
+    absolute = storage.absolute(uri)
+    if absolute.endswith("/" + MANIFEST_NAME):
+        return absolute
+    paths = RunPaths(absolute)
+    return read_shards(paths).manifest_uri if storage.exists(paths.shards) else storage.join(absolute, MANIFEST_NAME)

@@ -1,0 +1,117 @@
+"""`kftrain shard | train | evaluate | register | gate`: one stage at a time, without Kubeflow.
+
+Progress goes to stderr; the last line on stdout is the stage's summary as JSON, with `run_uri` for the next stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import click
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.cli.console import Display, display, show_step
+from kftrain.cli.options import config_options, override_option
+from kftrain.stages import resolve
+from kftrain.stages.outcome import Outcome
+from kftrain.stages.progress import ERROR_LINE, Progress
+
+
+@click.command("shard")
+@config_options
+@click.option("--run", "run_id", metavar="NAME", default="", help="Id of the run; an existing one is opened again.")
+def shard_command(config_file: str | None, overrides: tuple[str, ...], run_id: str) -> None:
+    """Start a run: check everything cheap, write the dataset's shards."""
+    from kftrain.stages.shard import shard
+
+    config = resolve.anchored(configuration.load(config_file, overrides), ".")
+    chosen = resolve.valid_run_id(run_id or new_run_id(config.run.name))
+    _run(lambda progress: shard(config, chosen, progress=progress))
+
+
+@click.command("train")
+@click.argument("run_uri")
+def train_command(run_uri: str) -> None:
+    """Train the model of a run, from its last checkpoint if it has one."""
+    from kftrain.stages.train import train
+
+    _run(lambda progress: train(storage.absolute(run_uri), progress))
+
+
+@click.command("evaluate")
+@click.argument("run_uri")
+def evaluate_command(run_uri: str) -> None:
+    """Measure the trained model of a run, and the champion on the same data."""
+    from kftrain.stages.evaluate import evaluate
+
+    _run(lambda progress: evaluate(storage.absolute(run_uri), progress))
+
+
+@click.command("register")
+@click.argument("run_uri")
+def register_command(run_uri: str) -> None:
+    """Register the model of a run and promote it by policy."""
+    from kftrain.stages.register import register
+
+    _run(lambda progress: register(storage.absolute(run_uri), progress))
+
+
+@click.command("gate")
+@click.argument("run_uri")
+@override_option
+def gate_command(run_uri: str, overrides: tuple[str, ...]) -> None:
+    """Decide again whether a run's registered model becomes champion, e.g. with --set registry.promotion=auto."""
+    from kftrain.stages.register import gate
+
+    _run(lambda progress: gate(storage.absolute(run_uri), overrides, progress))
+
+
+def new_run_id(name: str) -> str:
+    """An id that nobody else has: the name, the time, and four random digits."""
+    return f"{name}-{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _run(stage: Callable[[Progress], Outcome]) -> None:
+    with display() as shown, _workers_to(shown):
+        outcome = stage(lambda line: _show(shown, line))
+    click.echo(json.dumps(outcome.summary))
+
+
+@contextlib.contextmanager
+def _workers_to(shown: Display) -> Iterator[None]:
+    """Within the block, what a job's processes write to stdout goes to the display: steps to its bar, the rest as lines.
+
+    They inherit the descriptor, so it is the descriptor that is redirected.
+    """
+    reading, writing = os.pipe()
+    stdout = os.dup(1)
+    os.dup2(writing, 1)
+    os.close(writing)
+    reader = threading.Thread(target=_show_all, args=(shown, reading), daemon=True, name="worker-output")
+    reader.start()
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        reader.join()
+
+
+def _show_all(shown: Display, descriptor: int) -> None:
+    with open(descriptor, errors="replace") as stream:
+        for line in stream:
+            if not show_step(shown, line):
+                shown.line(line.rstrip("\n"))
+
+
+def _show(shown: Display, line: str) -> None:
+    """Errors are printed by whoever ends the program, once."""
+    if not line.startswith(ERROR_LINE):
+        shown.line(line)

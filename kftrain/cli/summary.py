@@ -1,0 +1,114 @@
+"""The end of `kftrain run` in words, from the documents that the stages left in the run's folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kftrain import contracts
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, Interval, Registration, RunPaths
+from kftrain.data.manifest import Manifest
+from kftrain.report import wording
+from kftrain.stages.dataset import read_dataset
+from kftrain.stages.evaluate import read_evaluation
+from kftrain.stages.resolve import load_config
+
+LABEL_WIDTH = 12
+
+
+def success_lines(run_uri: str) -> list[str]:
+    """What was trained, how good it is, and where it is now."""
+    paths = RunPaths(run_uri)
+    config = load_config(run_uri)
+    completion = contracts.read(Completion, paths.complete)
+    registration = contracts.read(Registration, paths.registration)
+    evaluation = read_evaluation(paths, config, completion)
+    _, manifest = read_dataset(paths)
+    return [
+        f"run {paths.run_id} is complete",
+        *_rows("data", [_data(manifest)]),
+        *_rows("model", [_model(completion)]),
+        *_rows("metrics", _metrics(evaluation)),
+        *_rows("registered", _registered(registration)),
+        *_rows("report", [paths.report]),
+        *_rows("MLflow", [mlflow_command(config)]),
+        *_rows("load it", [load_command(config, registration)]),
+    ]
+
+
+def failure_lines(error: dict[str, Any], run_uri: str, log: str, workdir: str) -> list[str]:
+    """What to do after a failure; the error itself is the program's last line."""
+    lines = _rows("log", [log])
+    if run_uri:
+        lines = [
+            *_rows("run", [run_uri]),
+            *lines,
+            *_rows("resume", [f"kftrain run --workdir {workdir} --resume {run_uri}"]),
+        ]
+    return [f"{error.get('stage', 'the pipeline')} failed", *lines]
+
+
+def mlflow_command(config: Config) -> str:
+    """How to look at the run in MLflow: a command for a database, the address of a server."""
+    uri = config.tracking.uri
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def load_command(config: Config, registration: Registration) -> str:
+    """A shell command that loads the registered model."""
+    model = f"models:/{registration.model_name}/{registration.version}"
+    code = (
+        f"import mlflow; mlflow.set_tracking_uri('{config.tracking.uri}'); model = mlflow.pyfunc.load_model('{model}')"
+    )
+    return f'python -ic "{code}"'
+
+
+def _rows(label: str, values: list[str]) -> list[str]:
+    return [f"  {label if i == 0 else '':{LABEL_WIDTH}}{value}" for i, value in enumerate(values)]
+
+
+def _data(manifest: Manifest) -> str:
+    train, validation = manifest.splits["train"].num_samples, manifest.splits["validation"].num_samples
+    return (
+        f"{manifest.source}: {wording.count(train)} samples for training, {wording.count(validation)} for validation "
+        f"(dataset {wording.short(manifest.dataset_digest)})"
+    )
+
+
+def _model(completion: Completion) -> str:
+    parts = [
+        f"{wording.count(completion.num_parameters)} parameters",
+        wording.plural(completion.step, "step"),
+        f"world size {completion.world_size}",
+    ]
+    if "loss" in completion.metrics:
+        parts.append(f"loss {wording.number(completion.metrics['loss'])}")
+    if "samples_per_second" in completion.metrics:
+        parts.append(f"{wording.number(completion.metrics['samples_per_second'], 3)} samples/s")
+    return ", ".join(parts)
+
+
+def _metrics(evaluation: Evaluation) -> list[str]:
+    return [_metric(name, found, evaluation.baselines.get(name, {})) for name, found in evaluation.metrics.items()]
+
+
+def _metric(name: str, found: Interval, baselines: dict[str, float]) -> str:
+    beside = ", ".join(f"{baseline} {wording.number(value)}" for baseline, value in baselines.items())
+    return f"{name} {shown(found)}" + (f"; baselines: {beside}" if beside else "")
+
+
+def shown(found: Interval, signed: bool = False) -> str:
+    """`2.314 (2.290 to 2.338)`."""
+    value, edges = wording.interval(found.value, found.low, found.high, signed)
+    return f"{value} ({edges})"
+
+
+def _registered(registration: Registration) -> list[str]:
+    role = "champion" if registration.promoted else "not champion"
+    lines = [f"{registration.model_name} version {registration.version}, {role}: {registration.reason}"]
+    if registration.champion is not None:
+        before = f"version {registration.champion_version} was champion"
+        lines.append(f"{before}: {registration.metric} {shown(registration.champion)}")
+    if registration.improvement is not None:
+        lines.append(f"improvement {shown(registration.improvement, signed=True)}")
+    return lines

@@ -1,0 +1,22 @@
+"""`kftrain worker`: one node's share of a job; what a launcher starts."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kftrain.contracts import RunPaths
+from kftrain.train.supervisor import Rendezvous, Supervisor, torchrun_arguments
+
+
+@click.command("worker")
+@click.option("--task", type=click.Choice(["train", "evaluate"]), required=True, help="What the job does.")
+@click.option("--run-uri", required=True, help="Folder of the run.")
+@click.option("--digest", required=True, help="Digest of the run's config.yaml.")
+@click.option("--processes", type=click.IntRange(min=1), required=True, help="Processes on this node.")
+def worker_command(task: str, run_uri: str, digest: str, processes: int) -> None:
+    """Run this node's share of a job; exits with the code of the process that failed first."""
+    arguments = ["--task", task, "--run-uri", run_uri, "--digest", digest]
+    supervisor = Supervisor(RunPaths(run_uri), torchrun_arguments(Rendezvous(), processes, arguments), processes)
+    sys.exit(supervisor.run())

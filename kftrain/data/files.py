@@ -1,0 +1,103 @@
+"""Lists the files below a folder, here or in an object store, with what shows that one of them has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from kftrain import storage
+from kftrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a source."""
+
+    name: str
+    """Path relative to the listed folder, with `/`."""
+    uri: str
+    size_bytes: int
+    version: str
+    """Modification time or, where a store has one, the entity tag."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its line in a source's listing."""
+        return {"name": self.name, "size_bytes": self.size_bytes, "version": self.version}
+
+
+@contextlib.contextmanager
+def reading_source(where: str) -> Iterator[None]:
+    """Makes what goes wrong while reading raw data a DataError that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError("there is no such file or folder", where=where, fix="check data.source") from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", where=where, fix="check its permissions") from error
+
+
+def list_files(
+    uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
+) -> list[FileEntry]:
+    """The regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
+
+    Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth.
+    Raises DataError where something cannot be read.
+    """
+    with reading_source(uri):
+        entries = (
+            _local_entries(uri, skipped_folders) if storage.is_local(uri) else _remote_entries(uri, skipped_folders)
+        )
+        return sorted((entry for entry in entries if wanted(entry.name)), key=lambda entry: entry.name)
+
+
+def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[FileEntry]:
+    root = storage.local_path(uri)
+    for path in _local_paths(root, skipped_folders):
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode):
+            name = path.name if path == root else path.relative_to(root).as_posix()
+            yield FileEntry(name, str(path), status.st_size, str(status.st_mtime_ns))
+
+
+def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
+    if not root.is_dir():
+        yield root
+        return
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if not _hidden(name) and name not in skipped_folders]
+        yield from (Path(folder) / name for name in names if not _hidden(name))
+
+
+def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[FileEntry]:
+    filesystem, root = fsspec.core.url_to_fs(uri)
+    found = filesystem.find(root, detail=True)
+    if not found:
+        raise FileNotFoundError(uri)
+    for path, status in found.items():
+        name = path.removeprefix(root.rstrip("/")).lstrip("/") or path.rsplit("/", 1)[-1]
+        parts = name.split("/")
+        if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
+            yield FileEntry(name, filesystem.unstrip_protocol(path), int(status["size"]), _version(status))
+
+
+def _version(status: dict[str, Any]) -> str:
+    for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "last_modified", "created"):
+        if status.get(key):
+            return str(status[key])
+    return ""
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _raise(error: OSError) -> None:
+    raise error

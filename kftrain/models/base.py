@@ -1,0 +1,28 @@
+"""The protocol of a model: a plain `torch.nn.Module`, ignorant of processes, with three more methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Model(Protocol):
+    """What is asked of a module, built as `ModelClass(**task.model_arguments(), **options)`."""
+
+    def init_weights(self) -> None:
+        """Gives every parameter and buffer its initial value, in place, from torch's global generator.
+
+        Called on a module whose memory is uninitialised, so nothing may rely on values that the constructor
+        wrote.
+        """
+        ...
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """The repeated submodules, in order: each is sharded, and may be recomputed, as one unit."""
+        ...
+
+    def export_config(self) -> dict[str, Any]:
+        """JSON that describes the network, written as `config.json` beside the exported weights."""
+        ...

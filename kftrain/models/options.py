@@ -1,0 +1,116 @@
+"""How the keys of a configuration section become the arguments of a class or function, ours or a user's.
+
+The signature is the only description of what is accepted: names, which are required, and, where parameters
+are annotated, types and ranges (`Annotated[int, Field(ge=1)]`). An error names the option and, for a misspelt
+one, the nearest that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from kftrain.errors import ConfigError
+from kftrain.plugins import is_plugin, load_attribute, user_code
+
+_LENIENT = ConfigDict(arbitrary_types_allowed=True)
+
+
+def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., Any]:
+    """The class or function behind a `kind`: a key of `built_in` (whose values are `module:attr`) or `module:attr`.
+
+    Raises ConfigError for an unknown kind, with the nearest, and for an attribute that cannot be called.
+    """
+    where = f"{section}.kind"
+    if kind not in built_in and not is_plugin(kind):
+        raise ConfigError(
+            "unknown kind",
+            where=where,
+            value=kind,
+            fix=suggest(kind, built_in, "or a module:attr of your own"),
+        )
+    target = load_attribute(built_in.get(kind, kind), where)
+    if not callable(target):
+        raise ConfigError("neither a class nor a function", where=where, value=kind, fix="name what builds it")
+    return target  # type: ignore[no-any-return]
+
+
+def construct(
+    target: Callable[..., Any],
+    kind: str,
+    section: str,
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any] | None = None,
+) -> Any:
+    """Calls `target(**arguments, **options)`, with the options converted to its annotations (`2` for a float is fine).
+
+    `options` come from the user's section, `arguments` from our own code. Raises ConfigError for options that
+    are unknown, missing or of the wrong type, and UserCodeError where a user's own target raises anything
+    else.
+    """
+    arguments = arguments or {}
+    _check_names(target, section, options, arguments)
+    converted = _convert(target, section, options)
+    if not is_plugin(kind):
+        return target(**arguments, **converted)
+    with user_code(f"{section}.kind"):
+        return target(**arguments, **converted)
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The fix of an error about an unknown name: the nearest known one, else all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return ", ".join(part for part in (f"known: {', '.join(names) or 'none'}", otherwise) if part)
+
+
+def _check_names(
+    target: Callable[..., Any], section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> None:
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name, value in options.items():
+        if name in arguments:
+            raise ConfigError("is set by the task", where=f"{section}.{name}", value=value, fix="remove it here")
+        if name not in named and not takes_any:
+            known = [n for n in named if n not in arguments]
+            raise ConfigError("unknown option", where=f"{section}.{name}", value=value, fix=suggest(name, known))
+    refused = [] if takes_any else [name for name in arguments if name not in named]
+    if refused:
+        raise ConfigError(
+            f"does not accept {', '.join(refused)}",
+            where=f"{section}.kind",
+            fix="add the parameters, or **arguments, to it",
+        )
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in options and n not in arguments]
+    if missing:
+        raise ConfigError("a required option is missing", where=f"{section}.{missing[0]}", fix="set it")
+
+
+def _convert(target: Callable[..., Any], section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    hints = _hints(target)
+    converted = {}
+    for name, value in options.items():
+        try:
+            converted[name] = (
+                TypeAdapter(hints[name], config=_LENIENT).validate_python(value) if name in hints else value
+            )
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise ConfigError(message[0].lower() + message[1:], where=f"{section}.{name}", value=value) from error
+    return converted
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(target, eval_str=True).parameters
+    except NameError:  # an annotation that exists for the type checker only
+        return {}
+    return {name: p.annotation for name, p in parameters.items() if p.annotation is not p.empty}

@@ -1,0 +1,39 @@
+"""Which models there are, by the `kind` of the configuration's `model` section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kftrain.config import ModelConfig
+from kftrain.errors import ConfigError
+from kftrain.models import options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BUILT_IN = {
+    "transformer": "kftrain.models.transformer:Transformer",
+    "vision_transformer": "kftrain.models.vision_transformer:VisionTransformer",
+}
+"""Kind -> `module:attr`, imported when it is built."""
+
+
+def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
+    """The model of a `model` section; `arguments` are the task's `model_arguments()`.
+
+    Raises ConfigError for an unknown kind, an option that is unknown, missing, of the wrong type or at odds
+    with another, and where a user's `module:attr` does not give a module; UserCodeError where it raises.
+    """
+    from torch import nn
+
+    target = options.find(config.kind, BUILT_IN, "model")
+    model = options.construct(target, config.kind, "model", config.options(), arguments)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"gives a {type(model).__name__}",
+            where="model.kind",
+            value=config.kind,
+            fix="return a torch.nn.Module",
+        )
+    return model

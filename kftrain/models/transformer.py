@@ -1,0 +1,272 @@
+"""Decoder-only transformer with the shape, parameter names and configuration of `transformers`' Llama.
+
+Pre-norm blocks with RMSNorm, rotary position embedding (RoPE) in the half-rotation layout, grouped-query
+attention and SwiGLU; no biases. A state dict saved beside `export_config` as `config.json` loads into
+`transformers.LlamaForCausalLM` as it is.
+
+There is no state besides the parameters: the rotary tables are computed once per forward pass (`[T,
+head_dim]`, well under a thousandth of its work), so nothing is lost when a model is built on the meta device,
+sharded and only then given memory.
+
+Attention is causal and no operation crosses rows, so a row's logits depend on that row alone, and a token's
+on what precedes it.
+
+Shapes are written with B rows, T tokens, D dim, H query heads, K key-value heads and E head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+from pydantic import Field
+from torch import Tensor, nn
+
+from kftrain.config import Amount, Count
+from kftrain.errors import ConfigError
+
+FFN_MULTIPLE = 64
+"""A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""
+
+INITIAL_STD = 0.02
+"""Standard deviation of initial weights."""
+
+Positive = Annotated[float, Field(gt=0.0)]
+RotaryTables = tuple[Tensor, Tensor]
+
+
+class Transformer(nn.Module):
+    """Tokens `[B, T]` int64 to logits `[B, T, vocab_size]`.
+
+    Args:
+        vocab_size: Number of token ids; from the task.
+        sequence_length: Longest input that training uses; from the task. Longer inputs work, with unseen
+            positions.
+        document_token: Id that starts a document; from the task, for the exported configuration.
+        dim: Width of the residual stream.
+        num_layers: Number of blocks.
+        num_heads: Query heads; they divide `dim` into an even head dim.
+        num_kv_heads: Key and value heads; 0: as many as query heads. Must divide `num_heads`.
+        ffn_dim: Inner width of the feed-forward part; 0: 8/3 of `dim`, rounded up to a multiple of 64.
+        rope_theta: Base of the rotary wavelengths.
+        norm_eps: Added to the mean square in RMSNorm.
+        tie_embeddings: Use the embedding matrix as the output matrix too. The state dict then has no `lm_head.weight`,
+            like the files that `transformers` saves: two names of one parameter come apart when a meta model gets its
+            memory.
+
+    Raises ConfigError for sizes that do not divide each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: Count,
+        sequence_length: Count = 2048,
+        document_token: Amount | None = None,
+        dim: Count = 192,
+        num_layers: Count = 4,
+        num_heads: Count = 6,
+        num_kv_heads: Amount = 0,
+        ffn_dim: Amount = 0,
+        rope_theta: Positive = 10_000.0,
+        norm_eps: Positive = 1e-5,
+        tie_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        ffn_dim = ffn_dim or default_ffn_dim(dim)
+        self.head_dim = check_heads(dim, num_heads, num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.ffn_dim = num_heads, num_kv_heads, ffn_dim
+        self.sequence_length, self.document_token = sequence_length, document_token
+        self.rope_theta, self.norm_eps = rope_theta, norm_eps
+        self.model = _Decoder(
+            nn.Embedding(vocab_size, dim),
+            nn.ModuleList(TransformerBlock(dim, num_heads, num_kv_heads, ffn_dim, norm_eps) for _ in range(num_layers)),
+            nn.RMSNorm(dim, eps=norm_eps),
+        )
+        self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        self.init_weights()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
+        hidden: Tensor = self.model.embed_tokens(tokens)
+        rotary = rotary_tables(tokens.shape[1], self.head_dim, self.rope_theta, hidden)
+        for block in self.model.layers:
+            hidden = block(hidden, rotary)
+        hidden = self.model.norm(hidden)
+        logits: Tensor = (
+            F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        )
+        return logits
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter in place from torch's global generator: equal seeds, equal weights.
+
+        Matrices are normal with deviation 0.02; those that write into the residual stream are divided by
+        sqrt(2 * num_layers), so that its variance does not grow with depth (GPT-2).
+        """
+        residual_std = INITIAL_STD / math.sqrt(2 * len(self.model.layers))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            else:
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=residual_std if writes_residual else INITIAL_STD)
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated modules: what is sharded, and recomputed, one at a time."""
+        return list(self.model.layers)
+
+    def num_flops(self, num_rows: int) -> int:
+        """Floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
+
+        6 per parameter and token, and 12 * layers * heads * head_dim * T for attention (PaLM,
+        arXiv:2204.02311, appendix B). The embedding is a look-up and does not count.
+        """
+        matrices = sum(parameter.numel() for parameter in self.parameters())
+        embedding = self.model.embed_tokens
+        matrices -= 0 if self.lm_head is None else embedding.weight.numel()
+        attention = 12 * len(self.model.layers) * embedding.embedding_dim * self.sequence_length
+        return num_rows * self.sequence_length * (6 * matrices + attention)
+
+    def export_config(self) -> dict[str, Any]:
+        """The `config.json` with which `transformers` builds the same network."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.model.embed_tokens.num_embeddings,
+            "hidden_size": self.model.embed_tokens.embedding_dim,
+            "intermediate_size": self.ffn_dim,
+            "num_hidden_layers": len(self.model.layers),
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.sequence_length,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "tie_word_embeddings": self.lm_head is None,
+            "initializer_range": INITIAL_STD,
+            "bos_token_id": self.document_token,
+            "eos_token_id": self.document_token,
+            "pad_token_id": None,
+            "torch_dtype": "float32",
+            "use_cache": True,
+        }
+
+
+class _Decoder(nn.Module):
+    """Holds what Llama's state dict keeps below `model.`; `Transformer.forward` runs it."""
+
+    def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: nn.RMSNorm) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm = embed_tokens, layers, norm
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward part, each added to the residual stream `[B, T, D]` behind its norm."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(dim, eps=norm_eps)
+        self.self_attn = Attention(dim, num_heads, num_kv_heads)
+        self.post_attention_layernorm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mlp = FeedForward(dim, ffn_dim)
+
+    def forward(self, hidden: Tensor, rotary: RotaryTables) -> Tensor:
+        """`[B, T, D]` to the same shape."""
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return output
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: each of K key-value heads serves H / K query heads."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // num_heads
+        self.grouped = num_kv_heads != num_heads
+        self.q_proj = nn.Linear(dim, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, hidden: Tensor, rotary: RotaryTables) -> Tensor:
+        """`[B, T, D]` to the same shape."""
+        query = rotate(self._split(self.q_proj(hidden)), rotary)
+        key = rotate(self._split(self.k_proj(hidden)), rotary)
+        value = self._split(self.v_proj(hidden))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+    def _split(self, projected: Tensor) -> Tensor:
+        """`[B, T, heads * E]` to `[B, heads, T, E]`."""
+        batch, num_tokens, width = projected.shape
+        return projected.view(batch, num_tokens, width // self.head_dim, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, T, D]` to the same shape."""
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+def rotary_tables(num_tokens: int, head_dim: int, theta: float, like: Tensor) -> RotaryTables:
+    """Cosines and sines `[T, E]` of the rotation angles, computed in fp32, then in the dtype of `like`."""
+    exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
+    positions = torch.arange(num_tokens, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / theta**exponents).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(heads: Tensor, rotary: RotaryTables) -> Tensor:
+    """Rotates `[B, heads, T, E]` by position; element i pairs with i + E/2, as in Hugging Face checkpoints."""
+    cosines, sines = rotary
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of `dim`, so that three matrices are as large as the classic two at 4 * dim, rounded up."""
+    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> int:
+    """The head dim. Raises ConfigError where the heads do not fit `dim` or each other."""
+    if dim % num_heads:
+        raise ConfigError(
+            f"{num_heads} heads do not divide dim {dim}",
+            where="model.num_heads",
+            fix="make dim a multiple of num_heads",
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{num_kv_heads} key-value heads do not divide {num_heads} heads",
+            where="model.num_kv_heads",
+            fix="use a divisor",
+        )
+    head_dim = dim // num_heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"rotary embedding needs an even head dim, dim / num_heads is {head_dim}",
+            where="model.dim",
+            fix="change dim",
+        )
+    return head_dim

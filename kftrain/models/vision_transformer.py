@@ -1,0 +1,158 @@
+"""Small vision transformer: patches, learned positions, pre-norm GELU blocks, mean pooling, a linear head.
+
+Mean pooling rather than a class token: as accurate at this size (Beyer et al., arXiv:2205.01580) and one
+token less. No operation crosses images, so an image's logits do not depend on the rest of its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+from pydantic import Field
+from torch import Tensor, nn
+
+from kftrain.config import Count, Probability
+from kftrain.errors import ConfigError
+
+INITIAL_STD = 0.02
+"""Standard deviation of the initial position embedding."""
+
+
+class VisionTransformer(nn.Module):
+    """Images `[B, C, H, W]` float to logits `[B, num_classes]`.
+
+    Args:
+        image_size: Height and width in pixels; from the task.
+        num_channels: Channels of an image; from the task.
+        num_classes: Classes; from the task.
+        dim: Width of the residual stream.
+        num_layers: Number of blocks.
+        num_heads: Attention heads; they divide `dim`.
+        patch_size: Side of a square patch in pixels; divides `image_size`.
+        mlp_ratio: Inner width of the feed-forward part, as a multiple of `dim`.
+        dropout: Probability of dropping what a block adds to the residual stream, in training.
+
+    Raises ConfigError for sizes that do not divide each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: Count,
+        num_channels: Count = 1,
+        num_classes: Annotated[int, Field(ge=2)],
+        dim: Count = 64,
+        num_layers: Count = 3,
+        num_heads: Count = 4,
+        patch_size: Count = 2,
+        mlp_ratio: Count = 2,
+        dropout: Probability = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_sizes(image_size, patch_size, dim, num_heads)
+        self.image_size, self.patch_size = image_size, patch_size
+        self.num_heads, self.mlp_ratio, self.dropout = num_heads, mlp_ratio, dropout
+        self.num_patches = (image_size // patch_size) ** 2
+        self.patch_embedding = nn.Conv2d(num_channels, dim, kernel_size=patch_size, stride=patch_size)
+        self.position_embedding = nn.Parameter(torch.empty(self.num_patches, dim))
+        self.layers = nn.ModuleList(VisionBlock(dim, num_heads, mlp_ratio * dim, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+        self.init_weights()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits `[B, num_classes]` of `images` `[B, C, H, W]`."""
+        hidden = self.patch_embedding(images).flatten(2).transpose(1, 2) + self.position_embedding
+        for block in self.layers:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden).mean(dim=1))
+        return logits
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter in place from torch's global generator: equal seeds, equal weights.
+
+        Xavier-uniform matrices and zero biases, as in the original; the classifier starts at zero, that is
+        undecided.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight)
+                assert module.bias is not None
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.position_embedding, std=INITIAL_STD)
+        nn.init.zeros_(self.head.weight)
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated modules: what is sharded, and recomputed, one at a time."""
+        return list(self.layers)
+
+    def num_flops(self, num_rows: int) -> int:
+        """Floating-point operations of a forward and backward pass, counted as in PaLM (appendix B)."""
+        matrices = sum(parameter.numel() for parameter in self.layers.parameters() if parameter.dim() > 1)
+        matrices += self.patch_embedding.weight.numel()
+        attention = 12 * len(self.layers) * self.norm.normalized_shape[0] * self.num_patches
+        return num_rows * (self.num_patches * (6 * matrices + attention) + 6 * self.head.weight.numel())
+
+    def export_config(self) -> dict[str, Any]:
+        """What rebuilds the network, as `config.json`."""
+        return {
+            "model_type": "vision_transformer",
+            "image_size": self.image_size,
+            "num_channels": self.patch_embedding.in_channels,
+            "num_classes": self.head.out_features,
+            "dim": self.head.in_features,
+            "num_layers": len(self.layers),
+            "num_heads": self.num_heads,
+            "patch_size": self.patch_size,
+            "mlp_ratio": self.mlp_ratio,
+            "dropout": self.dropout,
+        }
+
+
+class VisionBlock(nn.Module):
+    """Self-attention and feed-forward part, each added to the residual stream `[B, N, D]` behind its norm."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.expand = nn.Linear(dim, mlp_dim)
+        self.contract = nn.Linear(mlp_dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, N, D]` to the same shape."""
+        attended: Tensor = hidden + self.dropout(self._attend(self.attention_norm(hidden)))
+        expanded = F.gelu(self.expand(self.mlp_norm(attended)))
+        output: Tensor = attended + self.dropout(self.contract(expanded))
+        return output
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        projected: Tensor = self.project(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+def _check_sizes(image_size: int, patch_size: int, dim: int, num_heads: int) -> None:
+    if image_size % patch_size:
+        raise ConfigError(
+            f"patches of {patch_size} do not divide images of {image_size}",
+            where="model.patch_size",
+            fix="use a divisor",
+        )
+    if dim % num_heads:
+        raise ConfigError(
+            f"{num_heads} heads do not divide dim {dim}",
+            where="model.num_heads",
+            fix="make dim a multiple of num_heads",
+        )

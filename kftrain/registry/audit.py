@@ -1,0 +1,116 @@
+"""Looking at the registry: does everything in it resolve, and how do its versions compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kftrain.bootstrap import Metrics
+from kftrain.config import Config
+from kftrain.contracts import Interval
+from kftrain.errors import TrackingError
+from kftrain.registry import comparison
+from kftrain.registry.journal import champion_version
+from kftrain.registry.reference import (
+    EVALUATION_DIGEST_TAG,
+    EXPORT_DIGEST_TAG,
+    EXPORT_URI_TAG,
+    RUN_URI_TAG,
+    require_export,
+)
+from kftrain.registry.title import CHAMPION, Title
+from kftrain.tracking import client
+from kftrain.tracking.client import ModelVersion
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """Something that is wrong. `version` is None where it concerns the whole model."""
+
+    version: int | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class ComparedVersion:
+    """A version with its metrics under its own evaluation digest, and against the champion where that is possible."""
+
+    version: int
+    aliases: tuple[str, ...]
+    run_uri: str
+    evaluation_digest: str
+    metrics: dict[str, Interval]
+    improvement: Interval | None
+    """Paired difference to the champion in the gate's metric, positive is better; None: not comparable."""
+
+
+def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
+    """All that is wrong: versions whose export is gone or another, alias and journal that disagree.
+
+    `contents`: reads every export in full and checks every byte. Raises TrackingError if MLflow fails.
+    """
+    title = Title.of(config)
+    findings = _audit_title(title)
+    for version in client.search_versions(title.uri, title.model_name):
+        try:
+            _require_resolves(version, contents)
+        except TrackingError as error:
+            findings.append(AuditFinding(version.version, error.line))
+    return findings
+
+
+def compare(config: Config, versions: Sequence[int], metrics: Metrics) -> list[ComparedVersion]:
+    """Versions beside each other, in this order; none given: all, newest first.
+
+    `metrics`: the task's function from sums to metrics. Raises TrackingError, EvaluationError.
+    """
+    title = Title.of(config)
+    aliases = client.get_aliases(title.uri, title.model_name)
+    found = {version.version: version for version in client.search_versions(title.uri, title.model_name)}
+    if missing := [number for number in versions if number not in found]:
+        raise TrackingError("there is no such version", where=title.model_name, value=missing)
+    champion = found.get(aliases.get(CHAMPION, -1))
+    wanted = versions or sorted(found, reverse=True)
+    return [_compared(config, found[number], champion, aliases, metrics) for number in wanted]
+
+
+def _audit_title(title: Title) -> list[AuditFinding]:
+    try:
+        entries, alias, situation = title.observe()
+    except TrackingError as error:
+        return [AuditFinding(None, error.line)]
+    findings = []
+    if situation != "settled":
+        problem = f"alias champion is {alias}, the journal says {champion_version(entries)} ({situation})"
+        findings.append(AuditFinding(None, f"{problem}; the next promotion settles it"))
+    end = champion_version(entries)
+    if end is not None and not title.exists(end):
+        findings.append(AuditFinding(end, "the champion was deleted from the registry; run: kftrain models rollback"))
+    return findings
+
+
+def _require_resolves(version: ModelVersion, contents: bool) -> None:
+    missing = [tag for tag in (EXPORT_URI_TAG, EXPORT_DIGEST_TAG, RUN_URI_TAG) if tag not in version.tags]
+    if missing:
+        raise TrackingError(f"not registered by kftrain: no tag {missing[0]}", where=f"version {version.version}")
+    require_export(version.tags[EXPORT_URI_TAG], version.tags[EXPORT_DIGEST_TAG], contents=contents)
+
+
+def _compared(
+    config: Config,
+    version: ModelVersion,
+    champion: ModelVersion | None,
+    aliases: dict[str, int],
+    metrics: Metrics,
+) -> ComparedVersion:
+    digest = version.tags.get(EVALUATION_DIGEST_TAG, "")
+    own = comparison.find_measured(version, digest)
+    theirs = comparison.find_measured(champion, digest) if champion and champion != version else None
+    return ComparedVersion(
+        version=version.version,
+        aliases=tuple(sorted(alias for alias, number in aliases.items() if number == version.version)),
+        run_uri=version.tags.get(RUN_URI_TAG, ""),
+        evaluation_digest=digest,
+        metrics=own.evaluation.metrics if own else {},
+        improvement=comparison.improvement(config, metrics, own, theirs) if own and theirs else None,
+    )

@@ -1,0 +1,73 @@
+"""Two evaluated exports against each other: their files, and the paired difference of a metric."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from dataclasses import dataclass
+
+import numpy as np
+
+from kftrain import bootstrap, contracts, storage
+from kftrain.bootstrap import Metrics
+from kftrain.config import Config
+from kftrain.contracts import Evaluation, Interval, RunPaths
+from kftrain.errors import EvaluationError
+from kftrain.registry.reference import CHECKPOINT_DIGEST_TAG, EXPORT_DIGEST_TAG, RUN_URI_TAG
+from kftrain.tracking.client import ModelVersion
+
+RESAMPLING_SEED = 0
+"""The same for every comparison: equal inputs give equal decisions."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation and the sums per group behind it."""
+
+    evaluation: Evaluation
+    statistics: dict[str, np.ndarray]
+
+
+def read_measured(folder: str) -> Measured:
+    """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
+    evaluation = contracts.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
+    where = storage.join(folder, "statistics.npz")
+    try:
+        content = storage.read_bytes(where)
+        if hashlib.sha256(content).hexdigest() != evaluation.statistics_sha256:
+            raise EvaluationError("the statistics are not those of metrics.json", where=where, fix="evaluate again")
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return Measured(evaluation, dict(arrays))
+    except FileNotFoundError as error:
+        raise EvaluationError("the statistics are missing", where=where, fix="evaluate again") from error
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
+
+
+def find_measured(version: ModelVersion, evaluation_digest: str) -> Measured | None:
+    """The evaluation of a registered version under a digest; None where it has none. Raises EvaluationError."""
+    run_uri, checkpoint = version.tags.get(RUN_URI_TAG), version.tags.get(CHECKPOINT_DIGEST_TAG)
+    if not run_uri or not checkpoint:
+        return None
+    folder = RunPaths(run_uri).evaluation(checkpoint, evaluation_digest)
+    if not storage.exists(storage.join(folder, "metrics.json")):
+        return None
+    found = read_measured(folder)
+    if found.evaluation.export_digest != version.tags.get(EXPORT_DIGEST_TAG):
+        return None
+    return found if found.evaluation.evaluation_digest == evaluation_digest else None
+
+
+def improvement(config: Config, metrics: Metrics, challenger: Measured, champion: Measured) -> Interval:
+    """How much better the challenger is in the gate's metric. Raises EvaluationError, or ConfigError for the metric."""
+    return bootstrap.paired_improvement(
+        metrics,
+        config.registry.metric,
+        config.registry.goal,
+        challenger.statistics,
+        champion.statistics,
+        config.evaluate.num_bootstrap,
+        config.registry.confidence,
+        RESAMPLING_SEED,
+    )

@@ -1,0 +1,79 @@
+"""What a report says, apart from how it looks: sections of sentences, figures, charts and tables.
+
+A stage's report is built once as `Section`s and then written twice, as HTML (`page.py`) and as Markdown
+(`markdown.py`), so that the two cannot disagree. All strings are plain text, unescaped; only a chart's
+drawing is markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from kftrain.report.wording import short
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A name with a short value: a key figure, or a line of provenance."""
+
+    name: str
+    value: str
+    note: str = ""
+    """Said below the value, in small type."""
+    full: str = ""
+    """The unabridged value, where `value` is shortened; shown on hovering."""
+    code: bool = False
+    """An identifier: fixed-width type, broken anywhere."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in the first column, figures aligned right in the others."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing under its title, and its figures as a table for where there are no drawings."""
+
+    title: str
+    drawing: Markup
+    note: str = ""
+    table: Table | None = None
+    wide: bool = False
+    """Takes the whole width of the page also where two charts would fit side by side."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The report of one stage."""
+
+    title: str
+    headline: str
+    """The result in one sentence."""
+    tone: str = "neutral"
+    """`good`, `bad` or `neutral`."""
+    sentences: Sequence[str] = ()
+    figures: Sequence[Fact] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    command: str = ""
+    """A command to run next."""
+    facts: Sequence[Fact] = ()
+    """Provenance: what exactly this is a report of."""
+
+
+def digest(name: str, value: str) -> Fact:
+    """A digest, shortened to what the eye can compare."""
+    return Fact(name, short(value), full=value, code=True)
+
+
+def uri(name: str, value: str) -> Fact:
+    """Where something lies, in full."""
+    return Fact(name, value, code=True)

@@ -1,0 +1,89 @@
+"""The report of a failure: what failed, why, where, and the one command to run next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from kftrain.errors import BUG_CODE, FIRST_RETRYABLE_CODE, CheckpointError, DivergedError, FencedError
+from kftrain.report import wording
+from kftrain.report.content import Fact, Section
+
+
+def section(error: Mapping[str, Any], stage: str, run_uri: str) -> Section:
+    """The section of a failed stage, from its `error.json` (see `errors.error_to_dict`); fields may be missing."""
+    what = _text(error, "what") or _text(error, "line") or "it left no message"
+    advice, command = next_step(error, run_uri)
+    return Section(
+        title="Failure",
+        headline=f"{wording.label(stage) or 'The run'} failed: {_ended(what)}",
+        tone="bad",
+        sentences=[advice],
+        command=command,
+        facts=[fact for fact in _facts(error, stage, run_uri) if fact.value],
+    )
+
+
+def next_step(error: Mapping[str, Any], run_uri: str) -> tuple[str, str]:
+    """What to do about it, and the command for that."""
+    code, fix = _exit_code(error), _text(error, "fix")
+    run = shlex.quote(wording.clean(run_uri).rstrip("/").rsplit("/", 1)[-1])
+    resume = f"kftrain run --resume {run}"
+    first = f"{fix[:1].upper()}{_ended(fix[1:])} " if fix else ""
+    if code == CheckpointError.exit_code:
+        return (
+            f"{first}See which checkpoints are committed.",
+            f"kftrain checkpoints list {shlex.quote(wording.clean(run_uri))}",
+        )
+    if code == FencedError.exit_code:
+        return (
+            f"{first}A newer attempt of this run is at work; nothing is lost and nothing needs to be done here.",
+            "",
+        )
+    if code == DivergedError.exit_code:
+        return (
+            f"{first}Start a new run with a lower learning rate; this one would diverge again.",
+            "kftrain run --set optimizer.learning_rate=RATE",
+        )
+    if code >= FIRST_RETRYABLE_CODE:
+        return (
+            f"{first}The cause may be gone by now: the run goes on from its last committed checkpoint.",
+            resume,
+        )
+    if code == BUG_CODE:
+        return (
+            f"{first}This is not an expected failure; the traceback is in the log. What is complete is kept.",
+            resume,
+        )
+    return f"{first}Then go on: what is complete is kept.", resume
+
+
+def _facts(error: Mapping[str, Any], stage: str, run_uri: str) -> list[Fact]:
+    value = error.get("value")
+    return [
+        Fact("Stage", stage),
+        Fact("Where", _text(error, "where"), code=True),
+        Fact("Value", "" if value is None else str(value), code=True),
+        Fact("Kind", _text(error, "kind")),
+        Fact("Exit code", str(_exit_code(error)), _meaning(_exit_code(error))),
+        Fact("Run", run_uri, code=True),
+    ]
+
+
+def _meaning(code: int) -> str:
+    return "may succeed when run again" if code >= FIRST_RETRYABLE_CODE else "fails again unless something is changed"
+
+
+def _exit_code(error: Mapping[str, Any]) -> int:
+    code = error.get("exit_code")
+    return code if isinstance(code, int) else BUG_CODE
+
+
+def _text(error: Mapping[str, Any], key: str) -> str:
+    value = error.get(key)
+    return wording.clean(value).strip() if isinstance(value, str) else ""
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

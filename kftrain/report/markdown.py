@@ -1,0 +1,67 @@
+"""Sections as Markdown: no raw HTML, and nothing in foreign text that Markdown would act on.
+
+Text is escaped with backslashes, which every renderer of the field honours also in tables; identifiers are
+code spans, whose backticks and newlines are replaced since nothing can be escaped in them. Identifiers
+stand in lists, never in tables, where a pipe in a code span would part a cell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from kftrain.report.content import Fact, Section, Table
+from kftrain.report.wording import clean
+
+MAX_COLUMNS = 12
+"""A wider table helps nobody in Markdown and is left out."""
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|:(?=//))")
+_BLOCK_START = re.compile(r"^(?:(\d+)([.)])(?= |$)|()([-+=:]))")
+
+
+def render(section: Section) -> str:
+    """One section as a short Markdown page."""
+    blocks = [f"## {escape(section.title)}: {escape(section.headline)}"]
+    blocks += [escape(sentence) for sentence in section.sentences if sentence]
+    if section.command:
+        blocks.append(f"```\n{_code_text(section.command)}\n```")
+    blocks += [_figures(section.figures)] if section.figures else []
+    tables = [chart.table for chart in section.charts if chart.table is not None] + list(section.tables)
+    blocks += [_table(table) for table in tables if len(table.columns) <= MAX_COLUMNS]
+    blocks += ["\n".join(_fact(fact) for fact in section.facts)] if section.facts else []
+    return "\n\n".join(blocks) + "\n"
+
+
+def escape(text: str) -> str:
+    """Foreign text on one line that is shown as it is, with no link made of an address in it."""
+    line = " ".join(clean(text).split())
+    return _BLOCK_START.sub(lambda start: f"{start[1] or ''}\\{start[2] or start[4]}", _SPECIAL.sub(r"\\\1", line))
+
+
+def _figures(figures: Iterable[Fact]) -> str:
+    rows = [[figure.name, f"{figure.value} ({figure.note})" if figure.note else figure.value] for figure in figures]
+    return _rows(["", ""], rows)
+
+
+def _table(table: Table) -> str:
+    return f"**{escape(table.title)}**\n\n{_rows(table.columns, table.rows)}"
+
+
+def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in columns[1:])]
+    lines = [
+        [escape(column) or " " for column in columns],
+        rule,
+        *([escape(cell) or " " for cell in row] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _fact(fact: Fact) -> str:
+    value = f"`{_code_text(fact.full or fact.value) or ' '}`" if fact.code else escape(fact.value)
+    return f"- {escape(fact.name)}: {value}"
+
+
+def _code_text(text: str) -> str:
+    return " ".join(clean(text).replace("`", "'").split())

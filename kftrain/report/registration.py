@@ -1,0 +1,85 @@
+"""The report of a registration: champion against challenger, and what the gate decided."""
+
+from __future__ import annotations
+
+from kftrain.config import Config
+from kftrain.contracts import Interval, Registration
+from kftrain.report import wording
+from kftrain.report.content import Chart, Fact, Section, Table
+from kftrain.report.evaluation import direction
+from kftrain.report.interval_chart import Guide, Row, interval_chart
+
+
+def section(config: Config, registration: Registration) -> Section:
+    """The section of a registration: the decision and its reason on top."""
+    charts = [_versions_chart(registration)]
+    if registration.improvement is not None:
+        charts.append(_improvement_chart(config, registration, registration.improvement))
+    return Section(
+        title="Registration",
+        headline=_headline(registration),
+        tone="good" if registration.promoted else "neutral",
+        sentences=[_sentence(registration.reason)],
+        charts=charts,
+        facts=_facts(registration),
+    )
+
+
+def _headline(registration: Registration) -> str:
+    name = f"{wording.clean(registration.model_name)} version {registration.version}"
+    if registration.promoted:
+        return f"{name} is the new champion."
+    if registration.champion_version is None:
+        return f"{name} is registered; there is no champion."
+    return f"{name} is registered; version {registration.champion_version} stays champion."
+
+
+def _sentence(text: str) -> str:
+    text = wording.clean(text).strip()
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) or not text else ".")
+
+
+def _versions_chart(registration: Registration) -> Chart:
+    challenger, champion = registration.challenger, registration.champion
+    rows = [Row(f"challenger v{registration.version}", challenger.value, challenger.low, challenger.high)]
+    if champion is not None:
+        name = "champion" if registration.champion_version is None else f"champion v{registration.champion_version}"
+        rows.append(Row(name, champion.value, champion.low, champion.high, style="plain"))
+    title = wording.label(registration.metric)
+    return Chart(
+        title,
+        interval_chart(rows, description=_description(title, rows)),
+        direction(registration.goal),
+        _table(title, rows),
+    )
+
+
+def _improvement_chart(config: Config, registration: Registration, improvement: Interval) -> Chart:
+    """The paired difference against zero, and against the least effect that the gate asks for."""
+    rows = [Row("improvement", improvement.value, improvement.low, improvement.high)]
+    least = config.registry.min_effect
+    guides = [Guide("", 0.0), Guide(f"needed {least:g}", least)] if least else [Guide("no change", 0.0)]
+    title = f"Improvement over version {registration.champion_version}"
+    level = wording.number(100 * config.registry.confidence, 3).removesuffix(".0")
+    note = f"paired, {level}% interval, right is better"
+    drawing = interval_chart(rows, guides, description=_description(title, rows), signed=True)
+    return Chart(title, drawing, note, _table(title, rows))
+
+
+def _description(title: str, rows: list[Row]) -> str:
+    return f"{title}: " + ", ".join(f"{row.name} {' '.join(row.shown)}".strip() for row in rows)
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    return Table(title, ["", "value", "interval"], [[row.name, *row.shown] for row in rows])
+
+
+def _facts(registration: Registration) -> list[Fact]:
+    return [
+        Fact("Run", registration.run_id, code=True),
+        Fact("Model", registration.model_name, code=True),
+        Fact("Version", str(registration.version)),
+        Fact("Logged model", registration.logged_model_id, code=True),
+        Fact("MLflow run", registration.mlflow_run_id, code=True),
+        Fact("Tracking", registration.tracking_uri, code=True),
+    ]

@@ -1,0 +1,71 @@
+"""The one page of a run: the outcome first, then every stage that has happened, then what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, Registration
+from kftrain.report import content, evaluation, registration, shards, training, wording
+from kftrain.report.content import Fact, Section
+from kftrain.report.page import Page
+
+
+def page(
+    config: Config,
+    *,
+    manifest: shards.Manifest | None,
+    completion: Completion | None,
+    history: training.History,
+    evaluated: Evaluation | None,
+    registered: Registration | None,
+) -> Page:
+    """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
+    baselines = evaluated.baselines if evaluated else {}
+    sections = [
+        *([registration.section(config, registered)] if registered else []),
+        *([evaluation.section(config, evaluated)] if evaluated else []),
+        *([training.section(config, completion, history, baselines)] if completion or history else []),
+        *([shards.section(manifest)] if manifest is not None else []),
+    ]
+    outcome = sections[0] if sections else Section("Run", "Nothing has been recorded yet.")
+    run_id = completion.run_id if completion else registered.run_id if registered else ""
+    return Page(
+        eyebrow=" \u00b7 ".join(part for part in ("Run", config.run.name, run_id) if part),
+        headline=outcome.headline,
+        tone=outcome.tone,
+        figures=_figures(config, evaluated, registered),
+        sections=[replace(section, facts=()) for section in sections],
+        facts=_provenance(config, sections),
+        config_yaml=config.to_yaml(),
+    )
+
+
+def _figures(config: Config, evaluated: Evaluation | None, registered: Registration | None) -> list[Fact]:
+    """The figures that a reader asks for first: how good, and how much better than before."""
+    figures = []
+    if evaluated:
+        metric, _ = evaluation.primary_metric(config, evaluated)
+        if metric is not None:
+            found = evaluated.metrics[metric]
+            figures.append(Fact(wording.label(metric), *wording.interval(found.value, found.low, found.high)))
+    if registered and registered.improvement:
+        gain = registered.improvement
+        shown = wording.interval(gain.value, gain.low, gain.high, signed=True)
+        figures.append(Fact("Improvement", *shown))
+    return figures
+
+
+def _provenance(config: Config, sections: Sequence[Section]) -> list[Fact]:
+    """All sections' facts, in the order in which a run makes them; of equal names the first."""
+    own = [
+        Fact("Name", config.run.name, code=True),
+        Fact("Storage", config.run.storage_root, code=True),
+        Fact("Seed", str(config.run.seed)),
+        content.digest("Config digest", config.digest()),
+    ]
+    facts: dict[str, Fact] = {}
+    for fact in [*own, *(fact for section in reversed(sections) for fact in section.facts)]:
+        facts.setdefault(fact.name, fact)
+    return list(facts.values())

@@ -1,0 +1,105 @@
+"""The third stage: measures the trained model, and the champion where it has no figures under the same digest."""
+
+from __future__ import annotations
+
+from kftrain import contracts, launch, registry, report, storage, tracking
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths
+from kftrain.errors import ConfigError, EvaluationError, LaunchError
+from kftrain.evaluate.identity import evaluation_digest
+from kftrain.registry import Champion
+from kftrain.stages import failure, resolve, tracked
+from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.progress import Progress, to_log
+
+
+def evaluate(run_uri: str, progress: Progress = to_log) -> Outcome:
+    """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
+    paths = RunPaths(run_uri)
+    with failure.announced("evaluate", progress):
+        config = resolve.load_config(run_uri)
+    with failure.reported("evaluate", paths, config, progress):
+        completion = contracts.read(Completion, paths.complete, LaunchError)
+        digest = evaluation_digest(config, completion.dataset_digest)
+        targets = [_own_target(paths, completion, digest)]
+        champion = _comparable_champion(config, completion, progress)
+        if champion is not None:
+            targets.append(_champion_target(champion, digest))
+        evaluation = launch.run_evaluation(paths, config, digest, targets)[0]
+        _log(paths, config, evaluation, completion.step)
+        return _outcome(paths, config, evaluation, progress)
+
+
+def read_evaluation(paths: RunPaths, config: Config, completion: Completion) -> Evaluation:
+    """The evaluation of a run's own export. Raises EvaluationError where there is none yet."""
+    digest = evaluation_digest(config, completion.dataset_digest)
+    uri = storage.join(paths.evaluation(completion.checkpoint_digest, digest), "metrics.json")
+    return contracts.read(Evaluation, uri, EvaluationError)
+
+
+def _own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:
+    return EvaluationTarget(
+        export_uri=completion.export_uri,
+        export_digest=completion.export_digest,
+        checkpoint_digest=completion.checkpoint_digest,
+        output_uri=paths.evaluation(completion.checkpoint_digest, digest),
+    )
+
+
+def _champion_target(champion: Champion, digest: str) -> EvaluationTarget:
+    """The champion's figures go to the champion's own run, where the next challenger finds them."""
+    return EvaluationTarget(
+        export_uri=champion.export_uri,
+        export_digest=champion.export_digest,
+        checkpoint_digest=champion.checkpoint_digest,
+        output_uri=RunPaths(champion.run_uri).evaluation(champion.checkpoint_digest, digest),
+    )
+
+
+def _comparable_champion(config: Config, completion: Completion, progress: Progress) -> Champion | None:
+    """The champion, if it is another model that was trained for the same task and can be read."""
+    champion = registry.champion(config)
+    if champion is None or champion.checkpoint_digest == completion.checkpoint_digest:
+        return None
+    reason = _incomparable(config, champion)
+    if reason:
+        progress(f"the champion, version {champion.version}, is not scored: {reason}")
+        return None
+    return champion
+
+
+def _incomparable(config: Config, champion: Champion) -> str:
+    """Why the champion cannot be scored on this data; empty where it can."""
+    if not storage.exists(champion.export_uri):
+        return f"its export is gone ({champion.export_uri})"
+    try:
+        trained_for = resolve.load_config(champion.run_uri).task
+    except ConfigError as error:
+        return f"its configuration cannot be read ({error.line})"
+    return "" if trained_for == config.task else "it was trained for another task"
+
+
+def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> None:
+    """Logs to the MLflow run of the training, if that has one."""
+    mlflow_run_id = tracked.read(paths)
+    if mlflow_run_id:
+        tracking.log_evaluation(config.tracking.uri, mlflow_run_id, _values(evaluation), step)
+
+
+def _values(evaluation: Evaluation) -> dict[str, float]:
+    return finite({name: interval.value for name, interval in evaluation.metrics.items()})
+
+
+def _outcome(paths: RunPaths, config: Config, evaluation: Evaluation, progress: Progress) -> Outcome:
+    values = _values(evaluation)
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    result = f"evaluated on {evaluation.num_samples:,} samples: {shown}"
+    progress(result)
+    return Outcome(
+        run_uri=paths.uri,
+        summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
+        metrics=values,
+        html=report.evaluation_html(config, evaluation),
+        markdown=report.evaluation_markdown(config, evaluation),
+        confusion=evaluation.confusion,
+    )

@@ -1,0 +1,72 @@
+"""A stage that fails leaves its reason behind, because Kubeflow does not keep it.
+
+Kubeflow shows neither the exception nor the exit code of a failed step, and loses its artifacts. So the reason goes to
+`error.json` in the run's folder (for `kftrain run` and for the exit handler), to the termination message of the pod
+(which ends up in the Workflow), to the log, and to the MLflow run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kftrain import errors, storage
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.stages import lifetime, tracked
+from kftrain.stages.progress import ERROR_LINE, Progress
+
+TERMINATION_LOG = "/dev/termination-log"
+"""What Kubernetes shows as the reason why a container ended; there only in a pod."""
+
+TERMINATION_BYTES = 1000
+"""Kubernetes keeps 4096 bytes per container, 12 KiB per pod."""
+
+
+@contextlib.contextmanager
+def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
+    """Runs a stage of a run: an older error.json goes, a failure writes a new one and is raised again."""
+    with announced(stage, progress):
+        storage.remove(paths.error)
+        try:
+            with lifetime.signals_as_errors():
+                yield
+        except BaseException as error:
+            storage.publish_json(paths.error, document(stage, error))
+            tracked.mark_failed(paths, config, error, progress)
+            raise
+
+
+@contextlib.contextmanager
+def announced(stage: str, progress: Progress) -> Iterator[None]:
+    """Runs what needs no run's folder: a failure reaches the log and the pod's termination message."""
+    lifetime.end_with_parent()
+    try:
+        yield
+    except BaseException as error:
+        found = document(stage, error)
+        _terminate(str(found["line"]))
+        progress(ERROR_LINE + json.dumps(found))
+        raise
+
+
+def document(stage: str, error: BaseException) -> dict[str, Any]:
+    """What error.json holds."""
+    return {**errors.error_to_dict(error), "stage": stage, "time": time.time()}
+
+
+def read(paths: RunPaths) -> dict[str, Any] | None:
+    """What error.json says, or None where there is none."""
+    found = storage.read_json_if_exists(paths.error)
+    assert found is None or isinstance(found, dict), found
+    return found
+
+
+def _terminate(line: str) -> None:
+    if os.access(TERMINATION_LOG, os.W_OK):
+        with contextlib.suppress(OSError), open(TERMINATION_LOG, "w") as stream:
+            stream.write(line[:TERMINATION_BYTES])

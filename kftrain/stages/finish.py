@@ -1,0 +1,66 @@
+"""The exit handler: runs after every pipeline run, cleans up after it, and explains a failure.
+
+It knows only what the pipeline was called with, because an exit handler gets no other task's outputs. It never fails
+because the run did: its own failure would hide the other one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kftrain import errors, report, storage
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.errors import KftrainError, LaunchError
+from kftrain.stages import cleanup, failure, resolve, tracked
+from kftrain.stages.outcome import Outcome
+from kftrain.stages.progress import Progress, to_log
+
+SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
+"""How the other steps ended well, in the words of Kubeflow's backend and of its local runner."""
+
+FAILURE_REPORT = "failure.html"
+
+
+def finish(
+    text: str, storage_root: str, resume_run: str, job_id: str, state: str, progress: Progress = to_log
+) -> Outcome:
+    """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed."""
+    try:
+        config = resolve.resolve_config(text, {"storage_root": storage_root})
+        paths = RunPaths.of(config.run.storage_root, resolve.make_run_id(resume_run, job_id, config.run.name))
+    except KftrainError as error:  # the first step has failed with the very same one
+        return _failed(failure.document("configure", error), run_uri="")
+    for removed in cleanup.clean_up(config, paths):
+        progress(f"removed {removed}, which was never finished")
+    error_document = failure.read(paths)
+    if error_document is None and state in SUCCESS_STATES:
+        return Outcome(
+            paths.uri, {"result": "the run succeeded", "run_uri": paths.uri}, markdown="The run succeeded.\n"
+        )
+    error_document = error_document or _unexplained(state)
+    outcome = _failed(error_document, paths.uri)
+    if storage.exists(paths.config):
+        storage.publish(storage.join(paths.uri, FAILURE_REPORT), outcome.html)
+        _close(paths, config, error_document, progress)
+    return outcome
+
+
+def _failed(error: dict[str, Any], run_uri: str) -> Outcome:
+    stage = str(error.get("stage", "run"))
+    return Outcome(
+        run_uri=run_uri,
+        summary={"result": f"{stage} failed: {error['line']}", "run_uri": run_uri, **error},
+        html=report.failure_html(error, stage, run_uri),
+        markdown=report.failure_markdown(error, stage, run_uri),
+    )
+
+
+def _unexplained(state: str) -> dict[str, Any]:
+    """For a step that was stopped from outside: deleted, out of memory, out of time."""
+    return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
+
+
+def _close(paths: RunPaths, config: Config, error: dict[str, Any], progress: Progress) -> None:
+    """Ends the MLflow run, which a step that was killed has left open."""
+    tracked.mark_failed(paths, config, errors.error_from_dict(error), progress)

@@ -1,0 +1,85 @@
+"""What a stage returns, and how a component hands it to Kubeflow.
+
+`save` knows kfp's artifacts only by what they can do, so that neither this module nor the stages import kfp.
+Kubeflow's Metrics take flat finite numbers and nothing else: a dictionary shows as protobuf internals, and a
+tracking plugin turns a string into 0.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kftrain.contracts import Confusion
+
+
+class Artifact(Protocol):
+    """A `dsl.Artifact`: a local file that Kubeflow uploads."""
+
+    path: str
+
+
+class MetricsArtifact(Protocol):
+    """A `dsl.Metrics`."""
+
+    def log_metric(self, metric: str, value: float) -> None:
+        """Adds one number."""
+
+
+class ClassificationArtifact(Protocol):
+    """A `dsl.ClassificationMetrics`."""
+
+    def log_confusion_matrix(self, categories: list[str], matrix: list[list[int]]) -> None:
+        """Rows are true classes, columns predicted ones."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a stage."""
+
+    run_uri: str
+    summary: dict[str, Any]
+    """JSON; the first keys say in words what happened."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    html: str = ""
+    markdown: str = ""
+    confusion: Confusion | None = None
+
+    def to_json(self) -> str:
+        """The summary in its own order, so that a preview of the first lines can be read by a person."""
+        return json.dumps(self.summary, indent=1, allow_nan=False) + "\n"
+
+
+def finite(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
+    """The numbers among them that can be drawn and compared."""
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def save(
+    outcome: Outcome,
+    summary: Artifact | None = None,
+    metrics: MetricsArtifact | None = None,
+    html: Artifact | None = None,
+    markdown: Artifact | None = None,
+    confusion: ClassificationArtifact | None = None,
+) -> str:
+    """Writes an outcome into a component's artifacts. Returns the run's URI, its output parameter."""
+    texts = ((summary, outcome.to_json()), (html, outcome.html), (markdown, outcome.markdown))
+    for artifact, text in texts:
+        if artifact is not None:
+            _write(artifact.path, text)
+    if metrics is not None:
+        for name, value in finite(outcome.metrics).items():
+            metrics.log_metric(name, value)
+    if confusion is not None and outcome.confusion is not None:
+        confusion.log_confusion_matrix(outcome.confusion.labels, outcome.confusion.matrix)
+    return outcome.run_uri
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)

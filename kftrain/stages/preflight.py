@@ -1,0 +1,75 @@
+"""What is checked before the first expensive step: a run that cannot end well should end in seconds."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+
+from kftrain import storage, tracking
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+
+MIN_FREE_SHARDS = 2
+"""There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
+    check_batch(config)
+    check_free_space(config)
+    tracking.check(config.tracking.uri)
+
+
+def check_batch(config: Config) -> None:
+    """Raises ConfigError where processes would be left without a sample in every step."""
+    per_node = config.launch.processes_per_node
+    processes = config.launch.nodes * (1 if per_node == "auto" else per_node)
+    if processes > config.train.global_batch_size:
+        raise ConfigError(
+            f"{processes} processes cannot share a batch of {config.train.global_batch_size} samples",
+            where="train.global_batch_size",
+            fix="raise it, or lower launch.nodes or launch.processes_per_node",
+        )
+
+
+def check_samples(config: Config, num_samples: int) -> None:
+    """Raises ConfigError where the training split is smaller than one batch."""
+    if num_samples < config.train.global_batch_size:
+        raise ConfigError(
+            f"a batch of {config.train.global_batch_size} samples is more than the {num_samples} for training",
+            where="train.global_batch_size",
+            fix="lower it, or train on more data",
+        )
+
+
+def check_writable(config: Config) -> None:
+    """Raises ConfigError where a file below the storage root cannot be written, read back and removed."""
+    root = config.run.storage_root
+    probe = storage.join(root, f".kftrain-probe-{secrets.token_hex(4)}")
+    try:
+        storage.publish(probe, "kftrain\n")
+        found = storage.read_text(probe)
+        storage.remove(probe)
+    except Exception as error:
+        raise ConfigError(
+            f"the storage root cannot be written: {type(error).__name__}: {error}",
+            where="run.storage_root",
+            value=root,
+            fix="check the path, the permissions and the credentials",
+        ) from error
+    assert found == "kftrain\n", found
+
+
+def check_free_space(config: Config) -> None:
+    """Raises ConfigError where a local storage root has no room for a few shards."""
+    root = config.run.storage_root
+    if not storage.is_local(root):
+        return
+    free, needed = shutil.disk_usage(storage.local_path(root)).free, MIN_FREE_SHARDS * config.data.shard_size_bytes
+    if free < needed:
+        raise ConfigError(
+            f"only {free / 1e6:.0f} MB are free, two shards need {needed / 1e6:.0f} MB",
+            where="run.storage_root",
+            value=root,
+            fix="free some space or use another folder",
+        )

@@ -1,0 +1,120 @@
+"""The last stage: registers the model, lets the gate decide, writes the report of the run and closes its MLflow run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kftrain import config as configuration
+from kftrain import contracts, registry, report, storage, tracking
+from kftrain.bootstrap import Metrics
+from kftrain.checkpoint.commit import differences
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
+from kftrain.data.manifest import Manifest
+from kftrain.errors import ConfigError, LaunchError, TrackingError
+from kftrain.plugins import user_code
+from kftrain.stages import failure, resolve, tracked
+from kftrain.stages.dataset import read_dataset
+from kftrain.stages.evaluate import read_evaluation
+from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.progress import Progress, to_log
+from kftrain.stages.train import read_history
+from kftrain.tasks import build_task
+
+REPORT_NAME = "report.html"
+
+
+def register(run_uri: str, progress: Progress = to_log) -> Outcome:
+    """Registers the evaluated model of a run and promotes it by policy. Raises KftrainError."""
+    with failure.announced("register", progress):
+        config = resolve.load_config(run_uri)
+    return _register("register", RunPaths(run_uri), config, progress)
+
+
+def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_log) -> Outcome:
+    """Decides again on the model of a run that is registered, with other settings of the gate. Raises KftrainError."""
+    paths = RunPaths(run_uri)
+    with failure.announced("gate", progress):
+        saved = resolve.load_config(run_uri)
+        config = configuration.parse(saved.to_yaml(), overrides, where=paths.config)
+        require_only_registry(saved, config)
+        contracts.read(Registration, paths.registration, TrackingError)
+    return _register("gate", paths, config, progress)
+
+
+def require_only_registry(saved: Config, config: Config) -> None:
+    """Raises ConfigError where an override is not the gate's: what the model is stays as it was trained."""
+    for key, _, new in differences(saved.to_dict(), config.to_dict()):
+        if not key.startswith("registry.") or key == "registry.model_name":
+            raise ConfigError("only the gate's settings can change here", where=key, value=new, fix="set registry.…")
+
+
+def task_metrics(config: Config) -> Metrics:
+    """The task's function from sums to metrics; what it raises is the user's."""
+    task = build_task(config.task)
+
+    def metrics(sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        with user_code("task.metrics"):
+            return task.metrics(sums)
+
+    return metrics
+
+
+def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
+    with failure.reported(stage, paths, config, progress):
+        completion = contracts.read(Completion, paths.complete, LaunchError)
+        evaluation = read_evaluation(paths, config, completion)
+        shards, manifest = read_dataset(paths)
+        mlflow_run_id = tracked.read(paths) or tracked.start(paths, config, shards, manifest)
+        registered = registry.register(config, paths, completion, evaluation, mlflow_run_id)
+        metrics = task_metrics(config)
+        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics)
+        page = _report(paths, config, manifest, completion, evaluation, registration)
+        tracking.log_text(config.tracking.uri, mlflow_run_id, page, REPORT_NAME)
+        tracking.finish_run(config.tracking.uri, mlflow_run_id, "FINISHED")
+        return _outcome(paths, config, registration, page, progress)
+
+
+def _report(
+    paths: RunPaths,
+    config: Config,
+    manifest: Manifest,
+    completion: Completion,
+    evaluation: Evaluation,
+    registration: Registration,
+) -> str:
+    """Writes the page of the whole run into its folder."""
+    page = report.run_html(
+        config,
+        shards=manifest.to_dict(),
+        completion=completion,
+        history=read_history(paths),
+        evaluation=evaluation,
+        registration=registration,
+    )
+    storage.publish(paths.report, page)
+    return page
+
+
+def _outcome(paths: RunPaths, config: Config, registration: Registration, page: str, progress: Progress) -> Outcome:
+    role = "is champion" if registration.promoted else "is not champion"
+    result = f"{registration.model_name} version {registration.version} {role}: {registration.reason}"
+    progress(result)
+    challenger, champion, improvement = registration.challenger, registration.champion, registration.improvement
+    return Outcome(
+        run_uri=paths.uri,
+        summary={"result": result, "run_uri": paths.uri, "report_uri": paths.report, **registration.to_dict()},
+        metrics=finite(
+            {
+                registration.metric: challenger.value,
+                f"champion_{registration.metric}": champion.value if champion else None,
+                "improvement": improvement.value if improvement else None,
+                "promoted": registration.promoted,
+                "version": registration.version,
+            }
+        ),
+        html=page,
+        markdown=report.registration_markdown(config, registration),
+    )

@@ -1,0 +1,146 @@
+"""From the text of a configuration and the knobs of a pipeline run to a run's folder.
+
+A run is one training. Its folder keeps the configuration that it was started with, and a run that is opened
+again must still be the same training: launch settings may change, the model may not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.checkpoint.commit import differences
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.data.sources import BUILT_IN
+from kftrain.errors import CheckpointError, ConfigError
+from kftrain.plugins import is_plugin
+
+KNOBS = {
+    "source": "data.source",
+    "storage_root": "run.storage_root",
+    "model_name": "registry.model_name",
+    "nodes": "launch.nodes",
+    "processes_per_node": "launch.processes_per_node",
+    "steps": "train.steps",
+    "learning_rate": "optimizer.learning_rate",
+    "promotion": "registry.promotion",
+}
+"""Pipeline parameter -> configuration key."""
+
+RUN_ID = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""A Kubernetes label value, and a plain folder name."""
+
+JOB_ID_CHARACTERS = 12
+"""Of a Kubeflow run id (a UUID), how many characters name the folder: 48 bits."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run's folder, with the configuration that is in it now."""
+
+    config: Config
+    paths: RunPaths
+    previous: Config | None = None
+    """What the run was configured with when it was opened the last time; None: it is new."""
+
+
+def resolve_config(text: str, knobs: Mapping[str, str | int | float], base: str | Path = ".") -> Config:
+    """The configuration, with each knob that is not '' or 0 in place of its key, and with absolute paths.
+
+    Raises ConfigError.
+    """
+    overrides = [f"{KNOBS[knob]}={json.dumps(value)}" for knob, value in knobs.items() if value]
+    return anchored(configuration.parse(text, overrides), base)
+
+
+def anchored(config: Config, base: str | Path) -> Config:
+    """The configuration with the paths in it made absolute against `base`."""
+    data = config.data
+    if _names_a_path(data.source, base):
+        data = data.model_copy(update={"source": storage.absolute(data.source, base)})
+    return config.anchored(base).model_copy(update={"data": data})
+
+
+def _names_a_path(source: str, base: str | Path) -> bool:
+    """Whether a source is a file or a folder; a name that is none of the known ones stays, to be refused as it is."""
+    if source in BUILT_IN or is_plugin(source):
+        return False
+    return "/" in source or storage.exists(storage.absolute(source, base))
+
+
+def make_run_id(resume_run: str, job_id: str, name: str) -> str:
+    """The id of the run that a pipeline run works on: the one to resume, or one made of Kubeflow's job id.
+
+    The job id is the same in all tasks of a pipeline run and in all their retries. Raises ConfigError for an
+    unusable name.
+    """
+    if resume_run:
+        return valid_run_id(resume_run)
+    characters = re.sub(r"[^a-z0-9]", "", job_id.lower())
+    if not characters or "{{" in job_id:
+        raise ConfigError("no job id to name the run by", where="job_id", value=job_id, fix="run it as a pipeline")
+    return valid_run_id(f"{name}-{characters[:JOB_ID_CHARACTERS]}")
+
+
+def valid_run_id(run_id: str) -> str:
+    """The same id. Raises ConfigError where it is no plain name."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            "not a run id",
+            where="run",
+            value=run_id,
+            fix="use at most 63 lower-case letters, digits and dashes",
+        )
+    return run_id
+
+
+def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
+    """Creates a run's folder or opens it again, and writes the resolved configuration into it.
+
+    Raises ConfigError where a run that must exist does not, and CheckpointError where it is another training.
+    """
+    paths = RunPaths.of(config.run.storage_root, run_id)
+    previous = load_config(paths.uri) if storage.exists(paths.config) else None
+    if previous is None and must_exist:
+        raise _no_such_run(config, run_id)
+    if previous is not None:
+        require_same_training(previous, config, paths.uri)
+    storage.publish(paths.config, config.to_yaml())
+    return OpenedRun(config, paths, previous)
+
+
+def load_config(run_uri: str) -> Config:
+    """The configuration in a run's folder. Raises ConfigError."""
+    paths = RunPaths(run_uri)
+    try:
+        text = storage.read_text(paths.config)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError("not a run: it has no config.yaml", where=run_uri, fix="check the run's URI") from error
+    return configuration.parse(text, where=paths.config)
+
+
+def require_same_training(previous: Config, config: Config, where: str) -> None:
+    """Raises CheckpointError that names every setting by which the two are different trainings."""
+    changes = differences(previous.training_identity(""), config.training_identity(""))
+    if changes:
+        raise CheckpointError(
+            f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",
+            where=where,
+            fix="start a new run, or set them back",
+        )
+
+
+def _no_such_run(config: Config, run_id: str) -> ConfigError:
+    runs = storage.list_names(storage.join(config.run.storage_root, "runs"))
+    return ConfigError(
+        "no such run",
+        where=storage.join(config.run.storage_root, "runs"),
+        value=run_id,
+        fix=f"there are: {', '.join(runs[-5:])}" if runs else "there are no runs yet",
+    )

@@ -1,0 +1,54 @@
+"""The MLflow run of a training, and which it is: `tracking.json` in the run's folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kftrain import contracts, errors, storage, tracking
+from kftrain.config import Config
+from kftrain.contracts import Document, RunPaths
+from kftrain.data.manifest import Manifest
+from kftrain.errors import InterruptedByUser, KftrainError, Preempted
+from kftrain.stages.dataset import RunShards
+from kftrain.stages.progress import Progress
+from kftrain.tracking import DatasetLineage
+
+
+class Tracked(Document):
+    """The MLflow run of a run."""
+
+    mlflow_run_id: str
+
+
+def uri(paths: RunPaths) -> str:
+    """Where `Tracked` lies."""
+    return storage.join(paths.uri, "tracking.json")
+
+
+def read(paths: RunPaths) -> str:
+    """MLflow id of a run; empty where nothing was tracked yet."""
+    return contracts.read(Tracked, uri(paths)).mlflow_run_id if storage.exists(uri(paths)) else ""
+
+
+def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest) -> str:
+    """MLflow id of a run, which is open from now on. Raises TrackingError."""
+    lineage = DatasetLineage(name=manifest.source, digest=manifest.dataset_digest, uri=shards.manifest_uri)
+    mlflow_run_id = tracking.start_run(config, paths.run_id, lineage)
+    storage.publish_json(uri(paths), Tracked(mlflow_run_id=mlflow_run_id).to_dict())
+    return mlflow_run_id
+
+
+def mark_failed(paths: RunPaths, config: Config, error: BaseException, progress: Progress) -> None:
+    """Closes the MLflow run, if there is one, with the reason as a tag. That MLflow is down is no second failure."""
+    line = str(errors.error_to_dict(error)["line"])
+    try:
+        mlflow_run_id = read(paths)
+        if mlflow_run_id:
+            tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), {"kftrain.error": line})
+    except KftrainError as second:
+        progress(f"the MLflow run could not be marked as failed: {second.line}")
+
+
+def status_of(error: BaseException) -> Literal["FAILED", "KILLED"]:
+    """The MLflow status of a run that ended with `error`."""
+    return "KILLED" if isinstance(error, Preempted | InterruptedByUser | KeyboardInterrupt) else "FAILED"

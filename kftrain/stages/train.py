@@ -1,0 +1,72 @@
+"""The second stage: trains until COMPLETE.json proves it; a run that is complete costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kftrain import contracts, launch, report, storage
+from kftrain.config import Config
+from kftrain.contracts import Completion, RunPaths
+from kftrain.errors import CheckpointError
+from kftrain.stages import failure, resolve, tracked
+from kftrain.stages.dataset import read_dataset
+from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.progress import Progress, to_log
+
+
+def train(run_uri: str, progress: Progress = to_log) -> Outcome:
+    """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
+    paths = RunPaths(run_uri)
+    with failure.announced("train", progress):
+        config = resolve.load_config(run_uri)
+    with failure.reported("train", paths, config, progress):
+        shards, manifest = read_dataset(paths)
+        completion = _existing(paths, config.training_digest(shards.dataset_digest))
+        skipped = completion is not None
+        if completion is None:
+            mlflow_run_id = tracked.start(paths, config, shards, manifest)
+            completion = launch.run_training(paths, config, mlflow_run_id)
+        return _outcome(paths, config, completion, skipped, progress)
+
+
+def read_history(paths: RunPaths) -> list[dict[str, Any]]:
+    """The recorded points of the training curve; empty before the first checkpoint."""
+    return storage.read_json_if_exists(paths.history) or []
+
+
+def _existing(paths: RunPaths, training_digest: str) -> Completion | None:
+    """The completion of a run that has one. Raises CheckpointError where it is of another training."""
+    if not storage.exists(paths.complete):
+        return None
+    completion = contracts.read(Completion, paths.complete, CheckpointError)
+    if completion.training_digest != training_digest:
+        raise CheckpointError(
+            "COMPLETE.json is of another training",
+            where=paths.complete,
+            value=completion.training_digest,
+            fix="start a new run",
+        )
+    return completion if storage.exists(completion.export_uri) else None
+
+
+def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress) -> Outcome:
+    loss = completion.metrics.get("loss")
+    reached = "" if loss is None else f", loss {loss:.4g}"
+    how = "was already trained" if skipped else "trained"
+    result = f"{how}: {completion.step} steps, {completion.num_parameters:,} parameters{reached}"
+    progress(result)
+    history = read_history(paths)
+    return Outcome(
+        run_uri=paths.uri,
+        summary={"result": result, "run_uri": paths.uri, **completion.to_dict()},
+        metrics=finite(
+            {
+                **completion.metrics,
+                "steps": completion.step,
+                "num_parameters": completion.num_parameters,
+                "seconds": completion.seconds,
+            }
+        ),
+        html=report.training_html(config, completion, history),
+        markdown=report.training_markdown(config, completion, history),
+    )

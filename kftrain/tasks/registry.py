@@ -1,0 +1,38 @@
+"""Which tasks there are, by the `kind` of the configuration's `task` section. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kftrain.config import TaskConfig
+from kftrain.errors import ConfigError
+from kftrain.models import options
+from kftrain.tasks.base import Task
+
+BUILT_IN = {
+    "language_modeling": "kftrain.tasks.language_modeling:LanguageModeling",
+    "image_classification": "kftrain.tasks.image_classification:ImageClassification",
+}
+"""Kind -> `module:attr`, imported when it is built."""
+
+METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))
+"""What a task must have."""
+
+
+def build_task(config: TaskConfig) -> Task:
+    """The task of a `task` section.
+
+    Raises ConfigError for an unknown kind, an option that is unknown, missing or of the wrong type, and where
+    a user's `module:attr` lacks a method; UserCodeError where it raises.
+    """
+    target = options.find(config.kind, BUILT_IN, "task")
+    task = options.construct(target, config.kind, "task", config.options())
+    missing = [name for name in METHODS if not callable(getattr(task, name, None))]
+    if missing:
+        raise ConfigError(
+            f"lacks {', '.join(missing)}",
+            where="task.kind",
+            value=config.kind,
+            fix="see kftrain/tasks/base.py",
+        )
+    return cast(Task, task)

@@ -1,0 +1,48 @@
+"""What a training loop knows of tracking: points, and something that takes them without getting in the way."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_NAME_LENGTH = 250
+"""MLflow's limit for names of metrics and parameters."""
+
+_NOT_ALLOWED = re.compile(r"[^/\w.\- ]")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one metric."""
+
+    key: str
+    value: float
+    step: int
+    timestamp_ms: int
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, as MLflow dates points."""
+    return int(time.time() * 1000)
+
+
+class Tracker(Protocol):
+    """Takes metrics. Never blocks and never raises: a training does not stop for its records."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records the metrics of a step."""
+        ...
+
+    def close(self, timeout_seconds: float) -> None:
+        """Waits until everything is recorded, at most this long."""
+        ...
+
+
+def metric_name(name: str) -> str:
+    """The name under which MLflow takes a metric: one that it refuses would hold up the queue."""
+    cleaned = posixpath.normpath(_NOT_ALLOWED.sub("_", name).replace("..", "__")).strip("/")
+    return "_" if cleaned in ("", ".") else cleaned[:MAX_NAME_LENGTH]

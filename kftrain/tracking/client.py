@@ -1,0 +1,380 @@
+"""All calls to MLflow; the only module that imports it.
+
+Small functions over `MlflowClient`: nothing uses the process-wide active run, everything takes the URI.
+Each function that writes may be repeated after a lost response. Every failure is a TrackingError that shows
+no credentials. MLflow is imported by the first call, which takes about a second.
+
+MLflow's own defaults hold a caller for four minutes when the server is away (7 retries of 120 s). Here a
+call gives up in well under a minute; environment variables that a user has set win.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kftrain.errors import TrackingError
+from kftrain.tracking import endpoint
+from kftrain.tracking.base import Point
+
+MAX_VALUE_LENGTH = 6000
+"""MLflow's limit for the value of a parameter; tags may be longer."""
+
+_MAX_METRICS_PER_CALL = 1000
+_MAX_PARAMS_PER_CALL = 100
+_MAX_DATASET_DIGEST_LENGTH = 36
+
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+_ABSENT = "RESOURCE_DOES_NOT_EXIST"
+_TAKEN = "RESOURCE_ALREADY_EXISTS"
+
+_default_uri_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is recorded of a run. `latest`: metric name -> the point of its highest step."""
+
+    experiment_id: str
+    status: str
+    params: dict[str, str]
+    tags: dict[str, str]
+    latest: dict[str, Point]
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version of a registered model."""
+
+    name: str
+    version: int
+    source: str
+    run_id: str
+    tags: dict[str, str]
+
+
+def ping(uri: str) -> None:
+    """Raises TrackingError unless MLflow answers a request at the URI."""
+    with _session(uri, "cannot use MLflow") as client:
+        client.search_experiments(max_results=1)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str:
+    """Id of the experiment of this name; made with this artifact location if it is not there."""
+    with _session(uri, f"cannot create the experiment {name}") as client:
+        for _ in range(2):
+            if found := client.get_experiment_by_name(name):
+                return str(found.experiment_id)
+            try:
+                return str(client.create_experiment(name, artifact_location=artifact_location))
+            except _mlflow().MlflowException as error:
+                if error.error_code != _TAKEN:
+                    raise
+        raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
+
+
+def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
+    """Id of the oldest run that has the tag; None where there is none."""
+    with _session(uri, "cannot search runs") as client:
+        query = f"tags.`{tag}` = '{_quotable(value)}'"
+        found = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"], max_results=1)
+        return str(found[0].info.run_id) if found else None
+
+
+def create_run(uri: str, experiment_id: str, name: str, tags: Mapping[str, str]) -> str:
+    """Id of a new run."""
+    with _session(uri, "cannot create a run") as client:
+        return str(client.create_run(experiment_id, run_name=name, tags=dict(tags)).info.run_id)
+
+
+def read_run(uri: str, run_id: str) -> RunRecord:
+    """What is recorded of a run."""
+    with _session(uri, f"cannot read run {run_id}") as client:
+        run = client.get_run(run_id)
+        # The proto is the public view of the latest metrics that carries their steps.
+        latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
+        return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest)
+
+
+def log_points(uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None) -> None:
+    """Records metrics, of a LoggedModel too if one is given. A point that is there already stays as it is."""
+    metric = _mlflow().entities.Metric
+    with _session(uri, "cannot log metrics") as client:
+        for start in range(0, len(points), _MAX_METRICS_PER_CALL):
+            part = points[start : start + _MAX_METRICS_PER_CALL]
+            metrics = [metric(p.key, p.value, p.timestamp_ms, p.step, model_id=model_id) for p in part]
+            client.log_batch(run_id, metrics=metrics)
+
+
+def log_params(uri: str, run_id: str, params: Mapping[str, str]) -> None:
+    """Records parameters; none may be there already, since MLflow never changes one."""
+    param = _mlflow().entities.Param
+    entities = [param(key, value[:MAX_VALUE_LENGTH]) for key, value in params.items()]
+    with _session(uri, "cannot log parameters") as client:
+        for start in range(0, len(entities), _MAX_PARAMS_PER_CALL):
+            client.log_batch(run_id, params=entities[start : start + _MAX_PARAMS_PER_CALL])
+
+
+def set_tags(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
+    """Sets tags of a run."""
+    tag = _mlflow().entities.RunTag
+    with _session(uri, "cannot set tags") as client:
+        client.log_batch(run_id, tags=[tag(key, value[:MAX_VALUE_LENGTH]) for key, value in tags.items()])
+
+
+def set_status(uri: str, run_id: str, status: str) -> None:
+    """Sets the status of a run: RUNNING opens it again, another ends it now."""
+    with _session(uri, f"cannot set the status of run {run_id}") as client:
+        if status == "RUNNING":
+            client.update_run(run_id, status=status)
+        else:
+            client.set_terminated(run_id, status=status)
+
+
+def log_dataset(uri: str, run_id: str, name: str, digest: str, source_uri: str) -> None:
+    """Records a dataset as the run's training input."""
+    entities = _mlflow().entities
+    dataset = entities.Dataset(
+        name=name,
+        digest=digest[:_MAX_DATASET_DIGEST_LENGTH],
+        source_type=source_uri.split("://", 1)[0] if "://" in source_uri else "local",
+        source=json.dumps({"uri": endpoint.redacted(source_uri)}),
+    )
+    with _session(uri, "cannot log the dataset") as client:
+        tags = [entities.InputTag("mlflow.data.context", "training")]
+        client.log_inputs(run_id, datasets=[entities.DatasetInput(dataset=dataset, tags=tags)])
+
+
+def log_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
+    """Stores a text as an artifact of the run; an older one of this name is replaced."""
+    with _session(uri, f"cannot store {artifact_name}") as client:
+        client.log_text(run_id, text, artifact_name)
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+def ensure_registered_model(uri: str, name: str) -> None:
+    """Makes the registered model of this name if it is not there."""
+    with _session(uri, f"cannot create the registered model {name}") as client:
+        try:
+            client.create_registered_model(name)
+        except _mlflow().MlflowException as error:
+            if error.error_code != _TAKEN:
+                raise
+
+
+def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
+    """Id of a complete LoggedModel that has the tag; None where there is none."""
+    with _session(uri, "cannot search models") as client:
+        found = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{_quotable(value)}'")
+        return next((str(model.model_id) for model in found if model.status == "READY"), None)
+
+
+def create_logged_model(
+    uri: str,
+    run_id: str,
+    name: str,
+    tags: Mapping[str, str],
+    *,
+    loader_module: str,
+    data: tuple[str, str],
+    step: int,
+) -> str:
+    """Id of a new LoggedModel of a run that holds one file, `data` (name, text), for `loader_module`.
+
+    Nothing is pickled. It becomes READY only when its files are there.
+    """
+    with _session(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
+        experiment_id = client.get_run(run_id).info.experiment_id
+        model = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=dict(tags))
+        _write_model(Path(folder), run_id, model.model_id, loader_module, data)
+        client.log_model_artifacts(model.model_id, folder)
+        client.finalize_logged_model(model.model_id, "READY")
+        client.log_outputs(run_id, [_mlflow().entities.LoggedModelOutput(model.model_id, step)])
+        return str(model.model_id)
+
+
+def create_version(uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str]) -> int:
+    """Number of a new version of a registered model, made of a LoggedModel."""
+    with _session(uri, f"cannot create a version of {name}") as client, _as_default_uri(uri):
+        made = client.create_model_version(
+            name, f"models:/{model_id}", run_id=run_id, tags=dict(tags), await_creation_for=0, model_id=model_id
+        )
+        return int(made.version)
+
+
+def delete_version(uri: str, name: str, version: int) -> None:
+    """Deletes a version."""
+    with _session(uri, f"cannot delete version {version} of {name}") as client:
+        client.delete_model_version(name, str(version))
+
+
+def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
+    """A version; None where there is none."""
+    with _session(uri, f"cannot read version {version} of {name}") as client:
+        try:
+            return _version(client.get_model_version(name, str(version)))
+        except _mlflow().MlflowException as error:
+            if error.error_code != _ABSENT:
+                raise
+            return None
+
+
+def search_versions(uri: str, name: str, tag: str = "", value: str = "") -> list[ModelVersion]:
+    """Versions of a model, all or those with a tag, lowest number first."""
+    query = f"name = '{_quotable(name)}'" + (f" and tags.`{tag}` = '{_quotable(value)}'" if tag else "")
+    found: list[ModelVersion] = []
+    with _session(uri, f"cannot search versions of {name}") as client:
+        token: str | None = None
+        while True:
+            page = client.search_model_versions(query, page_token=token)
+            found.extend(_version(entity) for entity in page)
+            token = page.token
+            if not token:
+                return sorted(found, key=lambda version: version.version)
+
+
+def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str]) -> None:
+    """Sets tags of a version."""
+    with _session(uri, f"cannot tag version {version} of {name}") as client:
+        for key, value in tags.items():
+            client.set_model_version_tag(name, str(version), key, value)
+
+
+def get_aliases(uri: str, name: str) -> dict[str, int]:
+    """Alias -> version; empty where there is no such model."""
+    with _session(uri, f"cannot read the aliases of {name}") as client:
+        try:
+            return {alias: int(v) for alias, v in client.get_registered_model(name).aliases.items()}
+        except _mlflow().MlflowException as error:
+            if error.error_code != _ABSENT:
+                raise
+            return {}
+
+
+def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
+    """Points an alias to a version, or takes it away. Last writer wins."""
+    with _session(uri, f"cannot set the alias {alias} of {name}") as client:
+        if version is None:
+            client.delete_registered_model_alias(name, alias)
+        else:
+            client.set_registered_model_alias(name, alias, str(version))
+
+
+# -- MLflow itself --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _mlflow() -> Any:
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import mlflow
+        import mlflow.entities
+    except ImportError as error:
+        raise TrackingError(f"MLflow is missing ({error})", fix="pip install 'kftrain[mlflow]'") from error
+    for noisy in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return mlflow
+
+
+@functools.lru_cache(maxsize=8)
+def _client(uri: str) -> Any:
+    endpoint.require_supported(uri)
+    with endpoint.database_lock(uri):
+        client = _mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri)
+        if not endpoint.is_http(uri):
+            client.search_registered_models(max_results=1)  # the registry's half of the database is made here
+        return client
+
+
+@contextlib.contextmanager
+def _session(uri: str, failure: str) -> Iterator[Any]:
+    """Yields the client; what MLflow raises inside the block becomes a TrackingError."""
+    mlflow = _mlflow()
+    try:
+        yield _client(uri)
+    except (mlflow.MlflowException, OSError, *_database_errors()) as error:
+        message = endpoint.redacted(str(error)).partition("\n")[0][:500]
+        # Not chained: the cause may show credentials that are part of the URI.
+        raise TrackingError(
+            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_fix(message)
+        ) from None
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    try:
+        from sqlalchemy.exc import SQLAlchemyError
+    except ImportError:
+        return ()
+    return (SQLAlchemyError,)
+
+
+def _fix(message: str) -> str:
+    if re.search("error code 40[13]", message):
+        return "check MLFLOW_TRACKING_USERNAME and _PASSWORD or _TOKEN, and the server's --allowed-hosts"
+    if "Max retries" in message or "timed out" in message:
+        return "is the server running? see: kftrain doctor"
+    return ""
+
+
+@contextlib.contextmanager
+def _as_default_uri(uri: str) -> Iterator[None]:
+    """Makes the URI the process's default for a moment: where the SQL registry looks up LoggedModels."""
+    if endpoint.is_http(uri):
+        yield
+        return
+    from mlflow.tracking._tracking_service.utils import _use_tracking_uri
+
+    with _default_uri_lock:
+        before = os.environ.get("MLFLOW_TRACKING_URI")
+        try:
+            with _use_tracking_uri(uri):
+                yield
+        finally:
+            if before is not None:
+                os.environ["MLFLOW_TRACKING_URI"] = before
+
+
+def _write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: tuple[str, str]) -> None:
+    import mlflow.pyfunc
+    from mlflow.models import Model
+
+    name, text = data
+    (folder / name).write_text(text)
+    model = Model(run_id=run_id, model_id=model_id)
+    mlflow.pyfunc.add_to_model(model, loader_module=loader_module, data=name)
+    model.save(str(folder / "MLmodel"))
+
+
+def _version(entity: Any) -> ModelVersion:
+    return ModelVersion(entity.name, int(entity.version), entity.source or "", entity.run_id or "", dict(entity.tags))
+
+
+def _quotable(value: str) -> str:
+    if set(value) & set("'\"`\\"):
+        raise TrackingError(
+            "a name with quotes cannot be searched for", value=value, fix="use letters, digits and dashes"
+        )
+    return value

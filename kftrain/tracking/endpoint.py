@@ -1,0 +1,93 @@
+"""Tracking URIs: which ones are accepted, how they are shown, and whether somebody answers there.
+
+Nothing here imports MLflow, so a wrong address is found in milliseconds rather than after its import and
+its retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from kftrain.errors import TrackingError
+
+PROBE_TIMEOUT_SECONDS = 5.0
+
+_SQLITE = "sqlite:///"
+_USERINFO = re.compile(r"(\w+://)[^/@\s'\"]+@")
+
+
+def redacted(text: str) -> str:
+    """The text with `user:password@` removed from every URI in it."""
+    return _USERINFO.sub(r"\1", text)
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of a `sqlite:///` URI; None for others."""
+    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+
+
+def is_http(uri: str) -> bool:
+    """Whether the URI names an MLflow server."""
+    return uri.startswith(("http://", "https://"))
+
+
+def require_supported(uri: str) -> None:
+    """Raises TrackingError for a file store, which MLflow no longer keeps up, and for what is no URI."""
+    if is_http(uri) or (sqlite_path(uri) or Path()).name:
+        return
+    if "://" not in uri or uri.startswith(("file:", _SQLITE)):
+        raise TrackingError(
+            "MLflow does not keep runs in a plain folder any more",
+            where="tracking.uri",
+            value=redacted(uri),
+            fix="use a database, sqlite:///mlflow.db, or a server, http://…",
+        )
+
+
+def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
+    """Raises TrackingError unless an HTTP server answers at the URI, whatever it says."""
+    parts = urlsplit(uri)
+    address = urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[-1], parts.path.rstrip("/") + "/health", "", ""))
+    try:
+        with urllib.request.urlopen(address, timeout=timeout_seconds):
+            return
+    except urllib.error.HTTPError as answer:
+        answer.close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise TrackingError(
+            f"the MLflow server does not answer: {reason}",
+            where=redacted(uri),
+            fix="start it, or check tracking.uri and the network",
+        ) from error
+
+
+@contextlib.contextmanager
+def database_lock(uri: str) -> Iterator[None]:
+    """Holds other processes of this machine back while the database may be created; nothing for servers.
+
+    Two processes that create the tables of one file at the same time both fail in the middle of the
+    migrations. The lock is on the folder, so that no lock file stays behind.
+    """
+    path = sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise TrackingError(f"cannot create the database: {error}", where="tracking.uri", value=uri) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,140 @@
+"""One MLflow run per training, whatever number of attempts it takes.
+
+The run is found by its tag `kftrain.run_id`, so a launcher that starts again, or whose request was answered
+into the void, goes on with the run it made. Where Kubeflow Pipelines injects a run of its own
+(MLFLOW_RUN_ID), ours becomes its child; nothing is written into theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kftrain.config import Config
+from kftrain.errors import TrackingError
+from kftrain.tracking import client, endpoint
+from kftrain.tracking.base import MAX_NAME_LENGTH, Point, metric_name, now_ms
+
+RUN_ID_TAG = "kftrain.run_id"
+EVALUATION_PREFIX = "evaluation/"
+"""Sets the metrics of a finished model apart from those of training under the same name."""
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True)
+class DatasetLineage:
+    """What a run was trained on."""
+
+    name: str
+    digest: str
+    uri: str
+    """Where its manifest lies."""
+
+
+def check(uri: str) -> None:
+    """Raises TrackingError, within seconds, unless runs can be recorded at the URI.
+
+    An sqlite database is created if it is not there.
+    """
+    endpoint.require_supported(uri)
+    if endpoint.is_http(uri):
+        endpoint.probe(uri)
+    client.ping(uri)
+
+
+def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
+    """MLflow id of the run of a training: found or made, open, with parameters, tags and dataset.
+
+    May be repeated. Raises TrackingError.
+    """
+    uri = config.tracking.uri
+    check(uri)
+    tags = run_tags(config, run_id, lineage)
+    experiment_id = client.ensure_experiment(uri, config.experiment, _artifact_location(uri, config.experiment))
+    found = client.find_run(uri, experiment_id, RUN_ID_TAG, run_id)
+    mlflow_run_id = found or client.create_run(uri, experiment_id, run_id, tags)
+    record = client.read_run(uri, mlflow_run_id)
+    client.set_status(uri, mlflow_run_id, "RUNNING")
+    client.set_tags(uri, mlflow_run_id, tags)
+    known = flatten(config.to_dict())
+    client.log_params(uri, mlflow_run_id, {k: v for k, v in known.items() if k not in record.params})
+    client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri)
+    return mlflow_run_id
+
+
+def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, str] | None = None) -> None:
+    """Ends a run: FINISHED, FAILED or KILLED. May be repeated. Raises TrackingError."""
+    if tags:
+        client.set_tags(uri, mlflow_run_id, {key: endpoint.redacted(value) for key, value in tags.items()})
+    client.set_status(uri, mlflow_run_id, status)
+
+
+def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> None:
+    """Records the metrics of the finished model as `evaluation/<name>`. May be repeated."""
+    client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics, step))
+
+
+def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> None:
+    """Stores a text (a report) as an artifact of the run. Raises TrackingError."""
+    client.log_text(uri, mlflow_run_id, text, artifact_name)
+
+
+def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> list[Point]:
+    """The points of an evaluation; one that the run has already keeps its time, and so is the same point."""
+    latest = client.read_run(uri, mlflow_run_id).latest
+    points = []
+    for name, value in metrics.items():
+        key = metric_name(EVALUATION_PREFIX + name)
+        known = latest.get(key)
+        same = known is not None and (known.value, known.step) == (value, step)
+        points.append(known if known is not None and same else Point(key, value, step, now_ms()))
+    return points
+
+
+def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, str]:
+    """Tags that say what the run is a training of, and in whose name."""
+    tags = {
+        RUN_ID_TAG: run_id,
+        "kftrain.training_digest": config.training_digest(lineage.digest),
+        "kftrain.dataset_digest": lineage.digest,
+        "kftrain.config_digest": config.digest(),
+        **code_tags(),
+    }
+    parent = os.environ.get("MLFLOW_RUN_ID")
+    return {**tags, "mlflow.parentRunId": parent} if parent else tags
+
+
+def code_tags() -> dict[str, str]:
+    """Which code runs, as far as the environment knows: KFTRAIN_GIT_COMMIT, KFTRAIN_IMAGE."""
+    known = {"kftrain.git_commit": "KFTRAIN_GIT_COMMIT", "kftrain.image": "KFTRAIN_IMAGE"}
+    return {tag: os.environ[name] for tag, name in known.items() if os.environ.get(name)}
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """`{"train": {"steps": 2}}` as `{"train.steps": "2"}`, without credentials."""
+    flat: dict[str, str] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"[:MAX_NAME_LENGTH]] = endpoint.redacted(str(value))
+    return flat
+
+
+def require_run(uri: str, mlflow_run_id: str) -> client.RunRecord:
+    """The record of a run. Raises TrackingError that names the missing step if no run was started."""
+    if not mlflow_run_id:
+        raise TrackingError("no MLflow run was started", where=endpoint.redacted(uri), fix="run the training first")
+    return client.read_run(uri, mlflow_run_id)
+
+
+def _artifact_location(uri: str, experiment: str) -> str | None:
+    """Beside the database, instead of MLflow's default, the current folder. A server decides for itself."""
+    path = endpoint.sqlite_path(uri)
+    if path is None:
+        return None
+    return str(path.resolve().parent / "mlruns" / re.sub(r"[^\w.-]", "-", experiment))

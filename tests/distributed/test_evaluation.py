@@ -1,0 +1,94 @@
+"""Evaluation jobs: the same bytes on any number of processes, and the same numbers as a plain loop."""
+
+import numpy as np
+import pytest
+from helpers import jobs
+
+from kftrain import contracts, storage
+from kftrain.checkpoint.export import load_export
+from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget
+from kftrain.data.dataset import ShardedDataset
+from kftrain.errors import EvaluationError
+from kftrain.evaluate.identity import evaluation_digest
+from kftrain.launch import run_evaluation
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    paths, resolved = jobs.make_run(tmp_path_factory.mktemp("trained"))
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return paths, resolved, contracts.read(Completion, paths.complete)
+
+
+def target_of(completion, output_uri):
+    return EvaluationTarget(
+        export_uri=completion.export_uri,
+        export_digest=completion.export_digest,
+        checkpoint_digest=completion.checkpoint_digest,
+        output_uri=output_uri,
+    )
+
+
+def evaluate(trained, output_uri, processes):
+    paths, resolved, completion = trained
+    digest = evaluation_digest(resolved, completion.dataset_digest)
+    request = EvaluationRequest(evaluation_digest=digest, targets=[target_of(completion, output_uri)])
+    storage.publish_json(paths.evaluation_request, request.to_dict())
+    done = jobs.run_worker(paths, resolved, "evaluate", processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return storage.read_bytes(storage.join(output_uri, "metrics.json")), storage.read_bytes(
+        storage.join(output_uri, "statistics.npz")
+    )
+
+
+def test_metrics_are_identical_for_one_two_and_three_processes(trained, tmp_path):
+    results = {processes: evaluate(trained, str(tmp_path / str(processes)), processes) for processes in (1, 2, 3)}
+    assert results[1] == results[2] == results[3]
+
+
+def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained, tmp_path):
+    paths, resolved, completion = trained
+    evaluate(trained, str(tmp_path / "out"), 2)
+    evaluation = contracts.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
+    loaded = load_export(completion.export_uri, completion.export_digest)
+    dataset = ShardedDataset.open(storage.read_json(paths.shards)["manifest_uri"], "validation")
+    arrays, _ = dataset.read_range(0, dataset.num_samples)
+    statistics = loaded.task.statistics(loaded.model, loaded.task.batch(arrays))
+    sums = {name: np.asarray(value.double().sum().item()) for name, value in statistics.items()}
+    for name, value in loaded.task.metrics(sums).items():
+        assert evaluation.metrics[name].value == pytest.approx(float(value), rel=1e-6)
+        assert evaluation.metrics[name].low <= evaluation.metrics[name].value <= evaluation.metrics[name].high
+    assert evaluation.num_samples == dataset.num_samples
+
+
+def test_the_launcher_returns_what_was_asked_for_and_does_not_score_twice(trained, tmp_path, monkeypatch):
+    paths, resolved, completion = trained
+    digest = evaluation_digest(resolved, completion.dataset_digest)
+    target = target_of(completion, paths.evaluation(completion.checkpoint_digest, digest))
+    (evaluation,) = run_evaluation(paths, resolved, digest, [target])
+    assert evaluation.export_digest == completion.export_digest
+    monkeypatch.setattr("kftrain.launch.jobs.build_launcher", lambda config: pytest.fail("a second job was started"))
+    assert run_evaluation(paths, resolved, digest, [target]) == [evaluation]
+    with pytest.raises(EvaluationError, match="of another evaluation"):
+        run_evaluation(paths, resolved, "0" * 64, [target])
+
+
+def test_a_damaged_export_is_not_scored(trained, tmp_path):
+    paths, resolved, completion = trained
+    weights = storage.local_path(storage.join(completion.export_uri, "model.safetensors"))
+    whole = weights.read_bytes()
+    content = bytearray(whole)
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    try:
+        request = EvaluationRequest(evaluation_digest="d", targets=[target_of(completion, str(tmp_path / "o"))])
+        storage.publish_json(paths.evaluation_request, request.to_dict())
+        done = jobs.run_worker(paths, resolved, "evaluate", 2)
+    finally:
+        weights.write_bytes(whole)
+    assert done.returncode == 12
+    assert "model.safetensors: a file is damaged" in storage.read_json(paths.error)["line"]
+    assert not storage.exists(str(tmp_path / "o"))

@@ -1,0 +1,67 @@
+"""The export: the trained tensors, readable by others."""
+
+import pytest
+import torch
+from helpers import jobs
+
+from kftrain import contracts, storage
+from kftrain.checkpoint import export
+from kftrain.checkpoint.export import group_by_size, load_export
+from kftrain.contracts import Completion
+from kftrain.errors import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory):
+    paths, resolved = jobs.make_run(tmp_path_factory.mktemp("export"), ["train.steps=5"])
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return contracts.read(Completion, paths.complete)
+
+
+def test_transformers_loads_it_and_gives_our_logits(completion):
+    from transformers import LlamaForCausalLM
+
+    theirs, info = LlamaForCausalLM.from_pretrained(
+        completion.export_uri, output_loading_info=True, attn_implementation="sdpa", dtype=torch.float32
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ours = load_export(completion.export_uri, completion.export_digest).model
+    tokens = torch.randint(0, 256, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, tmp_path):
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
+    export._write_tensors(completion.checkpoint_uri, tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = storage.read_json(str(tmp_path / "model.safetensors.index.json"))
+    assert set(index["weight_map"].values()) == set(files)
+    from safetensors.torch import load_file
+
+    whole = load_file(storage.local_path(storage.join(completion.export_uri, "model.safetensors")))
+    parts = {name: tensor for file in files for name, tensor in load_file(tmp_path / file).items()}
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_an_export_holds_no_pickle(completion):
+    names = storage.list_names(completion.export_uri)
+    assert names == ["config.json", "kftrain.json", "manifest.json", "model.safetensors"]
+
+
+def test_another_digest_than_asked_for_is_refused(completion):
+    with pytest.raises(CheckpointError, match="not the expected one"):
+        load_export(completion.export_uri, "0" * 64)
+    with pytest.raises(CheckpointError, match="no export here"):
+        load_export(completion.export_uri + "-none", completion.export_digest)
+
+
+def test_tensors_are_grouped_in_order_up_to_the_limit():
+    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 1}
+    assert group_by_size(sizes, 6) == [["a", "b"], ["c"], ["d", "e"]]
+    assert group_by_size({}, 6) == []

@@ -1,0 +1,110 @@
+"""The documents of a run that is through: shards, completion, evaluation, registration; no training, no MLflow."""
+
+from kftrain import config, storage
+from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, RunPaths
+from kftrain.data.sharding import shard_dataset
+from kftrain.evaluate.identity import evaluation_digest
+from kftrain.stages.dataset import RunShards
+from kftrain.tasks import build_task
+
+DIGITS = """
+run: {name: tiny}
+data: {source: digits, shard_size_bytes: 1000000, validation_fraction: 0.1}
+task: {kind: image_classification, image_size: 8, num_classes: 10, max_value: 16}
+model: {kind: vision_transformer, dim: 16, num_layers: 1, num_heads: 2}
+train: {steps: 20, global_batch_size: 16}
+evaluate: {num_bootstrap: 100}
+registry: {metric: accuracy, goal: maximize}
+"""
+
+
+def digits_config(root, *overrides):
+    """A configuration that trains in seconds, with everything below `root`."""
+    below = [f"run.storage_root={root}/store", f"tracking.uri=sqlite:///{root}/mlflow.db"]
+    return config.parse(DIGITS, [*below, *overrides])
+
+
+def interval(value, width=0.01):
+    return Interval(value=value, low=value - width, high=value + width)
+
+
+def completion_of(paths, resolved, dataset_digest, **changes):
+    fields = {
+        "run_id": paths.run_id,
+        "step": resolved.train.steps,
+        "samples_consumed": 320,
+        "attempt": 1,
+        "world_size": 2,
+        "checkpoint_uri": f"{paths.checkpoints}/step-00000020-a1",
+        "checkpoint_digest": "c" * 64,
+        "export_uri": paths.export("c" * 64),
+        "export_digest": "e" * 64,
+        "dataset_digest": dataset_digest,
+        "training_digest": resolved.training_digest(dataset_digest),
+        "num_parameters": 12345,
+        "metrics": {"loss": 0.5, "samples_per_second": 100.0},
+        "seconds": 3.0,
+    }
+    return Completion(**{**fields, **changes})
+
+
+def evaluation_of(resolved, completion, **changes):
+    fields = {
+        "evaluation_digest": evaluation_digest(resolved, completion.dataset_digest),
+        "checkpoint_digest": completion.checkpoint_digest,
+        "export_uri": completion.export_uri,
+        "export_digest": completion.export_digest,
+        "dataset_digest": completion.dataset_digest,
+        "num_samples": 164,
+        "num_groups": 164,
+        "confidence": 0.95,
+        "metrics": {"accuracy": interval(0.9), "cross_entropy": interval(0.4)},
+        "baselines": {"accuracy": {"most frequent class": 0.13}},
+        "confusion": Confusion(labels=["a", "b"], matrix=[[3, 1], [0, 4]]),
+        "statistics_sha256": "5" * 64,
+    }
+    return Evaluation(**{**fields, **changes})
+
+
+def registration_of(paths, resolved, **changes):
+    fields = {
+        "run_id": paths.run_id,
+        "model_name": resolved.model_name,
+        "version": 3,
+        "logged_model_id": "m-1",
+        "mlflow_run_id": "mlflow-1",
+        "tracking_uri": resolved.tracking.uri,
+        "promoted": True,
+        "reason": "better by 0.02",
+        "metric": "accuracy",
+        "goal": "maximize",
+        "challenger": interval(0.9),
+        "champion_version": 2,
+        "champion": interval(0.88),
+        "improvement": interval(0.02),
+    }
+    return Registration(**{**fields, **changes})
+
+
+def sharded_run(root, *overrides, run_id="r-1"):
+    """A run with shards, ready to train."""
+    resolved = digits_config(root, *overrides)
+    paths = RunPaths.of(resolved.run.storage_root, run_id)
+    result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
+    shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
+    storage.publish_json(paths.shards, shards.to_dict())
+    storage.publish(paths.config, resolved.to_yaml())
+    return paths, resolved, shards
+
+
+def finished_run(root, *overrides):
+    """A run with all its documents."""
+    paths, resolved, shards = sharded_run(root, *overrides)
+    completion = completion_of(paths, resolved, shards.dataset_digest)
+    storage.publish(storage.join(completion.export_uri, "manifest.json"), "{}")
+    evaluation = evaluation_of(resolved, completion)
+    folder = paths.evaluation(completion.checkpoint_digest, evaluation.evaluation_digest)
+    storage.publish_json(paths.complete, completion.to_dict())
+    storage.publish_json(storage.join(folder, "metrics.json"), evaluation.to_dict())
+    storage.publish_json(paths.registration, registration_of(paths, resolved).to_dict())
+    return paths, resolved

@@ -1,0 +1,110 @@
+"""Runs of a tiny language model, as the launcher starts them: real torchrun processes, gloo, one thread each."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from kftrain import config, storage
+from kftrain.contracts import RunPaths
+from kftrain.data.sharding import shard_dataset
+from kftrain.tasks import build_task
+
+TINY = """
+run: {name: tiny, seed: 1}
+data: {source: SOURCE, shard_size_bytes: 65536, validation_fraction: 0.2}
+task: {kind: language_modeling, sequence_length: 32, tokenizer: bytes}
+model: {kind: transformer, dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2}
+optimizer: {learning_rate: 3.0e-3, warmup_steps: 4}
+train: {steps: 20, global_batch_size: 8, log_interval_steps: 1}
+checkpoint: {interval_steps: 5}
+evaluate: {interval_steps: 0, num_bootstrap: 100}
+launch: {processes_per_node: 2, timeout_seconds: 60}
+"""
+
+WORDS = "the of and shard rank loss step epoch gradient batch tensor mesh commit resume attempt worker kernel".split()
+
+
+def write_texts(folder, num_files=24, num_words=400):
+    """Files of plausible text, the same every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(num_files):
+        generator = random.Random(index)
+        (folder / f"text-{index:03d}.txt").write_text(" ".join(generator.choice(WORDS) for _ in range(num_words)))
+    return folder
+
+
+def make_run(root, overrides=(), run_id="r"):
+    """A run that is ready to train: sharded data and config.yaml."""
+    source = Path(root) / "texts"
+    if not source.exists():
+        write_texts(source)
+    resolved = config.parse(TINY.replace("SOURCE", str(source)), [f"run.storage_root={root}/store", *overrides])
+    result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
+    paths = RunPaths.of(resolved.run.storage_root, run_id)
+    storage.publish_json(paths.shards, {"manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest})
+    storage.publish(paths.config, resolved.to_yaml())
+    return paths, resolved
+
+
+def worker_command(paths, resolved, task="train", processes=2):
+    return [
+        sys.executable, "-m", "kftrain", "worker", "--task", task, "--run-uri", paths.uri, "--digest", resolved.digest(),
+        "--processes", str(processes),
+    ]  # fmt: skip
+
+
+def run_worker(paths, resolved, task="train", processes=2, **environment):
+    """Runs one node's share to its end; returns the completed process with its output as text."""
+    return subprocess.run(
+        worker_command(paths, resolved, task, processes),
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def start_worker(paths, resolved, processes=2):
+    """Starts a training; its stdout is a pipe of lines."""
+    return subprocess.Popen(
+        worker_command(paths, resolved, "train", processes),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_line(process, part):
+    """Reads until a line contains `part`; returns what was read."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if part in line:
+            return lines
+    raise AssertionError(f"{part!r} never came:\n" + "".join(lines))
+
+
+def tree_of(process):
+    """The process and all below it."""
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def kill_tree(process):
+    """SIGKILL to the process and all below it at once: what a power cut does."""
+    members = tree_of(process)
+    for member in members:
+        member.kill()
+    process.communicate(timeout=20)
+    psutil.wait_procs(members[1:], timeout=20)
+
+
+def losses(paths):
+    """Step -> loss as recorded, every bit of it."""
+    return {point["step"]: point["loss"] for point in storage.read_json(paths.history) if "loss" in point}

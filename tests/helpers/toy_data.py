@@ -1,0 +1,30 @@
+"""Small datasets for tests: text folders, and their shards under the toy task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.toy_task import ToyTask
+
+from kftrain.config import Config, DataConfig, RunConfig
+from kftrain.data.sharding import ShardingResult, shard_dataset
+
+
+def text_folder(folder: Path, num_files: int = 40) -> Path:
+    """Files `part/doc-000.txt` … of different lengths; about a fifth of them fall into validation at 0.2."""
+    for number in range(num_files):
+        path = folder / ("part" if number % 3 else ".") / f"doc-{number:03d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"document {number} " * (1 + number % 7))
+    return folder
+
+
+def toy_config(source: Path | str, root: Path | str, **data: object) -> Config:
+    """A configuration for the toy task; shards are as small as the configuration allows."""
+    settings = {"source": str(source), "shard_size_bytes": 1 << 16, "validation_fraction": 0.2, **data}
+    return Config(run=RunConfig(storage_root=str(root)), data=DataConfig.model_validate(settings))
+
+
+def shard_toy(source: Path | str, root: Path | str, **data: object) -> ShardingResult:
+    """Shards of a source under the toy task."""
+    return shard_dataset(toy_config(source, root, **data), ToyTask(), lambda line: None)

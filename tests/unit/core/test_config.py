@@ -1,0 +1,99 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain import config
+from kftrain.errors import ConfigError
+
+
+def test_an_empty_configuration_has_a_default_for_everything():
+    resolved = config.parse("")
+    assert resolved.model_name == resolved.experiment == resolved.run.name
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("train: {stps: 4}", [], "config: train.stps: unknown key (got 4); did you mean 'steps'?"),
+        ("trian: {}", [], "config: trian: unknown key (got {}); did you mean 'train'?"),
+        ("train: {steps: many}", [], "config: train.steps: input should be a valid integer"),
+        ("train: {steps: 0}", [], "greater than or equal to 1 (got 0)"),
+        ("parallel: {strategy: zero}", [], "input should be 'fsdp' or 'ddp' (got 'zero')"),
+        ("train: {global_batch_size: 2, micro_batch_size: 3}", [], "exceeds train.global_batch_size (2)"),
+        ("a: [", [], "not valid YAML"),
+        ("- 1", [], "must be a mapping of sections"),
+        ("a: &x 1\nb: *x", [], "aliases are not supported"),
+        ("", ["steps=4"], "an override is section.field=value (got 'steps=4')"),
+        ("", ["train.steps"], "an override is section.field=value"),
+        ("train: 4", ["train.steps=4"], "must name a field of a section"),
+    ],
+)
+def test_bad_input_is_refused_with_key_value_and_fix(text, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        config.parse(text, overrides)
+    assert message in caught.value.line
+    assert "\n" not in caught.value.line
+    assert caught.value.exit_code == 10
+
+
+def test_a_missing_file_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        config.load(tmp_path / "none.yaml")
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {steps: 4}\n")
+    assert config.load(path, ["train.steps=7", "task.sequence_length=64"]).train.steps == 7
+    assert config.load(path, ["task.sequence_length=64"]).task.options() == {"sequence_length": 64}
+
+
+def test_the_resolved_configuration_survives_a_round_trip():
+    resolved = config.parse("run: {seed: 3}", ["model.dim=64"])
+    again = config.parse(resolved.to_yaml())
+    assert again == resolved
+    assert again.digest() == resolved.digest()
+
+
+def test_how_and_where_it_runs_does_not_make_it_another_training():
+    base = config.parse("")
+    moved = config.parse(
+        "parallel: {strategy: ddp}\nlaunch: {processes_per_node: 4}\ntracking: {uri: 'http://x'}\n"
+        "checkpoint: {interval_steps: 7}\ntrain: {micro_batch_size: 2}\nevaluate: {num_bootstrap: 200}"
+    )
+    assert moved.training_digest("d") == base.training_digest("d")
+    assert moved.digest() != base.digest()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run.seed=9", "train.steps=9", "train.global_batch_size=9", "optimizer.beta2=0.5", "model.dim=9", "precision.compute=bf16"],
+)
+def test_what_changes_the_numbers_makes_it_another_training(override):
+    assert config.parse("", [override]).training_digest("d") != config.parse("").training_digest("d")
+    assert config.parse("").training_digest("d") != config.parse("").training_digest("e")
+
+
+def test_relative_paths_are_anchored_and_others_left_alone(tmp_path):
+    anchored = config.parse("").anchored(tmp_path)
+    assert anchored.run.storage_root == f"{tmp_path}/runs"
+    assert anchored.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert anchored.anchored("/elsewhere") == anchored
+    remote = config.parse("run: {storage_root: 's3://b/x'}\ntracking: {uri: 'http://h:5000'}")
+    assert remote.anchored(tmp_path) == remote
+
+
+@settings(derandomize=True, max_examples=60)
+@given(st.text(max_size=60))
+def test_any_text_is_a_configuration_or_a_config_error(text):
+    try:
+        config.parse(text)
+    except ConfigError as error:
+        assert "\n" not in error.line
+
+
+def test_the_schema_describes_every_field():
+    schema = config.schema()
+    for name, section in schema["$defs"].items():
+        for key, field in section.get("properties", {}).items():
+            assert field.get("description"), f"{name}.{key} has no docstring"

@@ -1,0 +1,146 @@
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.toy_data import shard_toy, text_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.loader import StepBatch, TrainLoader
+from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> ShardedDataset:
+    folder = tmp_path_factory.mktemp("sharded")
+    return ShardedDataset.open(shard_toy(text_folder(folder / "texts", 400), folder / "root").manifest_uri, "train")
+
+
+def loader_of(
+    dataset: ShardedDataset, ranks: int = 1, rank: int = 0, batch: int = 16, micro: int = 0, prefetch: int = 2
+) -> TrainLoader:
+    order = TrainingOrder(dataset.samples_per_shard, "digest", 7, 2)
+    return TrainLoader(dataset, order, BatchPlan(batch, ranks, micro), rank, prefetch)
+
+
+def kept(batches: list[StepBatch]) -> list[bytes]:
+    return [
+        bytes(row) + length.tobytes()
+        for batch in batches
+        for micro in batch.micro_batches
+        for row, length, weight in zip(micro.arrays["data"], micro.arrays["length"], micro.weight, strict=True)
+        if weight
+    ]
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_an_epoch_of_steps_holds_every_sample_exactly_once(dataset: ShardedDataset) -> None:
+    everything, _ = dataset.read_range(0, dataset.num_samples)
+    expected = [bytes(d) + n.tobytes() for d, n in zip(everything["data"], everything["length"], strict=True)]
+    batch = next(size for size in range(11, 1000) if dataset.num_samples % size == 0)
+    assert sorted(kept(list(loader_of(dataset, batch=batch).steps(0, dataset.num_samples // batch)))) == sorted(
+        expected
+    )
+
+
+@settings(derandomize=True, max_examples=12, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 5), st.integers(0, 400), st.sampled_from([0, 1, 3]))
+def test_ranks_micro_batches_prefetching_and_resuming_change_no_sample(
+    dataset: ShardedDataset, ranks: int, micro: int, first_step: int, prefetch: int
+) -> None:
+    alone = list(loader_of(dataset, prefetch=0).steps(first_step, 4))
+    parts = [
+        list(loader_of(dataset, ranks, rank, micro=micro, prefetch=prefetch).steps(first_step, 4))
+        for rank in range(ranks)
+    ]
+    for step in range(4):
+        assert kept([part[step] for part in parts]) == kept([alone[step]])
+        assert {part[step].first_sample for part in parts} == {(first_step + step) * 16}
+        assert len({tuple(micro.weight.size for micro in part[step].micro_batches) for part in parts}) == 1
+
+
+def test_weights_and_arrays_have_the_documented_form(dataset: ShardedDataset) -> None:
+    (step,) = loader_of(dataset, ranks=3, rank=2, batch=10, micro=2).steps(0, 1)
+    assert [micro.weight.tolist() for micro in step.micro_batches] == [[1, 1], [1, 0]]
+    for micro in step.micro_batches:
+        assert micro.weight.dtype == np.float32
+        assert micro.arrays["data"].shape == (2, 8) and micro.arrays["length"].shape == (2,)
+
+
+def test_what_a_consumer_does_to_a_batch_stays_in_that_batch(dataset: ShardedDataset) -> None:
+    steps = loader_of(dataset, prefetch=0).steps(0, 2)
+    first = next(steps).micro_batches[0]
+    first.weight[:] = 0
+    first.arrays["data"][:] = 0
+    assert next(steps).micro_batches[0].weight.all()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_reader_is_raised_in_the_consumer_at_its_step(
+    dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    loader = loader_of(dataset, prefetch=prefetch)
+    read, calls = dataset.read, iter(range(100))
+
+    def failing(*arguments: np.ndarray) -> dict[str, np.ndarray]:
+        if next(calls) == 3:
+            raise DataError("missing", where="train-000000.tar")
+        return read(*arguments)
+
+    monkeypatch.setattr(dataset, "read", failing)
+    steps = loader.steps(0, 10)
+    assert [next(steps).first_sample for _ in range(3)] == [0, 16, 32]
+    with pytest.raises(DataError, match=r"train-000000\.tar: missing"):
+        next(steps)
+    assert not prefetch_threads()
+
+
+def test_closing_the_iterator_or_dropping_it_ends_the_thread(dataset: ShardedDataset) -> None:
+    steps = loader_of(dataset).steps(0, 1000)
+    next(steps)
+    assert prefetch_threads()
+    steps.close()
+    assert not prefetch_threads()
+    steps = loader_of(dataset).steps(0, 1000)
+    next(steps)
+    del steps
+    assert not prefetch_threads()
+    assert len(list(loader_of(dataset).steps(0, 5))) == 5
+    assert not prefetch_threads()
+
+
+def test_reading_goes_on_while_the_consumer_computes(dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(dataset, prefetch=2)
+    read, started = dataset.read, []
+    monkeypatch.setattr(dataset, "read", lambda *arguments: (started.append(1), read(*arguments))[1])
+    steps = loader.steps(0, 10)
+    next(steps)
+    deadline = time.monotonic() + 10
+    while len(started) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(started) == 3  # the step that was taken and two ahead
+    steps.close()
+
+
+def test_waiting_for_data_is_counted(dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(dataset, prefetch=1)
+    read = dataset.read
+    monkeypatch.setattr(dataset, "read", lambda *arguments: (time.sleep(0.02), read(*arguments))[1])
+    assert loader.stall_seconds == 0
+    list(loader.steps(0, 3))
+    assert loader.stall_seconds >= 0.05
+
+
+def test_more_processes_than_samples_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    text_folder(tmp_path / "texts", 8)
+    small = ShardedDataset.open(shard_toy(tmp_path / "texts", tmp_path / "root").manifest_uri, "train")
+    ranks = small.num_samples + 1
+    with pytest.raises(DataError, match=f"{ranks} processes for {small.num_samples} training samples"):
+        loader_of(small, ranks=ranks, batch=ranks)

@@ -1,0 +1,140 @@
+import pytest
+
+from kftrain import attempts, config, storage
+from kftrain.contracts import Completion, RunPaths
+from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError
+from kftrain.launch import jobs, spec
+from kftrain.launch.base import build_launcher
+
+
+class ScriptedLauncher:
+    """Plays one outcome per attempt: an error to leave behind, or the start step of an attempt that succeeds."""
+
+    def __init__(self, paths, script, interrupted=False):
+        self.paths, self.script, self.interrupted = paths, list(script), interrupted
+        self.attempts = 0
+
+    def run(self, job):
+        self.attempts += 1
+        start_step, error = self.script.pop(0)
+        attempts.claim(self.paths, start_step, job.world_size)
+        if error is None:
+            return 0
+        storage.publish_json(self.paths.error, error.to_dict())
+        return error.exit_code
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = RunPaths.of(str(tmp_path), "r")
+    storage.publish_json(paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    return paths
+
+
+RESOLVED = config.parse("train: {steps: 10}\nlaunch: {max_restarts_without_progress: 2}")
+
+
+def complete(paths, **changes):
+    document = Completion(
+        run_id="r",
+        step=10,
+        samples_consumed=320,
+        attempt=1,
+        world_size=2,
+        checkpoint_uri="c",
+        checkpoint_digest="cd",
+        export_uri="e",
+        export_digest="ed",
+        dataset_digest="d",
+        training_digest=RESOLVED.training_digest("d"),
+        num_parameters=1,
+        metrics={},
+        seconds=1.0,
+    )
+    storage.publish_json(paths.complete, {**document.to_dict(), **changes})
+
+
+def run(paths, monkeypatch, script, interrupted=False):
+    launcher = ScriptedLauncher(paths, script, interrupted)
+    monkeypatch.setattr(jobs, "build_launcher", lambda resolved: launcher)
+    return launcher, lambda: jobs.run_training(paths, RESOLVED)
+
+
+def test_exit_code_0_without_the_completion_file_is_no_success(paths, monkeypatch):
+    _, training = run(paths, monkeypatch, [(0, None)])
+    with pytest.raises(LaunchError, match=r"COMPLETE\.json is missing"):
+        training()
+
+
+@pytest.mark.parametrize("changes", [{"step": 9}, {"training_digest": "other"}])
+def test_a_completion_of_something_else_is_no_success(paths, monkeypatch, changes):
+    complete(paths, **changes)
+    _, training = run(paths, monkeypatch, [(0, None)])
+    with pytest.raises(LaunchError, match="of another training"):
+        training()
+
+
+def test_a_permanent_error_ends_the_job_at_once(paths, monkeypatch):
+    launcher, training = run(paths, monkeypatch, [(0, ConfigError("wrong", where="model.dim", value=3))])
+    with pytest.raises(ConfigError, match=r"model\.dim: wrong \(got 3\)"):
+        training()
+    assert launcher.attempts == 1
+
+
+def test_a_retryable_error_leads_to_another_attempt(paths, monkeypatch):
+    complete(paths)
+    launcher, training = run(paths, monkeypatch, [(0, RetryableError("lost")), (4, None)])
+    assert training().step == 10
+    assert launcher.attempts == 2
+    assert not storage.exists(paths.error)
+
+
+def test_attempts_without_progress_are_limited(paths, monkeypatch):
+    launcher, training = run(paths, monkeypatch, [(0, RetryableError("lost"))] * 9)
+    with pytest.raises(LaunchError, match="failed 3 times without a new checkpoint, at last: lost"):
+        training()
+    assert launcher.attempts == 3
+
+
+def test_progress_renews_the_budget(paths, monkeypatch):
+    complete(paths)
+    lost = RetryableError("lost")
+    script = [(0, lost), (0, lost), (4, lost), (4, lost), (8, lost), (8, lost), (9, None)]
+    launcher, training = run(paths, monkeypatch, script)
+    assert training().step == 10
+    assert launcher.attempts == len(script)
+
+
+def test_a_job_that_was_told_to_stop_is_not_started_again(paths, monkeypatch):
+    launcher, training = run(paths, monkeypatch, [(0, Preempted("stopped"))], interrupted=True)
+    with pytest.raises(Preempted):
+        training()
+    assert launcher.attempts == 1
+
+
+def test_a_worker_that_dies_without_a_word_is_named_by_its_code(paths, monkeypatch):
+    class Silent(ScriptedLauncher):
+        def run(self, job):
+            return 1
+
+    monkeypatch.setattr(jobs, "build_launcher", lambda resolved: Silent(paths, []))
+    with pytest.raises(LaunchError, match="exit code 1 and left no error"):
+        jobs.run_training(paths, RESOLVED)
+
+
+def test_the_local_backend_refuses_several_nodes():
+    with pytest.raises(LaunchError, match="one node"):
+        build_launcher(config.parse("launch: {nodes: 2}"))
+
+
+def test_a_job_is_plain_data(paths, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    job = spec.train_job(paths, RESOLVED, "mlflow-run")
+    assert job.worker_arguments() == [
+        "worker", "--task", "train", "--run-uri", paths.uri, "--digest", RESOLVED.digest(), "--processes", "2",
+    ]  # fmt: skip
+    assert job.world_size == 2
+    assert job.environment == {spec.MLFLOW_RUN_ID_ENV: "mlflow-run"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert spec.processes_per_node(RESOLVED) == 3
+    assert spec.processes_per_node(config.parse("launch: {processes_per_node: 5}")) == 5

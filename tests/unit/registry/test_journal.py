@@ -1,0 +1,75 @@
+"""The journal: exclusive, ordered, complete; and what a rollback restores."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain import storage
+from kftrain.errors import TrackingError
+from kftrain.registry import journal
+from kftrain.registry.journal import Journal, champion_version, next_entry, predecessors
+
+
+def entries_of(*changes):
+    entries = []
+    for kind, version in changes:
+        entries.append(next_entry(entries, kind, version, "because"))
+    return entries
+
+
+def test_an_entry_is_appended_by_one_writer_only(tmp_path):
+    book = Journal.of(str(tmp_path), "toy")
+    first = next_entry(book.entries(), "promote", 1, "first")
+    book.append(first)
+    with pytest.raises(FileExistsError):
+        book.append(next_entry([], "promote", 2, "late"))
+    book.append(next_entry([first], "promote", 3, "better"))
+    assert [(e.number, e.version, e.previous) for e in book.entries()] == [(1, 1, None), (2, 3, 1)]
+    assert (tmp_path / "registry" / "toy" / "promotions" / "1.json").exists()
+
+
+def test_a_journal_with_a_hole_is_refused(tmp_path):
+    book = Journal.of(str(tmp_path), "toy")
+    for entry in entries_of(("promote", 1), ("promote", 2), ("promote", 3)):
+        book.append(entry)
+    storage.remove(f"{book.uri}/promotions/2.json")
+    with pytest.raises(TrackingError, match=r"2\.json"):
+        book.entries()
+
+
+def test_rollbacks_go_further_back_each_time_and_a_promotion_starts_anew():
+    history = [("promote", 1), ("promote", 2), ("promote", 3)]
+    assert predecessors(entries_of(*history)) == [2, 1]
+    history.append(("rollback", 2))
+    assert predecessors(entries_of(*history)) == [1]
+    history.append(("promote", 4))
+    assert predecessors(entries_of(*history)) == [2, 1]
+    history.append(("external", None))
+    assert predecessors(entries_of(*history)) == [4, 2, 1]
+    assert champion_version(entries_of(*history)) is None
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["promote", "rollback"]), max_size=30))
+def test_rollback_is_the_inverse_of_promotion(kinds):
+    stack, entries = [], []
+    for kind in kinds:
+        if kind == "promote":
+            stack.append(len(entries) + 1)
+        elif len(stack) > 1:
+            stack.pop()
+        else:
+            continue
+        entries.append(next_entry(entries, kind, stack[-1], ""))
+    assert predecessors(entries) == stack[:-1][::-1]
+    assert champion_version(entries) == (stack[-1] if stack else None)
+
+
+def test_marks_of_the_living_stay_and_those_of_the_dead_go(tmp_path, monkeypatch):
+    book = Journal.of(str(tmp_path), "toy")
+    mark = book.begin_writing()
+    book.remove_stale_writers()
+    assert book.writers() == [mark]
+    monkeypatch.setattr(journal, "STALE_WRITER_SECONDS", -1.0)
+    book.remove_stale_writers()
+    assert book.writers() == []

@@ -1,0 +1,123 @@
+"""Tracking and registry against a real `mlflow server` process, which is stopped and started under way."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kftrain import registry, tracking
+from kftrain.errors import TrackingError
+from kftrain.tracking import client, endpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+
+class Server:
+    """An MLflow server on a port of its own, with all its child processes."""
+
+    def __init__(self, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._folder, self._process = folder, None
+        self.uri = f"http://127.0.0.1:{self._port}"
+
+    def start(self):
+        store = f"sqlite:///{self._folder}/server.db"
+        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--workers", "1"]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self._port),
+            "--artifacts-destination",
+            f"{self._folder}/artifacts",
+        ]
+        log = (self._folder / "server.log").open("ab")
+        with log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True, env={**os.environ}
+            )
+        deadline = time.monotonic() + 200
+        while True:
+            try:
+                return endpoint.probe(self.uri, 2.0)
+            except TrackingError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise
+                time.sleep(0.3)
+
+    def stop(self):
+        if self._process:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    running = Server(tmp_path_factory.mktemp("server"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+def history(uri, run_id, key):
+    import mlflow
+
+    points = mlflow.MlflowClient(tracking_uri=uri).get_metric_history(run_id, key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def test_models_are_registered_promoted_and_loaded_through_a_server(server, tmp_path, make_config, finish):
+    config = make_config(server.uri, tmp_path / "root")
+    tracking.check(server.uri)
+    first, second = finish(config, "one", 0.6), finish(config, "two", 0.7)
+    assert first.submit().promoted and second.submit().promoted
+    assert second.register().version == 2
+    assert client.get_aliases(server.uri, "toy") == {"champion": 2, "previous_champion": 1}
+    assert client.get_version(server.uri, "toy", 2).source.startswith("models:/m-")
+    assert registry.rollback(config).version == 1 and registry.audit(config) == []
+    tracking.log_text(server.uri, first.mlflow_run_id, "report", "report.html")
+    tracking.finish_run(server.uri, first.mlflow_run_id, "FINISHED")
+    assert client.read_run(server.uri, first.mlflow_run_id).status == "FINISHED"
+
+
+def test_an_outage_of_the_server_neither_blocks_nor_loses_nor_repeats_a_point(server, tmp_path, make_config, finish):
+    run_id = finish(make_config(server.uri, tmp_path / "root"), "run", 0.5).mlflow_run_id
+    tracker = tracking.open_tracker(server.uri, run_id, tmp_path / "spool.jsonl")
+    for step in range(100):
+        tracker.log_metrics({"loss": step / 2}, step)
+    while len(history(server.uri, run_id, "loss")) < 100:
+        time.sleep(0.2)
+    server.stop()
+    slowest = 0.0
+    for step in range(100, 3000):
+        started = time.perf_counter()
+        tracker.log_metrics({"loss": step / 2}, step)
+        slowest = max(slowest, time.perf_counter() - started)
+    time.sleep(3)
+    tracker.close(0.5)
+    assert slowest < 1.0 and (tmp_path / "spool.jsonl").stat().st_size > 0
+    server.start()
+    resumed = tracking.open_tracker(server.uri, run_id, tmp_path / "spool.jsonl")
+    for step in range(2500, 3200):
+        resumed.log_metrics({"loss": step / 2}, step)
+    resumed.close(120)
+    assert history(server.uri, run_id, "loss") == [(step, step / 2) for step in range(3200)]
+    assert tracker.num_dropped == resumed.num_dropped == 0
+
+
+def test_a_server_that_is_gone_is_reported_as_such(server, tmp_path, make_config):
+    server.stop()
+    with pytest.raises(TrackingError, match="does not answer"):
+        tracking.check(server.uri)
+    with pytest.raises(TrackingError, match="is the server running"):
+        registry.champion(make_config(server.uri, tmp_path / "root"))
+    server.start()

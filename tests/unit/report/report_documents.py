@@ -1,0 +1,27 @@
+"""Parts of a plausible run's documents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+DIGESTS = {
+    name: character * 64 for name, character in zip(("data", "train", "check", "export", "eval"), "abcde", strict=True)
+}
+
+
+def make_history(num_steps: int) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = []
+    for step in range(1, num_steps + 1):
+        loss = 1.5 + 4 * math.exp(-step / num_steps * 9) + 0.1 * math.sin(step * 12.9898)
+        point: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "learning_rate": 1e-3,
+            "gradient_norm": 0.5 + 0.2 * math.sin(step),
+        }
+        point |= {"samples_per_second": 280.0 + step % 17, "seconds": step * 0.11}
+        if step % (num_steps // 8) == 0:
+            point |= {"validation/loss": loss + 0.05, "validation/bits_per_byte": (loss + 0.05) / math.log(2)}
+        points.append(point)
+    return points

@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from report_documents import DIGESTS, make_history
+
+from kftrain import config, report
+from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, Slice
+from kftrain.errors import DataError, DivergedError, FencedError, HangError, error_to_dict
+
+HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"
+TAGS = set(
+    re.findall(
+        r"\w+",
+        "html head meta title style body main header footer section p h1 h2 h3 small strong span dl dt dd div figure"
+        " figcaption svg path line circle rect text table caption thead tbody tr th td pre code details summary",
+    )
+)
+ATTRIBUTES = set(
+    re.findall(
+        r"[\w-]+",
+        "lang charset http-equiv content name class scope title style role aria-label width height viewbox x y x1 y1 x2"
+        " preserveaspectratio y2 cx cy r dx d text-anchor transform fill-opacity vector-effect",
+    )
+)
+Pages = dict[str, str]
+
+
+class Reader(HTMLParser):
+    """Elements, attributes and text as a browser would see them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self.inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.inside = tag
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        if self.inside != "style":
+            self.text.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    @property
+    def shown(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def all_pages(
+    settings: config.Config,
+    completion: Completion,
+    history: list[dict[str, Any]],
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+    error: dict[str, Any],
+) -> Pages:
+    return {
+        "training": report.training_html(settings, completion, history),
+        "evaluation": report.evaluation_html(settings, evaluation),
+        "registration": report.registration_html(settings, registration),
+        "failure": report.failure_html(error, "train", "/data/runs/stdlib-lm-1"),
+        "run": report.run_html(
+            settings,
+            shards=manifest,
+            completion=completion,
+            history=history,
+            evaluation=evaluation,
+            registration=registration,
+        ),
+    }
+
+
+@pytest.fixture
+def error() -> dict[str, Any]:
+    return DataError(
+        "shard does not match its digest", where="/data/train-000003.tar", value="9f2c", fix="shard the data again"
+    ).to_dict()
+
+
+@pytest.fixture
+def pages(
+    settings: config.Config,
+    completion: Completion,
+    history: list[dict[str, Any]],
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+    error: dict[str, Any],
+) -> Pages:
+    return all_pages(settings, completion, history, evaluation, registration, manifest, error)
+
+
+def with_hostile_text(value: Any) -> Any:
+    """The JSON value with every string in it, and every key that is data, replaced by text that tries to break out."""
+    if isinstance(value, str):
+        return HOSTILE
+    if isinstance(value, list):
+        return [with_hostile_text(item) for item in value]
+    if isinstance(value, dict):
+        return {key: with_hostile_text(item) for key, item in value.items()}
+    return value
+
+
+def check_harmless(html: str) -> Reader:
+    ElementTree.fromstring(html.split("<!DOCTYPE html>")[1])
+    reader = Reader(html)
+    assert reader.tags <= TAGS
+    assert {name for name, _ in reader.attributes} <= ATTRIBUTES
+    for name, value in reader.attributes:
+        assert name != "style" or re.fullmatch(r"padding:[\d px]+(;max-width:\d+px)?", value)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, flags=re.DOTALL)
+    assert not re.search(r"url\(|@import|https?:|expression", style)
+    return reader
+
+
+def test_pages_are_well_formed_and_load_nothing(pages: Pages) -> None:
+    for html in pages.values():
+        check_harmless(html)
+        assert not re.search(r"https?://|\bsrc=|href=|@import|url\(|<script", html)
+
+
+def test_hostile_text_in_any_field_is_shown_as_text(
+    completion: Completion,
+    history: list[dict[str, Any]],
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+    error: dict[str, Any],
+) -> None:
+    settings = config.Config(
+        registry=config.RegistryConfig(metric=HOSTILE, model_name=HOSTILE), data=config.DataConfig(source=HOSTILE)
+    )
+    interval = Interval(value=0.5, low=0.4, high=0.6)
+    attacked = Evaluation.model_validate(
+        with_hostile_text(evaluation.to_dict())
+        | {
+            "metrics": {HOSTILE: interval.model_dump(), "other": interval.model_dump()},
+            "slices": {HOSTILE: Slice(num_samples=1, metrics={HOSTILE: 0.5}).model_dump()},
+            "baselines": {HOSTILE: {HOSTILE: 0.1}},
+        }
+    )
+    history[-1][f"validation/{HOSTILE}"] = 0.5
+    hostile_manifest = with_hostile_text(manifest) | {
+        "splits": {HOSTILE: manifest["splits"]["train"]},
+        "baselines": {HOSTILE: {HOSTILE: HOSTILE}},
+    }
+    pages = all_pages(
+        settings,
+        Completion.model_validate(with_hostile_text(completion.to_dict())),
+        history,
+        attacked,
+        Registration.model_validate(with_hostile_text(registration.to_dict()) | {"goal": "minimize"}),
+        hostile_manifest,
+        with_hostile_text(error),
+    )
+    for name, html in pages.items():
+        reader = check_harmless(html)
+        assert "{{ 7 * 7 }}" in reader.shown
+        assert "<script>alert('x')</script><img src=x" in reader.shown, name
+    check_harmless(report.failure_html(with_hostile_text(error), HOSTILE, HOSTILE))
+
+
+def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(registration: Registration) -> None:
+    html = report.registration_html(
+        config.Config(), registration.model_copy(update={"reason": "zero\x00 escape\x1b bidi\u202e lone\ud800"})
+    )
+    reader = check_harmless(html)
+    assert "Zero\ufffd escape\ufffd bidi\ufffd lone\ufffd." in reader.shown
+    html.encode()
+
+
+def test_passwords_in_uris_are_not_shown(registration: Registration) -> None:
+    settings = config.parse("tracking: {uri: 'https://ana:secret@mlflow/x'}")
+    html = report.run_html(
+        settings, registration=registration.model_copy(update={"tracking_uri": settings.tracking.uri})
+    )
+    assert "secret" not in html
+    assert "https://***@mlflow/x" in html
+
+
+def test_a_training_of_a_hundred_thousand_steps_makes_a_small_page(
+    settings: config.Config,
+    completion: Completion,
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+) -> None:
+    history = make_history(100_000)
+    for point in history[::1000]:
+        point["loss"] = float("nan")
+    html = report.run_html(
+        settings,
+        shards=manifest,
+        completion=completion,
+        history=history,
+        evaluation=evaluation,
+        registration=registration,
+    )
+    assert len(html.encode()) < 300_000
+    assert "100 values not finite" in html
+
+
+def test_the_training_page_shows_its_figures(pages: Pages) -> None:
+    shown = Reader(pages["training"]).shown
+    assert "Trained 400 steps to a loss of 1.588." in shown
+    for figure in ("12,800", "287", "3 min 20 s", "1.86M", "clipped above 1", "mean of 17 points"):
+        assert figure in shown
+
+
+def test_the_evaluation_page_says_which_is_better_and_by_how_much(pages: Pages) -> None:
+    shown = Reader(pages["evaluation"]).shown
+    assert "Bits per byte 2.337, lower is better." in shown
+    assert "Better than zlib -9 (2.512) by 0.175; better than order-2 (2.946) by 0.609." in shown
+    assert "The 95% interval is 2.289 to 2.383, from 187 independent groups with 5,321 samples." in shown
+    assert "cat taken for dog (9 of 100); dog taken for cat (4 of 100)" in shown
+
+
+def test_slices_come_worst_first_for_either_goal(settings: config.Config, evaluation: Evaluation) -> None:
+    def order(html: str) -> list[str]:
+        return re.findall(r'class="row">(asyncio|json|ctypes)<', html)
+
+    assert order(report.evaluation_html(settings, evaluation)) == ["asyncio", "json", "ctypes"]
+    maximize = settings.model_copy(update={"registry": config.RegistryConfig(goal="maximize")})
+    html = report.evaluation_html(maximize, evaluation)
+    assert order(html) == ["ctypes", "json", "asyncio"]
+    assert "Worse than zlib -9 (2.512) by 0.175" in Reader(html).shown
+
+
+def test_of_many_slices_the_worst_and_the_best_are_drawn(settings: config.Config, evaluation: Evaluation) -> None:
+    slices = {f"slice-{i:03d}": Slice(num_samples=1, metrics={"bits_per_byte": float(i)}) for i in range(200)}
+    html = report.evaluation_html(settings, evaluation.model_copy(update={"slices": slices}))
+    assert re.findall(r'class="row">slice-(\d+)<', html) == [
+        f"{i:03d}" for i in [*range(199, 179, -1), *range(9, -1, -1)]
+    ]
+    assert "30 of 200" in html
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [
+        (2.34, "Not distinguishable from order-2 (2.340)"),
+        (2.2, "Worse than order-2 (2.200) by 0.137"),
+        (float("nan"), "Order-2 is NaN"),
+    ],
+)
+def test_a_baseline_is_put_into_words(
+    settings: config.Config, evaluation: Evaluation, baseline: float, said: str
+) -> None:
+    changed = evaluation.model_copy(update={"baselines": {"bits_per_byte": {"order-2": baseline}}})
+    assert said in Reader(report.evaluation_html(settings, changed)).shown
+
+
+def test_without_a_known_goal_nothing_is_called_better(evaluation: Evaluation) -> None:
+    settings = config.Config(registry=config.RegistryConfig(metric="accuracy"))
+    shown = Reader(report.evaluation_html(settings, evaluation)).shown
+    assert "Bits per byte 2.337." in shown
+    assert "Lower than zlib -9 (2.512) by 0.175" in shown
+    assert "better" not in shown.lower()
+
+
+def test_too_many_classes_become_a_list_of_confusions(settings: config.Config, evaluation: Evaluation) -> None:
+    labels = [f"class {i}" for i in range(100)]
+    matrix = [[50 if i == j else int(j == i + 1) * i for j in range(100)] for i in range(100)]
+    html = report.evaluation_html(
+        settings, evaluation.model_copy(update={"confusion": Confusion(labels=labels, matrix=matrix)})
+    )
+    assert "Most frequent confusions class true class taken for" not in html
+    assert "class 98 class 99 98 148" in Reader(html).shown
+    assert "<rect" not in html
+
+
+def test_a_matrix_that_does_not_fit_its_labels_is_left_out(settings: config.Config, evaluation: Evaluation) -> None:
+    broken = Confusion(labels=["a", "b"], matrix=[[1, 2]])
+    assert "Confusion" not in report.evaluation_html(settings, evaluation.model_copy(update={"confusion": broken}))
+
+
+def test_the_registration_page_starts_with_the_decision_and_its_reason(
+    settings: config.Config, registration: Registration
+) -> None:
+    shown = Reader(report.registration_html(settings, registration)).shown
+    assert "stdlib-lm version 7 is the new champion." in shown
+    assert "The interval of the improvement is above 0." in shown
+    assert "+0.061" in shown and "+0.043 to +0.079" in shown and "no change" in shown
+    lost = registration.model_copy(update={"promoted": False})
+    assert (
+        "stdlib-lm version 7 is registered; version 5 stays champion."
+        in Reader(report.registration_html(settings, lost)).shown
+    )
+    nobody = {"champion_version": None, "champion": None, "improvement": None}
+    shown = Reader(report.registration_html(settings, lost.model_copy(update=nobody))).shown
+    assert "is registered; there is no champion." in shown
+    assert "Improvement over" not in shown
+
+
+def test_the_effect_that_the_gate_needs_is_drawn(registration: Registration) -> None:
+    settings = config.Config(registry=config.RegistryConfig(min_effect=0.01))
+    assert "needed 0.01" in Reader(report.registration_html(settings, registration)).shown
+
+
+def test_the_run_page_has_every_part_and_each_fact_once(pages: Pages) -> None:
+    shown = Reader(pages["run"]).shown
+    for part in ("Registration", "Evaluation", "Training", "Data", "Provenance", "Configuration"):
+        assert part in shown
+    assert "3 shards with 335,056 samples, 192 MB." in shown
+    assert "zlib -9 2.51" in shown
+    assert f'title="{DIGESTS["data"]}"' in pages["run"]
+    assert pages["run"].count(f'title="{DIGESTS["data"]}"') == 1
+    assert DIGESTS["data"][:13] not in shown
+    assert "global_batch_size: 32" in shown
+
+
+def test_parts_that_are_not_there_yet_are_left_out(settings: config.Config, history: list[dict[str, Any]]) -> None:
+    assert "Nothing has been recorded yet." in Reader(check_and_return(report.run_html(settings))).shown
+    shown = Reader(check_and_return(report.run_html(settings, history=history[:230]))).shown
+    assert "Training is not complete: last recorded step 230 of 400." in shown
+    assert "Evaluation" not in shown
+
+
+def check_and_return(html: str) -> str:
+    check_harmless(html)
+    return html
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{}],
+        [{"loss": 1.0}],
+        [{"step": 1}],
+        [{"step": 1, "loss": None, "gradient_norm": "big"}],
+        [{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 3, "loss": 9.0}],
+        [{"step": float("nan"), "loss": 1.0}, {"step": True, "loss": 1.0}],
+    ],
+)
+def test_a_history_with_missing_or_odd_points_is_no_obstacle(
+    settings: config.Config, completion: Completion, history: list[dict[str, Any]]
+) -> None:
+    check_harmless(report.training_html(settings, completion, history))
+    check_harmless(report.training_html(settings, None, history))
+
+
+def test_of_a_step_that_was_repeated_the_later_record_counts(settings: config.Config) -> None:
+    history = [{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 3, "loss": 9.0}]
+    assert "from 2.000 at step 1 to 9.000 at step 3" in report.training_html(settings, None, history)
+
+
+@pytest.mark.parametrize(
+    "document", [{}, {"splits": []}, {"splits": {"train": [1]}, "sample_schema": 3, "baselines": {"x": 1}}]
+)
+def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, document: dict[str, Any]) -> None:
+    check_harmless(report.run_html(settings, shards=document))
+
+
+@pytest.mark.parametrize(
+    ("failure", "advice", "command"),
+    [
+        (lambda: DataError("bad shard", fix="delete it"), "Delete it. Then go on", "kftrain run --resume 'my run'"),
+        (
+            lambda: HangError("no progress"),
+            "goes on from its last committed checkpoint",
+            "kftrain run --resume 'my run'",
+        ),
+        (lambda: FencedError("fenced"), "nothing needs to be done", None),
+        (lambda: DivergedError("loss is NaN"), "lower learning rate", "kftrain run --set optimizer.learning_rate=RATE"),
+        (lambda: ZeroDivisionError("oops"), "traceback is in the log", "kftrain run --resume 'my run'"),
+    ],
+)
+def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice: str, command: str | None) -> None:
+    html = report.failure_html(error_to_dict(failure()), "train", "s3://bucket/runs/my run")
+    reader = check_harmless(html)
+    assert advice in reader.shown
+    assert (command in reader.shown) if command else ("<pre" not in html)
+
+
+def test_a_failure_without_any_field_is_still_reported() -> None:
+    assert "Train failed: it left no message." in Reader(check_and_return(report.failure_html({}, "train", ""))).shown

@@ -1,0 +1,104 @@
+import json
+import os
+import signal
+
+import pytest
+
+from kftrain import errors, storage, tracking
+from kftrain.contracts import RunPaths
+from kftrain.errors import DataError, InterruptedByUser, Preempted, TrackingError, error_from_dict
+from kftrain.stages import failure, lifetime, tracked
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's paths, its lines, and what MLflow is told."""
+    from helpers.documents import digits_config
+
+    paths, lines, ended = RunPaths(f"{tmp_path}/runs/r"), [], []
+    monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
+    monkeypatch.setattr(failure, "TERMINATION_LOG", str(tmp_path / "termination-log"))
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
+    return paths, digits_config(tmp_path), lines, ended
+
+
+def fail(run, error):
+    paths, config, lines, _ = run
+    with pytest.raises(type(error)) as caught, failure.reported("train", paths, config, lines.append):
+        raise error
+    assert caught.value is error
+
+
+def test_a_failure_is_written_announced_and_raised_again(run):
+    paths, config, lines, ended = run
+    fail(run, DataError("a shard is damaged", where="x.tar", fix="shard again"))
+    found = failure.read(paths)
+    assert (found["stage"], found["exit_code"]) == ("train", 11)
+    assert error_from_dict(found).line == "x.tar: a shard is damaged; shard again"
+    announced = json.loads(lines[-1].removeprefix("error "))
+    assert announced["line"] == found["line"]
+    assert ended == [(config.tracking.uri, "m1", "FAILED", {"kftrain.error": found["line"]})]
+
+
+def test_a_bug_is_written_with_its_place_and_exit_code_1(run):
+    fail(run, ZeroDivisionError("by zero"))
+    found = failure.read(run[0])
+    assert found["exit_code"] == 1
+    assert "ZeroDivisionError" in found["line"] and "test_failure.py" in found["line"]
+
+
+@pytest.mark.parametrize("error", [Preempted("stopped"), InterruptedByUser("stopped")])
+def test_a_run_that_was_stopped_is_killed_in_mlflow_not_failed(run, error):
+    fail(run, error)
+    assert run[3][0][2] == "KILLED"
+
+
+def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):
+    def refuse(*arguments):
+        raise TrackingError("no answer")
+
+    monkeypatch.setattr(tracking, "finish_run", refuse)
+    fail(run, DataError("a shard is damaged"))
+    assert failure.read(run[0])["kind"] == "DataError"
+    assert any("could not be marked" in line for line in run[2])
+
+
+def test_a_stage_that_starts_removes_the_error_of_the_one_before(run):
+    paths, config, lines, _ = run
+    fail(run, DataError("first"))
+    with failure.reported("train", paths, config, lines.append):
+        assert failure.read(paths) is None
+    assert failure.read(paths) is None
+
+
+def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run, tmp_path):
+    fail(run, DataError("no pod"))
+    assert not (tmp_path / "termination-log").exists()
+    (tmp_path / "termination-log").touch()
+    fail(run, DataError("x" * 5000))
+    message = (tmp_path / "termination-log").read_text()
+    assert message.startswith("xxx") and len(message) == failure.TERMINATION_BYTES
+
+
+def test_sigterm_becomes_an_error_that_is_reported(run):
+    paths, config, lines, _ = run
+    with pytest.raises(Preempted), failure.reported("shard", paths, config, lines.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert failure.read(paths)["exit_code"] == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_becomes_an_error_that_is_reported(run):
+    paths, config, lines, _ = run
+    with pytest.raises(InterruptedByUser), failure.reported("shard", paths, config, lines.append):
+        raise KeyboardInterrupt
+    assert failure.read(paths)["exit_code"] == 130
+
+
+def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monkeypatch):
+    paths, config, lines, _ = run
+    monkeypatch.setenv(lifetime.STOP_VARIABLE, "1")
+    with pytest.raises(Preempted), failure.reported("evaluate", paths, config, lines.append):
+        pytest.fail("the stage ran")
+    assert failure.read(paths)["exit_code"] == errors.Preempted.exit_code

@@ -1,0 +1,110 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain import config, storage
+from kftrain.errors import CheckpointError, ConfigError
+from kftrain.stages import resolve
+
+
+def opened(tmp_path, *overrides, run_id="r-1", **options):
+    resolved = config.parse("", [f"run.storage_root={tmp_path}", *overrides])
+    return resolve.open_run(resolved, run_id, **options)
+
+
+def test_a_knob_left_empty_leaves_the_configuration_alone_and_any_other_wins():
+    text = "train: {steps: 7}\nrun: {name: a}\noptimizer: {learning_rate: 0.5}"
+    knobs = {"steps": 0, "learning_rate": 0.25, "model_name": "", "nodes": 0, "promotion": "manual"}
+    resolved = resolve.resolve_config(text, knobs)
+    assert resolved.train.steps == 7
+    assert resolved.optimizer.learning_rate == 0.25
+    assert (resolved.model_name, resolved.registry.promotion) == ("a", "manual")
+
+
+@pytest.mark.parametrize("value", ["a: b", "[1]", "null", 'with "quotes"', "#x", "{{x}}"])
+def test_a_knob_is_taken_literally_whatever_yaml_would_make_of_it(value):
+    assert resolve.resolve_config("", {"model_name": value}).model_name == value
+
+
+def test_every_knob_names_a_key_of_the_configuration():
+    fields = {knob: key.split(".") for knob, key in resolve.KNOBS.items()}
+    for section, field in fields.values():
+        assert field in config.Config.model_fields[section].annotation.model_fields
+
+
+def test_a_bad_knob_is_refused_with_its_key():
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        resolve.resolve_config("", {"steps": -1})
+
+
+def test_relative_paths_are_anchored_and_names_are_not(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    text = "data: {{source: {0}}}\nrun: {{storage_root: store}}"
+    assert resolve.resolve_config(text.format("corpus"), {}, tmp_path).data.source == str(tmp_path / "corpus")
+    assert resolve.resolve_config(text.format("./x.jsonl"), {}, tmp_path).data.source == str(tmp_path / "x.jsonl")
+    for name in ("stdlib", "digits", "my_module:source", "s3://bucket/x", "typo"):
+        resolved = resolve.resolve_config(text.format(f"'{name}'"), {}, tmp_path)
+        assert resolved.data.source == name
+        assert resolved.run.storage_root == str(tmp_path / "store")
+
+
+def test_a_run_is_named_after_the_job_and_the_same_job_is_the_same_run():
+    job = "3F2A9C1E-77aa-4b1c-9d2e-000000000000"
+    first = resolve.make_run_id("", job, "stdlib-lm")
+    assert first == resolve.make_run_id("", job, "stdlib-lm") == "stdlib-lm-3f2a9c1e77aa"
+    assert resolve.make_run_id("old-run", job, "stdlib-lm") == "old-run"
+
+
+@settings(derandomize=True, max_examples=50)
+@given(st.uuids(), st.from_regex(r"\A[a-z]([-a-z0-9]{0,38}[a-z0-9])?\Z"))
+def test_any_job_id_and_run_name_make_a_valid_run_id(job, name):
+    run_id = resolve.make_run_id("", str(job), name)
+    assert resolve.valid_run_id(run_id) == run_id
+    assert len(run_id) <= 63
+
+
+@pytest.mark.parametrize("job_id", ["", "{{$.pipeline_job_uuid}}", "---"])
+def test_a_job_id_that_names_nothing_is_refused(job_id):
+    with pytest.raises(ConfigError, match="no job id"):
+        resolve.make_run_id("", job_id, "a")
+
+
+@pytest.mark.parametrize("run_id", ["", "../x", "a/b", "Upper", "-a", "a" * 64, "a_b"])
+def test_a_run_id_that_is_no_plain_name_is_refused(run_id):
+    with pytest.raises(ConfigError, match="not a run id"):
+        resolve.valid_run_id(run_id)
+
+
+def test_a_new_run_keeps_its_resolved_configuration(tmp_path):
+    run = opened(tmp_path, "train.steps=9")
+    assert run.previous is None
+    assert resolve.load_config(run.paths.uri) == run.config
+    assert "learning_rate" in storage.read_text(run.paths.config)
+
+
+def test_a_run_opens_again_with_other_launch_settings_and_those_are_kept(tmp_path):
+    opened(tmp_path, "launch.processes_per_node=2")
+    again = opened(tmp_path, "launch.processes_per_node=1", must_exist=True)
+    assert again.previous.launch.processes_per_node == 2
+    assert resolve.load_config(again.paths.uri).launch.processes_per_node == 1
+
+
+def test_a_run_refuses_another_training_and_names_every_field_old_and_new(tmp_path):
+    run = opened(tmp_path, "model.dim=32")
+    with pytest.raises(CheckpointError) as caught:
+        opened(tmp_path, "model.dim=64", "optimizer.learning_rate=0.5", "run.seed=3")
+    for part in ("model.dim 32 -> 64", "optimizer.learning_rate 0.001 -> 0.5", "seed 0 -> 3"):
+        assert part in caught.value.line
+    assert resolve.load_config(run.paths.uri).run.seed == 0
+
+
+def test_a_run_that_must_exist_and_does_not_is_refused_with_those_that_do(tmp_path):
+    opened(tmp_path, run_id="there")
+    with pytest.raises(ConfigError, match=r"no such run.*there"):
+        opened(tmp_path, run_id="missing", must_exist=True)
+    assert not (tmp_path / "runs" / "missing").exists()
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="not a run"):
+        resolve.load_config(str(tmp_path))

@@ -1,0 +1,82 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kftrain.config import TaskConfig
+from kftrain.errors import ConfigError
+from kftrain.tasks import build_task
+from kftrain.tasks.image_classification import ImageClassification
+from kftrain.tasks.language_modeling import LanguageModeling
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+class OwnTask(LanguageModeling):
+    def __init__(self, *, window: int = 4) -> None:
+        super().__init__(sequence_length=window)
+
+
+class Unfinished:
+    schema = settings = encode = None
+
+
+def own(name, **options):
+    return TaskConfig(kind=f"{__name__}:{name}", **options)
+
+
+def test_built_in_and_own_kinds_are_built_with_their_options():
+    task = build_task(TaskConfig(kind="language_modeling", sequence_length=32))
+    assert isinstance(task, LanguageModeling) and task.sequence_length == 32
+    assert isinstance(
+        build_task(TaskConfig(kind="image_classification", image_size=8, num_classes=3)), ImageClassification
+    )
+    assert build_task(own("OwnTask", window=9)).sequence_length == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "part"),
+    [
+        (TaskConfig(kind="language_modelling"), "task.kind", "did you mean 'language_modeling'?"),
+        (TaskConfig(sequence_lenght=3), "task.sequence_lenght", "did you mean 'sequence_length'?"),
+        (TaskConfig(sequence_length=0), "task.sequence_length", "greater than or equal to 1"),
+        (TaskConfig(sequence_length="long"), "task.sequence_length", "integer"),
+        (TaskConfig(kind="image_classification", num_classes=3), "task.image_size", "required option is missing"),
+        (TaskConfig(kind="image_classification", image_size=8, num_classes=1), "task.num_classes", "or equal to 2"),
+        (own("Unfinished"), "task.kind", "lacks schema, settings, encode, baselines"),
+        (own("OwnTask", windo=9), "task.windo", "did you mean 'window'?"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_the_place_and_the_fix(config, where, part):
+    with pytest.raises(ConfigError) as raised:
+        build_task(config)
+    assert raised.value.where == where
+    assert part in raised.value.line
+
+
+WITHOUT_TORCH = """
+import pkgutil, sys
+sys.modules["torch"] = None
+import numpy, kftrain.tasks
+from kftrain.config import TaskConfig
+from kftrain.data.schema import Record
+for module in pkgutil.iter_modules(kftrain.tasks.__path__, "kftrain.tasks."):
+    __import__(module.name)
+text = kftrain.tasks.build_task(TaskConfig(sequence_length=8))
+records = [Record("a/b", {"text": b"some text that is long enough"})]
+(block,) = text.encode(records, "validation")
+text.settings(), text.baselines(records), text.model_arguments(), text.count_terms(block.arrays)
+sums = {"bits": numpy.ones(1), "bytes": numpy.ones(1), "correct": numpy.ones(1)}
+text.metrics(sums), text.slice_names(["a/b"], sums), text.confusion(sums)
+images = kftrain.tasks.build_task(TaskConfig(kind="image_classification", image_size=2, num_classes=2))
+records = [Record("a", {"image": numpy.zeros((2, 2), "uint8"), "label": 1})]
+(block,) = images.encode(records, "train")
+images.settings(), images.baselines(records), images.model_arguments(), images.count_terms(block.arrays)
+sums = {name: numpy.ones(1) for name in ("correct", "cross_entropy", "count", "label", "prediction")}
+images.metrics(sums), images.slice_names(["a"], sums), images.confusion(sums)
+"""
+
+
+def test_sharding_and_the_gate_need_no_torch():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, cwd=REPOSITORY)

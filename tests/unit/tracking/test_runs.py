@@ -1,0 +1,107 @@
+"""Runs against a real MLflow on sqlite."""
+
+import pytest
+
+from kftrain import tracking
+from kftrain.config import Config, parse
+from kftrain.errors import TrackingError
+from kftrain.tracking import client, runs
+
+LINEAGE = tracking.DatasetLineage("stdlib", "d" * 64, "/data/shards/d/manifest.json")
+
+
+def config_at(uri, **changes) -> Config:
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    return parse("", ["run.name=toy", f"tracking.uri={uri}", *overrides])
+
+
+def number_of_runs(uri):
+    import mlflow
+
+    return len(mlflow.MlflowClient(tracking_uri=uri).search_runs(["1"]))
+
+
+def test_a_run_is_recorded_with_its_configuration_digests_and_data(uri, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("KFTRAIN_GIT_COMMIT", "abc123")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "injected")
+    config = config_at(uri)
+    run = mlflow.MlflowClient(tracking_uri=uri).get_run(tracking.start_run(config, "run-1", LINEAGE))
+    assert run.data.params["train.steps"] == "400"
+    assert run.data.tags["kftrain.training_digest"] == config.training_digest(LINEAGE.digest)
+    assert run.data.tags["kftrain.git_commit"] == "abc123"
+    assert run.data.tags["mlflow.parentRunId"] == "injected"
+    [dataset] = run.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("stdlib", "d" * 36)
+    assert "mlruns/toy" in run.info.artifact_uri and run.info.artifact_uri.startswith(
+        uri.removeprefix("sqlite:///")[:-9]
+    )
+
+
+def test_starting_again_goes_on_with_the_same_run_and_never_trips_over_parameters(uri):
+    first = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    tracking.finish_run(uri, first, "FAILED", {"error": "at http://user:canary@host"})
+    again = tracking.start_run(config_at(uri, **{"launch.nodes": 4}), "run-1", LINEAGE)
+    record = client.read_run(uri, again)
+    assert again == first and number_of_runs(uri) == 1
+    assert record.status == "RUNNING" and record.params["launch.nodes"] == "1"
+    assert record.tags["error"] == "at http://host"
+    assert tracking.start_run(config_at(uri), "run-2", LINEAGE) != first
+
+
+def test_a_lost_response_does_not_make_a_second_run(uri, monkeypatch):
+    create = client.create_run
+
+    def lost(*arguments):
+        create(*arguments)
+        raise TrackingError("the connection was closed")
+
+    monkeypatch.setattr(client, "create_run", lost)
+    with pytest.raises(TrackingError):
+        tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    monkeypatch.setattr(client, "create_run", create)
+    tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    assert number_of_runs(uri) == 1
+
+
+def test_the_end_status_is_set_and_may_be_set_again(uri):
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    for _ in range(2):
+        tracking.finish_run(uri, run_id, "FINISHED")
+    assert client.read_run(uri, run_id).status == "FINISHED"
+
+
+def test_an_evaluation_that_is_logged_twice_is_one_point(uri):
+    import mlflow
+
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    for value in (0.5, 0.5, 0.25):
+        tracking.log_evaluation(uri, run_id, {"loss": value}, step=10)
+    history = mlflow.MlflowClient(tracking_uri=uri).get_metric_history(run_id, "evaluation/loss")
+    assert sorted(point.value for point in history) == [0.25, 0.5]
+
+
+def test_a_report_is_stored_with_the_run_beside_the_database(uri, tmp_path):
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    tracking.log_text(uri, run_id, "<html></html>", "report.html")
+    assert [path.read_text() for path in tmp_path.rglob("report.html")] == ["<html></html>"]
+
+
+def test_long_values_are_cut_and_credentials_are_left_out():
+    flat = runs.flatten({"task": {"kind": "x" * 9000, "empty": {}}, "tracking": {"uri": "http://u:canary@h"}})
+    assert flat["tracking.uri"] == "http://h"
+    assert (flat["task.empty"], len(flat["task.kind"])) == ("{}", 9000)
+
+
+def test_a_value_longer_than_mlflow_takes_is_recorded_cut(uri):
+    config = config_at(uri, **{"task.note": "x" * 9000})
+    record = client.read_run(uri, tracking.start_run(config, "run-1", LINEAGE))
+    assert len(record.params["task.note"]) == client.MAX_VALUE_LENGTH
+
+
+def test_failures_are_tracking_errors_that_say_where(uri):
+    with pytest.raises(TrackingError, match="cannot read run nowhere"):
+        client.read_run(uri, "nowhere")
+    with pytest.raises(TrackingError, match="quotes"):
+        tracking.start_run(config_at(uri), "it's", LINEAGE)

@@ -1,0 +1,65 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from kftrain import storage
+from kftrain.errors import ConfigError, RetryableError, UserCodeError
+from kftrain.plugins import user_code
+from kftrain.train.rank import classify, report
+from kftrain.train.supervisor import ERROR_FILE_ENV, Rendezvous, torchrun_arguments
+
+
+def raised_in_user_code(cause):
+    try:
+        with user_code("task.loss"):
+            raise cause
+    except UserCodeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
+        dist.DistNetworkError("failed to recv"),
+        dist.DistBackendError("NCCL error"),
+    ],
+)
+def test_a_lost_peer_is_retryable_also_inside_a_forward_pass(cause):
+    assert isinstance(classify(cause), RetryableError)
+    assert isinstance(classify(raised_in_user_code(cause)), RetryableError)
+
+
+def test_out_of_gpu_memory_is_permanent_and_says_what_to_do():
+    error = classify(raised_in_user_code(torch.OutOfMemoryError("CUDA out of memory")))
+    assert isinstance(error, ConfigError)
+    assert "micro_batch_size" in error.fix
+
+
+def test_the_users_own_exception_stays_the_users():
+    error = classify(raised_in_user_code(ValueError("my own")))
+    assert isinstance(error, UserCodeError)
+    assert "ValueError: my own" in error.line and "test_rank.py" in error.line
+
+
+def test_a_bug_of_ours_is_not_dressed_up():
+    assert classify(KeyError("x")) is None
+
+
+def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(ERROR_FILE_ENV, str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    assert report(ConfigError("first")) == 10
+    assert report(RetryableError("second")) == 138
+    document = storage.read_json(str(tmp_path / "error.json"))
+    assert (document["line"], document["rank"], document["exit_code"]) == ("first", 3, 10)
+    assert capsys.readouterr().err.splitlines() == ["rank 3: first", "rank 3: second"]
+
+
+def test_several_nodes_meet_at_a_static_address():
+    arguments = torchrun_arguments(Rendezvous(nodes=3, node_rank=1, address="job-worker-0", port=23456), 4, ["--task", "train"])
+    assert arguments == [
+        "--nnodes=3", "--node-rank=1", "--master-addr=job-worker-0", "--master-port=23456", "--nproc-per-node=4",
+        "--max-restarts=0", "-m", "kftrain.train.rank", "--task", "train",
+    ]  # fmt: skip
+    assert "--standalone" in torchrun_arguments(Rendezvous(), 2, [])
