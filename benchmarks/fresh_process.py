@@ -1,6 +1,6 @@
-"""Measures variants of one piece of work against each other: each in a fresh process, in shuffled order, over several rounds.
+"""Measures variants of one piece of work against each other: in fresh processes, in shuffled order, in rounds.
 
-Ratios are taken within a round and their median is reported, since neighbours on a shared machine slow whole rounds down.
+Ratios are taken within a round and their median is reported: neighbours on a shared machine slow whole rounds down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of a variant: items per second of wall time and of processor time (all threads), and a figure of its own."""
+    """One run of a variant: items per second of wall and of processor time (all threads), and a figure of its own."""
 
     per_second: float
     per_cpu_second: float
@@ -27,7 +27,7 @@ class Measurement:
 
 
 def measure(work: Callable[[], tuple[int, float]]) -> None:
-    """Runs the work in this process and prints its measurement. The work gives its number of items and the extra figure."""
+    """Runs the work in this process and prints its measurement; the work gives its number of items and its figure."""
     wall, cpu = time.perf_counter(), time.process_time()
     num_items, extra = work()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

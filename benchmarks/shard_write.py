@@ -7,8 +7,8 @@
     webdataset, bytes       ShardWriter given `.npy` bytes made beforehand: its best case
     limit                   one write() of all payload bytes
 
-`images`: 20,000 bytes and a label per sample. `tokens`: 2,048 uint16 per sample. `packed tokens`: 64 samples to a block, which is
-what language modelling writes; webdataset gets one sample per member, as it has no rows.
+`images`: 20,000 bytes and a label per sample. `tokens`: 2,048 uint16 per sample. `packed tokens`: 64 samples to a
+block, as language modelling writes them; webdataset has no rows and gets one sample per member.
 """
 
 from __future__ import annotations
@@ -50,11 +50,19 @@ def samples(kind: str, num_samples: int) -> tuple[SampleSchema, list[Arrays]]:
 
 def write_ours(folder: Path, schema: SampleSchema, items: list[Arrays], rows_per_block: int) -> None:
     with SplitWriter(folder, "train", schema, SHARD_SIZE_BYTES) as writer:
-        for start in range(0, len(items), rows_per_block):
-            rows = items[start : start + rows_per_block]
-            arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            writer.write(Block(f"sample-{start:08d}", arrays))
+        fill(writer, items, rows_per_block)
         writer.finish()
+
+
+def fill(writer: SplitWriter, items: list[Arrays], rows_per_block: int) -> None:
+    for start in range(0, len(items), rows_per_block):
+        writer.write(Block(f"sample-{start:08d}", stacked(items[start : start + rows_per_block])))
+
+
+def stacked(rows: list[Arrays]) -> Arrays:
+    if len(rows) == 1:
+        return {name: array[None] for name, array in rows[0].items()}
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def write_peer(folder: Path, items: list[dict[str, Any]]) -> None:
@@ -99,7 +107,7 @@ def run_variant(variant: str, kind: str, num_samples: int, parent: str) -> None:
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:
         work = prepared(variant, kind, num_samples, folder)
-        schema, items = samples(kind, 1)
+        _, items = samples(kind, 1)
         payload_bytes = num_samples * sum(array.nbytes for array in items[0].values())
 
         def timed() -> tuple[int, float]:

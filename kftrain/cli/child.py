@@ -20,6 +20,8 @@ from kftrain.stages.lifetime import PARENT_VARIABLE
 SIGNAL_CODE = 128
 """A program that a signal ended exits with this plus the signal's number."""
 
+STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything\n"
+
 
 class PipelineProcess:
     """One run of the pipeline through the local runner."""
@@ -66,6 +68,8 @@ class PipelineProcess:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if not self._signal:
+            os.write(2, STOPPING)  # not print: whatever is being printed was interrupted by this very handler
         self._send(signal.SIGKILL if self._signal else signal.SIGTERM)
         self._signal = self._signal or number
 

@@ -116,7 +116,7 @@ def _conclude(watched: Watched, code: int, stop_code: int, log: Path, folder: Pa
         return 0
     error = _error(watched, log)
     code = stop_code or int(error.get("exit_code", BUG_CODE))
-    click.echo("\n".join(summary.failure_lines(error, watched.run_uri, str(log), str(folder))), err=True)
+    click.echo("\n".join(summary.failure_lines(error, watched.run_uri, log, folder)), err=True)
     click.echo(f"kftrain: error: {error['line']}", err=True)
     sys.exit(code)
 

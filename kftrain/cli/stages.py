@@ -86,7 +86,7 @@ def _run(stage: Callable[[Progress], Outcome]) -> None:
 
 @contextlib.contextmanager
 def _workers_to(shown: Display) -> Iterator[None]:
-    """Within the block, what a job's processes write to stdout goes to the display: steps to its bar, the rest as lines.
+    """Within the block, what a job's processes write to stdout goes to the display: steps to its bar, others as lines.
 
     They inherit the descriptor, so it is the descriptor that is redirected.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from kftrain import contracts
@@ -36,16 +38,21 @@ def success_lines(run_uri: str) -> list[str]:
     ]
 
 
-def failure_lines(error: dict[str, Any], run_uri: str, log: str, workdir: str) -> list[str]:
+def failure_lines(error: dict[str, Any], run_uri: str, log: Path, workdir: Path) -> list[str]:
     """What to do after a failure; the error itself is the program's last line."""
-    lines = _rows("log", [log])
+    lines = [f"{error.get('stage', 'the pipeline')} failed"]
     if run_uri:
-        lines = [
-            *_rows("run", [run_uri]),
-            *lines,
-            *_rows("resume", [f"kftrain run --workdir {workdir} --resume {run_uri}"]),
-        ]
-    return [f"{error.get('stage', 'the pipeline')} failed", *lines]
+        lines += _rows("run", [run_uri])
+    lines += _rows("log", [str(log)])
+    if run_uri:
+        lines += _rows("resume", [resume_command(run_uri, workdir)])
+    return lines
+
+
+def resume_command(run_uri: str, workdir: Path) -> str:
+    """The command that goes on with a run."""
+    elsewhere = [] if workdir == Path.cwd() else ["--workdir", str(workdir)]
+    return shlex.join(["kftrain", "run", *elsewhere, "--resume", run_uri])
 
 
 def mlflow_command(config: Config) -> str:

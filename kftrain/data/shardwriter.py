@@ -155,9 +155,10 @@ class _BlockEncoder:
             raise _mismatch(block, "a block has an empty key")
         if block.arrays.keys() != self._names:
             raise _mismatch(block, f"a block has the fields {sorted(block.arrays)}, not {sorted(self._names)}")
-        if not all(array_.ndim for array_ in block.arrays.values()) or not block.num_rows:
+        first = block.arrays[self._fields[0][0]]
+        if not first.ndim or not len(first):
             raise _mismatch(block, "a block has no rows")
-        return block.num_rows
+        return len(first)
 
 
 def _mismatch(block: Block, what: str) -> DataError:

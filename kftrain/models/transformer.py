@@ -30,9 +30,6 @@ from kftrain.errors import ConfigError
 FFN_MULTIPLE = 64
 """A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""
 
-INITIAL_STD = 0.02
-"""Standard deviation of initial weights."""
-
 Positive = Annotated[float, Field(gt=0.0)]
 RotaryTables = tuple[Tensor, Tensor]
 
@@ -81,6 +78,7 @@ class Transformer(nn.Module):
         self.num_heads, self.num_kv_heads, self.ffn_dim = num_heads, num_kv_heads, ffn_dim
         self.sequence_length, self.document_token = sequence_length, document_token
         self.rope_theta, self.norm_eps = rope_theta, norm_eps
+        self.initial_std = dim**-0.5
         self.model = _Decoder(
             nn.Embedding(vocab_size, dim),
             nn.ModuleList(TransformerBlock(dim, num_heads, num_kv_heads, ffn_dim, norm_eps) for _ in range(num_layers)),
@@ -105,16 +103,16 @@ class Transformer(nn.Module):
     def init_weights(self) -> None:
         """Initialises every parameter in place from torch's global generator: equal seeds, equal weights.
 
-        Matrices are normal with deviation 0.02; those that write into the residual stream are divided by
-        sqrt(2 * num_layers), so that its variance does not grow with depth (GPT-2).
+        Matrices are normal with deviation 1 / sqrt(dim), which keeps the variance of what passes through them; those
+        that write into the residual stream are divided by sqrt(2 * num_layers), or it would grow with depth (GPT-2).
         """
-        residual_std = INITIAL_STD / math.sqrt(2 * len(self.model.layers))
+        residual_std = self.initial_std / math.sqrt(2 * len(self.model.layers))
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             else:
                 writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=residual_std if writes_residual else INITIAL_STD)
+                nn.init.normal_(parameter, std=residual_std if writes_residual else self.initial_std)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated modules: what is sharded, and recomputed, one at a time."""
@@ -152,7 +150,7 @@ class Transformer(nn.Module):
             "attention_dropout": 0.0,
             "mlp_bias": False,
             "tie_word_embeddings": self.lm_head is None,
-            "initializer_range": INITIAL_STD,
+            "initializer_range": self.initial_std,
             "bos_token_id": self.document_token,
             "eos_token_id": self.document_token,
             "pad_token_id": None,

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain.errors import BUG_CODE, FIRST_RETRYABLE_CODE, CheckpointError, DivergedError, FencedError
+from kftrain.errors import BUG_CODE, FIRST_RETRYABLE_CODE, CheckpointError, ConfigError, DivergedError, FencedError
 from kftrain.report import wording
 from kftrain.report.content import Fact, Section
 
@@ -28,35 +28,30 @@ def section(error: Mapping[str, Any], stage: str, run_uri: str) -> Section:
 def next_step(error: Mapping[str, Any], run_uri: str) -> tuple[str, str]:
     """What to do about it, and the command for that."""
     code, fix = _exit_code(error), _text(error, "fix")
-    run = shlex.quote(wording.clean(run_uri).rstrip("/").rsplit("/", 1)[-1])
-    resume = f"kftrain run --resume {run}"
+    uri = wording.clean(run_uri).rstrip("/")
     first = f"{fix[:1].upper()}{_ended(fix[1:])} " if fix else ""
-    if code == CheckpointError.exit_code:
-        return (
-            f"{first}See which checkpoints are committed.",
-            f"kftrain checkpoints list {shlex.quote(wording.clean(run_uri))}",
-        )
     if code == FencedError.exit_code:
-        return (
-            f"{first}A newer attempt of this run is at work; nothing is lost and nothing needs to be done here.",
-            "",
-        )
+        return f"{first}A newer attempt of this run is at work; nothing is lost and nothing needs to be done here.", ""
     if code == DivergedError.exit_code:
-        return (
-            f"{first}Start a new run with a lower learning rate; this one would diverge again.",
-            "kftrain run --set optimizer.learning_rate=RATE",
-        )
+        command = "kftrain run --set optimizer.learning_rate=RATE"
+        return f"{first}Start a new run with a lower learning rate; this one would diverge again.", command
+    if code == CheckpointError.exit_code:
+        return f"{first}See which checkpoints are committed.", f"kftrain checkpoints list {shlex.quote(uri)}"
+    if code == ConfigError.exit_code:
+        return f"{first}Then start a new run: another configuration is another training.", "kftrain run --config FILE"
+    if not uri:
+        return f"{first}Then start a new run.", "kftrain run"
+    return first + _resuming(code, uri), f"kftrain run --resume {shlex.quote(uri)}"
+
+
+def _resuming(code: int, uri: str) -> str:
+    """Why to resume, here or in the Kubeflow UI."""
+    there = f"In the Kubeflow UI, start a run with resume_run set to {uri.rsplit('/', 1)[-1]}."
     if code >= FIRST_RETRYABLE_CODE:
-        return (
-            f"{first}The cause may be gone by now: the run goes on from its last committed checkpoint.",
-            resume,
-        )
+        return f"The cause may be gone by now: the run goes on from its last committed checkpoint. {there}"
     if code == BUG_CODE:
-        return (
-            f"{first}This is not an expected failure; the traceback is in the log. What is complete is kept.",
-            resume,
-        )
-    return f"{first}Then go on: what is complete is kept.", resume
+        return f"This is not an expected failure; the traceback is in the log. What is complete is kept. {there}"
+    return f"Then go on: what is complete is kept. {there}"
 
 
 def _facts(error: Mapping[str, Any], stage: str, run_uri: str) -> list[Fact]:

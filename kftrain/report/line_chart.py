@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from markupsafe import Markup
 
@@ -47,7 +48,7 @@ class Series:
     smooth: bool = False
     """Whether a running mean helps, once it has enough points."""
 
-    @property
+    @cached_property
     def finite_points(self) -> list[tuple[float, float]]:
         """The points that can be drawn."""
         return [(x, y) for x, y in self.points if wording.finite(x) is not None and wording.finite(y) is not None]

@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str])
     """Sets tags of a version."""
     with _session(uri, f"cannot tag version {version} of {name}") as client:
         for key, value in tags.items():
-            client.set_model_version_tag(name, str(version), key, value)
+            _upsert(client.set_model_version_tag, name, str(version), key, value)
 
 
 def get_aliases(uri: str, name: str) -> dict[str, int]:
@@ -279,7 +279,7 @@ def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
         if version is None:
             client.delete_registered_model_alias(name, alias)
         else:
-            client.set_registered_model_alias(name, alias, str(version))
+            _upsert(client.set_registered_model_alias, name, alias, str(version))
 
 
 # -- MLflow itself --------------------------------------------------------------------------------------------------
@@ -337,6 +337,16 @@ def _fix(message: str) -> str:
     if "Max retries" in message or "timed out" in message:
         return "is the server running? see: kftrain doctor"
     return ""
+
+
+def _upsert(call: Callable[..., Any], *arguments: str) -> None:
+    """Makes a call that sets a row; of two that insert it at once MLflow fails one, so that one repeats it."""
+    try:
+        call(*arguments)
+    except _mlflow().MlflowException as error:
+        if "constraint" not in str(error).lower():
+            raise
+        call(*arguments)
 
 
 @contextlib.contextmanager

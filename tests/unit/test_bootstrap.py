@@ -56,9 +56,7 @@ def test_the_order_of_groups_does_not_matter(num_groups, random):
     champion = classifier(num_groups, 0.4, seed=99)
     arguments = (100, 0.95, 0)
     paired = bootstrap.paired_improvement(accuracy, "accuracy", "maximize", statistics, champion, *arguments)
-    assert paired == bootstrap.paired_improvement(
-        accuracy, "accuracy", "maximize", shuffled, champion, *arguments
-    )
+    assert paired == bootstrap.paired_improvement(accuracy, "accuracy", "maximize", shuffled, champion, *arguments)
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_promises():
@@ -93,9 +91,7 @@ def test_improvement_changes_its_sign_with_the_goal_and_with_the_roles():
 
 def test_a_model_against_itself_improves_by_exactly_nothing():
     statistics = classifier(30, 0.5, seed=4)
-    found = bootstrap.paired_improvement(
-        accuracy, "accuracy", "maximize", statistics, statistics, 100, 0.95, 0
-    )
+    found = bootstrap.paired_improvement(accuracy, "accuracy", "maximize", statistics, statistics, 100, 0.95, 0)
     assert (found.value, found.low, found.high) == (0, 0, 0)
 
 

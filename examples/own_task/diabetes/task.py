@@ -90,7 +90,7 @@ class Regression:
 
         if inputs.shape[1] != self.num_features:
             raise DataError(f"needs {self.num_features} columns", where="predict", value=list(inputs.columns))
-        features = torch.from_numpy(inputs.to_numpy(dtype=np.float32)).to(next(model.parameters()).device)
+        features = torch.from_numpy(np.array(inputs, dtype=np.float32)).to(next(model.parameters()).device)
         with torch.inference_mode():
             prediction = self._predict(model.eval(), features)
         return pandas.DataFrame({"prediction": prediction.cpu().numpy()}, index=inputs.index)

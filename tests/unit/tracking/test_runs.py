@@ -100,6 +100,28 @@ def test_a_value_longer_than_mlflow_takes_is_recorded_cut(uri):
     assert len(record.params["task.note"]) == client.MAX_VALUE_LENGTH
 
 
+def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_call(uri, monkeypatch):
+    import mlflow
+
+    class Colliding:
+        def __init__(self, message):
+            self.calls, self.message = [], message
+
+        def set_registered_model_alias(self, *arguments):
+            self.calls.append(arguments)
+            if len(self.calls) == 1:
+                raise mlflow.MlflowException(self.message)
+
+    colliding = Colliding("(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.alias")
+    monkeypatch.setattr(client, "_client", lambda uri: colliding)
+    client.set_alias(uri, "toy", "champion", 1)
+    assert colliding.calls == [("toy", "champion", "1")] * 2
+    other = Colliding("permission denied")
+    monkeypatch.setattr(client, "_client", lambda uri: other)
+    with pytest.raises(TrackingError, match="permission denied"):
+        client.set_alias(uri, "toy", "champion", 1)
+
+
 def test_failures_are_tracking_errors_that_say_where(uri):
     with pytest.raises(TrackingError, match="cannot read run nowhere"):
         client.read_run(uri, "nowhere")

@@ -1,0 +1,113 @@
+"""The local runner under `kftrain run`: what reaches a task and what a signal does, with real processes."""
+
+import contextlib
+import json
+import os
+import signal
+
+import psutil
+import pytest
+from kfp import dsl
+from kfp.compiler import Compiler
+
+from kftrain.cli.child import PipelineProcess
+from kftrain.stages.progress import unmarked
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def work(folder: str, seconds: float) -> str:
+    import time
+    from pathlib import Path
+
+    from kftrain.config import Config
+    from kftrain.contracts import RunPaths
+    from kftrain.stages.failure import reported
+    from kftrain.stages.progress import to_log
+
+    with reported("work", RunPaths(folder), Config(), to_log):
+        Path(folder, "seen").write_text(folder)
+        to_log("ready")
+        time.sleep(seconds)
+    return folder
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def clean(folder: str, status: dsl.PipelineTaskFinalStatus) -> None:
+    from pathlib import Path
+
+    Path(folder, "cleaned").write_text(status.state)
+
+
+@dsl.pipeline(name="two-steps")
+def two_steps(folder: str, seconds: float, next_folder: str) -> None:
+    with dsl.ExitHandler(clean(folder=folder)):
+        first = work(folder=folder, seconds=seconds)
+        work(folder=next_folder, seconds=0.0).after(first)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders whose names kfp's runner would mangle, because it replaces `python3` in all arguments."""
+    made = tmp_path / "python3" / "first", tmp_path / "python3" / "next"
+    for folder in made:
+        folder.mkdir(parents=True)
+    return made
+
+
+def start(tmp_path, folders, seconds):
+    Compiler().compile(two_steps, str(tmp_path / "spec.yaml"))
+    arguments = {"folder": str(folders[0]), "next_folder": str(folders[1]), "seconds": seconds}
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    return PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path)
+
+
+def alive_in_session(leader):
+    """Processes that the runner's session still has; the dead whom nobody has waited for do not count."""
+    found = []
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(candidate.pid) == leader and candidate.status() != psutil.STATUS_ZOMBIE:
+                found.append(candidate)
+    return found
+
+
+def test_arguments_arrive_as_they_were_given(tmp_path, folders):
+    process = start(tmp_path, folders, 0.0)
+    lines = []
+    assert process.follow(lines.append) == 0
+    assert (folders[1] / "seen").read_text() == str(folders[1])
+    assert (folders[0] / "cleaned").read_text() == "SUCCEEDED"
+    assert [unmarked(line) for line in lines if unmarked(line)] == ["ready", "ready"]
+    assert process.stop_code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folders, number, capfd):
+    process = start(tmp_path, folders, 60.0)
+
+    def stop_when_ready(line):
+        if unmarked(line) == "ready":
+            os.kill(os.getpid(), number)
+
+    assert process.follow(stop_when_ready) != 0
+    assert process.stop_code == 128 + number
+    assert json.loads((folders[0] / "error.json").read_text())["exit_code"] == 143
+    assert (folders[0] / "cleaned").read_text() == "FAILED"
+    assert not (folders[1] / "seen").exists()
+    assert not alive_in_session(process._process.pid)
+    assert "stopping" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_signal_kills_everything_at_once(tmp_path, folders):
+    process = start(tmp_path, folders, 60.0)
+
+    def stop_twice(line):
+        if unmarked(line) == "ready":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert process.follow(stop_twice) == -signal.SIGKILL
+    assert process.stop_code == 130
+    assert not (folders[0] / "cleaned").exists()
+    assert not alive_in_session(process._process.pid)

@@ -1,0 +1,110 @@
+"""How `kftrain run` understands its command line and the output of the pipeline, without running one."""
+
+import io
+import json
+
+import pytest
+
+from kftrain import config, storage
+from kftrain.cli import run
+from kftrain.contracts import RunPaths
+from kftrain.errors import CheckpointError, ConfigError
+from kftrain.stages import resolve
+
+
+class Recorded:
+    def __init__(self):
+        self.lines, self.steps = [], []
+
+    def line(self, text):
+        self.lines.append(text)
+
+    def step(self, done, total, text):
+        self.steps.append(done)
+
+
+def saved_run(tmp_path, *overrides):
+    resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}/store", *overrides])
+    return resolve.open_run(resolved, "a-1").paths
+
+
+def test_only_our_own_lines_are_shown_and_everything_is_logged():
+    log, shown = io.StringIO(), Recorded()
+    watched = run.Watched(shown, log)
+    lines = [
+        "\x1b[96mExecuting task\x1b[0m\n",
+        "    kftrain| run /w/runs/a-1\n",
+        "    step 5/10 loss 1\n",
+        "    kftrain| 12 shards\n",
+        '    kftrain| error {"line": "no", "exit_code": 11}\n',
+        "Traceback (most recent call last):\n",
+    ]
+    for line in lines:
+        watched.on_line(line)
+    assert shown.lines == ["run a-1 in /w/runs/a-1", "12 shards"]
+    assert shown.steps == [5]
+    assert (watched.run_uri, watched.error["exit_code"]) == ("/w/runs/a-1", 11)
+    assert log.getvalue() == "".join(lines)
+
+
+def test_paths_are_anchored_in_the_workdir(tmp_path):
+    resolved, resume_run = run._resolved(None, (), tmp_path, "")
+    assert resolved.run.storage_root == f"{tmp_path}/runs"
+    assert resolved.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resume_run == ""
+
+
+def test_a_resumed_run_keeps_its_configuration_and_takes_overrides(tmp_path):
+    paths = saved_run(tmp_path, "train.steps=7", "launch.processes_per_node=2")
+    resolved, resume_run = run._resolved(None, ("launch.processes_per_node=1",), tmp_path, paths.uri)
+    assert resume_run == "a-1"
+    assert (resolved.train.steps, resolved.launch.processes_per_node) == (7, 1)
+    assert resolved.run.storage_root == f"{tmp_path}/store"
+
+
+def test_a_run_is_found_by_its_id_below_the_storage_root(tmp_path):
+    saved_run(tmp_path, "train.steps=7")
+    resolved, resume_run = run._resolved(None, ("run.storage_root=store",), tmp_path, "a-1")
+    assert (resume_run, resolved.train.steps) == ("a-1", 7)
+
+
+def test_a_run_that_was_moved_is_resumed_where_it_is_now(tmp_path):
+    saved_run(tmp_path)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    resolved, _ = run._resolved(None, (), tmp_path, f"{tmp_path}/moved/runs/a-1")
+    assert resolved.run.storage_root == f"{tmp_path}/moved"
+
+
+def test_a_run_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="not a run"):
+        run._resolved(None, (), tmp_path, "a-2")
+    with pytest.raises(ConfigError, match="not a run id"):
+        run._resolved(None, (), tmp_path, "A_2")
+
+
+@pytest.mark.parametrize(("stop_code", "expected"), [(0, 12), (130, 130), (143, 143)])
+def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, expected, tmp_path, capfd):
+    watched = run.Watched(Recorded(), io.StringIO())
+    watched.run_uri = f"{tmp_path}/runs/a-1"
+    error = {**CheckpointError("no usable checkpoint").to_dict(), "stage": "train"}
+    storage.publish_json(RunPaths(watched.run_uri).error, error)
+    with pytest.raises(SystemExit) as caught:
+        run._conclude(watched, 1, stop_code, tmp_path / "x.log", tmp_path)
+    assert caught.value.code == expected
+    assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: no usable checkpoint"
+
+
+def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd):
+    watched = run.Watched(Recorded(), io.StringIO())
+    watched.on_line("kftrain| error " + json.dumps({"line": "cannot write", "exit_code": 10}) + "\n")
+    with pytest.raises(SystemExit) as caught:
+        run._conclude(watched, 1, 0, tmp_path / "x.log", tmp_path)
+    assert caught.value.code == 10
+    assert "kftrain: error: cannot write" in capfd.readouterr().err
+
+
+def test_a_pipeline_that_says_nothing_is_a_bug_with_its_log(tmp_path, capfd):
+    with pytest.raises(SystemExit) as caught:
+        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 0, tmp_path / "x.log", tmp_path)
+    assert caught.value.code == 1
+    assert "x.log" in capfd.readouterr().err

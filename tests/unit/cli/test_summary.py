@@ -1,0 +1,49 @@
+from pathlib import Path
+
+from helpers.documents import finished_run, interval
+
+from kftrain import storage
+from kftrain.cli import summary
+from kftrain.contracts import Registration, read
+
+
+def test_the_end_of_a_run_says_what_was_trained_how_good_it_is_and_where_it_is(tmp_path):
+    paths, config = finished_run(tmp_path)
+    text = "\n".join(summary.success_lines(paths.uri))
+    for part in (
+        "run r-1 is complete",
+        "1,633 samples for training",
+        "12,345 parameters, 20 steps",
+        "accuracy 0.900 (0.890 to 0.910); baselines: most frequent class 0.13",
+        "tiny version 3, champion: better by 0.02",
+        "version 2 was champion: accuracy 0.880",
+        "improvement +0.020 (+0.010 to +0.030)",
+        paths.report,
+        f"mlflow ui --backend-store-uri {config.tracking.uri}",
+        "models:/tiny/3",
+    ):
+        assert part in text, part
+
+
+def test_a_first_model_is_compared_with_nothing(tmp_path):
+    paths, _ = finished_run(tmp_path)
+    first = {"champion": None, "champion_version": None, "improvement": None, "promoted": False, "reason": "manual"}
+    registration = read(Registration, paths.registration).model_copy(update=first)
+    storage.publish_json(paths.registration, registration.to_dict())
+    text = "\n".join(summary.success_lines(paths.uri))
+    assert "not champion: manual" in text
+    assert "was champion" not in text and "improvement" not in text
+
+
+def test_after_a_failure_the_command_that_goes_on_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = summary.failure_lines({"stage": "train"}, "/r/runs/a b", Path("/w/logs/x.log"), tmp_path)
+    assert lines[0] == "train failed"
+    assert any("kftrain run --resume '/r/runs/a b'" in line for line in lines)
+    elsewhere = summary.failure_lines({}, "/r/runs/a", Path("x"), Path("/w"))
+    assert any("--workdir /w --resume /r/runs/a" in line for line in elsewhere)
+    assert not any("resume" in line for line in summary.failure_lines({}, "", Path("x"), Path("/w")))
+
+
+def test_an_interval_is_shown_with_as_many_digits_as_it_has():
+    assert summary.shown(interval(2.3141, 0.024)) == "2.314 (2.290 to 2.338)"

@@ -1,0 +1,341 @@
+"""What each stage reads, asks for and leaves behind; MLflow, jobs and the registry are records of calls."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from helpers.documents import (
+    completion_of,
+    digits_config,
+    evaluation_of,
+    finished_run,
+    registration_of,
+    sharded_run,
+)
+
+from kftrain import contracts, launch, registry, storage, tracking
+from kftrain.config import parse
+from kftrain.errors import CheckpointError, ConfigError, DataError, LaunchError, TrackingError
+from kftrain.registry import Champion
+from kftrain.stages import failure, resolve, tracked
+from kftrain.stages.evaluate import evaluate
+from kftrain.stages.finish import finish
+from kftrain.stages.register import gate, register
+from kftrain.stages.shard import shard, shard_from_pipeline
+from kftrain.stages.train import train
+
+TEXTS = """
+task: {kind: language_modeling, sequence_length: 16, tokenizer: bytes}
+train: {global_batch_size: 4}
+data: {shard_size_bytes: 100000, validation_fraction: 0.2}
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the stages asked others to do, by name."""
+    made = SimpleNamespace(started=[], finished=[], evaluated=[], texts=[], trained=[], scored=[], lines=[])
+
+    def start_run(config, run_id, lineage):
+        made.started.append((run_id, lineage))
+        return "m-1"
+
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+    monkeypatch.setattr(tracking, "start_run", start_run)
+    monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: made.finished.append((run, status)))
+    monkeypatch.setattr(
+        tracking, "log_evaluation", lambda uri, run, metrics, step: made.evaluated.append((run, metrics))
+    )
+    monkeypatch.setattr(tracking, "log_text", lambda uri, run, text, name: made.texts.append((run, name)))
+    return made
+
+
+def train_with(monkeypatch, calls, completion_of_run):
+    def run_training(paths, config, mlflow_run_id):
+        calls.trained.append(mlflow_run_id)
+        return completion_of_run(paths, config)
+
+    monkeypatch.setattr(launch, "run_training", run_training)
+
+
+def test_sharding_opens_the_run_names_it_first_and_writes_the_pointer(tmp_path, calls):
+    config = digits_config(tmp_path)
+    outcome = shard(config, "r-1", progress=calls.lines.append)
+    pointer = storage.read_json(f"{outcome.run_uri}/shards.json")
+    assert calls.lines[0] == f"run {outcome.run_uri}"
+    assert storage.exists(pointer["manifest_uri"])
+    assert outcome.summary["dataset_digest"] == pointer["dataset_digest"]
+    assert next(iter(outcome.summary)) == "result"
+    assert outcome.metrics["train_samples"] + outcome.metrics["validation_samples"] == 1797
+    assert "1,633" in outcome.markdown
+
+
+def test_a_pipeline_run_gets_its_folder_from_the_job_and_a_retry_finds_it(tmp_path, calls):
+    text = digits_config(tmp_path).to_yaml()
+    first = shard_from_pipeline(text, {"steps": 7}, "", "8F-11", calls.lines.append)
+    again = shard_from_pipeline(text, {"steps": 7}, "", "8F-11", calls.lines.append)
+    assert first.run_uri == again.run_uri and first.run_uri.endswith("/runs/tiny-8f11")
+    assert resolve.load_config(first.run_uri).train.steps == 7
+
+
+def test_a_resumed_run_keeps_its_data_when_the_source_has_grown(tmp_path, calls):
+    source = tmp_path / "texts"
+    source.mkdir()
+    for i in range(20):
+        (source / f"{i}.txt").write_text("some words " * 50)
+    config = parse(TEXTS, [f"data.source={source}", f"run.storage_root={tmp_path}/store"])
+    first = shard(config, "r-1", progress=calls.lines.append)
+    (source / "new.txt").write_text("more words " * 50)
+    resumed = shard(config, "r-1", must_exist=True, progress=calls.lines.append)
+    assert resumed.summary["dataset_digest"] == first.summary["dataset_digest"]
+    fresh = shard(config, "r-2", progress=calls.lines.append)
+    assert fresh.summary["dataset_digest"] != first.summary["dataset_digest"]
+
+
+def test_a_resumed_run_refuses_other_data(tmp_path, calls):
+    shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    other = digits_config(tmp_path, "data.validation_fraction=0.3")
+    with pytest.raises(CheckpointError, match=r"another training: dataset .* -> "):
+        shard(other, "r-1", progress=calls.lines.append)
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("launch.processes_per_node=17", "train.global_batch_size"),
+        ("train.global_batch_size=100000", "train.global_batch_size"),
+        ("data.shard_size_bytes=4000000000000000", "run.storage_root"),
+    ],
+)
+def test_what_cannot_end_well_ends_before_the_first_expensive_step(tmp_path, calls, override, where):
+    with pytest.raises(ConfigError, match=where) as caught:
+        shard(digits_config(tmp_path, override), "r-1", progress=calls.lines.append)
+    found = storage.read_json(f"{tmp_path}/store/runs/r-1/error.json")
+    assert (found["stage"], found["line"]) == ("shard", caught.value.line)
+
+
+def test_a_storage_root_that_cannot_be_written_is_named(tmp_path, calls):
+    (tmp_path / "store").write_text("a file, not a folder")
+    with pytest.raises(ConfigError, match=r"run\.storage_root.*cannot be written"):
+        shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    assert json.loads(calls.lines[-1].removeprefix("error "))["exit_code"] == 10
+
+
+def test_nothing_is_left_of_the_probe(tmp_path, calls):
+    shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["runs", "shards"]
+
+
+def test_an_mlflow_that_does_not_answer_stops_the_run_at_once(tmp_path, calls, monkeypatch):
+    def refuse(uri):
+        raise TrackingError("no answer")
+
+    monkeypatch.setattr(tracking, "check", refuse)
+    with pytest.raises(TrackingError):
+        shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    assert not (tmp_path / "store" / "shards").exists()
+
+
+def test_training_starts_the_mlflow_run_and_hands_it_to_the_job(tmp_path, calls, monkeypatch):
+    paths, _, shards = sharded_run(tmp_path)
+    train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
+    outcome = train(paths.uri, calls.lines.append)
+    assert calls.trained == ["m-1"] and tracked.read(paths) == "m-1"
+    run_id, lineage = calls.started[0]
+    assert (run_id, lineage.digest, lineage.uri) == ("r-1", shards.dataset_digest, shards.manifest_uri)
+    assert outcome.metrics["loss"] == 0.5 and outcome.metrics["num_parameters"] == 12345.0
+    assert outcome.summary["export_digest"] == "e" * 64
+
+
+def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatch):
+    paths, _ = finished_run(tmp_path)
+    train_with(monkeypatch, calls, lambda p, c: pytest.fail("trained again"))
+    outcome = train(paths.uri, calls.lines.append)
+    assert outcome.summary["result"].startswith("was already trained")
+
+
+def test_a_run_whose_export_is_gone_is_trained_again(tmp_path, calls, monkeypatch):
+    paths, _, shards = sharded_run(tmp_path)
+    storage.publish_json(paths.complete, completion_of(paths, digits_config(tmp_path), shards.dataset_digest).to_dict())
+    train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
+    train(paths.uri, calls.lines.append)
+    assert calls.trained == ["m-1"]
+
+
+def test_a_completion_of_another_training_is_refused(tmp_path, calls):
+    paths, config, shards = sharded_run(tmp_path)
+    other = completion_of(paths, config, shards.dataset_digest, training_digest="0" * 64)
+    storage.publish_json(paths.complete, other.to_dict())
+    with pytest.raises(CheckpointError, match="another training"):
+        train(paths.uri, calls.lines.append)
+
+
+def test_a_training_that_fails_closes_its_mlflow_run(tmp_path, calls, monkeypatch):
+    def fail(paths, config):
+        raise LaunchError("no luck")
+
+    paths, _, _ = sharded_run(tmp_path)
+    train_with(monkeypatch, calls, fail)
+    with pytest.raises(LaunchError):
+        train(paths.uri, calls.lines.append)
+    assert calls.finished == [("m-1", "FAILED")]
+    assert failure.read(paths)["stage"] == "train"
+
+
+def test_a_run_without_shards_says_which_stage_comes_first(tmp_path, calls):
+    paths, _, _ = sharded_run(tmp_path)
+    storage.remove(paths.shards)
+    with pytest.raises(DataError, match=r"shards\.json is missing"):
+        train(paths.uri, calls.lines.append)
+
+
+@pytest.fixture
+def scored(tmp_path, calls, monkeypatch):
+    """Evaluates the finished run beside a champion; returns the targets of the job."""
+    paths, config = finished_run(tmp_path)
+    completion = contracts.read(contracts.Completion, paths.complete)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+
+    def run_evaluation(paths, config, digest, targets):
+        calls.scored.append((digest, targets))
+        return [evaluation_of(config, completion) for _ in targets]
+
+    def score(champion):
+        monkeypatch.setattr(registry, "champion", lambda config: champion)
+        monkeypatch.setattr(launch, "run_evaluation", run_evaluation)
+        outcome = evaluate(paths.uri, calls.lines.append)
+        return outcome, calls.scored[-1][1]
+
+    return score, config, paths
+
+
+def champion_of(tmp_path, text="", export=True, **changes):
+    folder = tmp_path / "old" / "runs" / "c"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(text or digits_config(tmp_path).to_yaml())
+    if export:
+        (folder / "export").mkdir()
+    fields = {"version": 1, "run_uri": str(folder), "checkpoint_digest": "d" * 64, "export_digest": "f" * 64}
+    return Champion(**{**fields, "export_uri": f"{folder}/export", **changes})
+
+
+def test_the_champion_is_scored_beside_the_challenger_and_into_its_own_run(tmp_path, scored, calls):
+    score, _, paths = scored
+    champion = champion_of(tmp_path)
+    outcome, targets = score(champion)
+    assert [target.export_digest for target in targets] == ["e" * 64, "f" * 64]
+    assert targets[0].output_uri.startswith(paths.uri) and targets[1].output_uri.startswith(champion.run_uri)
+    assert calls.evaluated == [("m-1", {"accuracy": 0.9, "cross_entropy": 0.4})]
+    assert outcome.metrics == {"accuracy": 0.9, "cross_entropy": 0.4}
+    assert outcome.confusion.labels == ["a", "b"]
+
+
+def test_a_first_model_is_scored_alone(scored):
+    assert len(scored[0](None)[1]) == 1
+
+
+def test_the_champion_is_not_scored_against_itself(tmp_path, scored):
+    assert len(scored[0](champion_of(tmp_path, checkpoint_digest="c" * 64))[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"text": "task: {kind: language_modeling}"}, "another task"),
+        ({"text": "nonsense: 1"}, "cannot be read"),
+        ({"export": False}, "export is gone"),
+    ],
+)
+def test_a_champion_that_cannot_be_scored_is_left_out_with_the_reason(tmp_path, scored, calls, options, reason):
+    assert len(scored[0](champion_of(tmp_path, **options))[1]) == 1
+    assert any(reason in line and "version 1" in line for line in calls.lines)
+
+
+def test_a_run_that_is_not_trained_is_not_evaluated(tmp_path, calls):
+    paths, _, _ = sharded_run(tmp_path)
+    with pytest.raises(LaunchError, match=r"COMPLETE\.json is missing"):
+        evaluate(paths.uri, calls.lines.append)
+
+
+@pytest.fixture
+def registering(monkeypatch):
+    gated = []
+
+    def gate_and_promote(config, paths, registered, completion, evaluation, metrics):
+        gated.append(config)
+        return registration_of(paths, config)
+
+    monkeypatch.setattr(registry, "register", lambda *arguments: "registered")
+    monkeypatch.setattr(registry, "gate_and_promote", gate_and_promote)
+    return gated
+
+
+def test_registering_writes_the_report_and_ends_the_mlflow_run(tmp_path, calls, registering):
+    paths, config = finished_run(tmp_path)
+    outcome = register(paths.uri, calls.lines.append)
+    assert storage.read_text(paths.report) == outcome.html
+    assert calls.texts == [("m-1", "report.html")] and calls.finished == [("m-1", "FINISHED")]
+    assert outcome.metrics["improvement"] == 0.02 and outcome.metrics["promoted"] == 1.0
+    assert registering == [config]
+
+
+def test_the_gate_can_be_asked_again_with_other_settings_of_its_own(tmp_path, calls, registering):
+    paths, _ = finished_run(tmp_path)
+    gate(paths.uri, ("registry.min_effect=0.5",), calls.lines.append)
+    assert registering[0].registry.min_effect == 0.5
+    assert resolve.load_config(paths.uri).registry.min_effect == 0.0
+
+
+@pytest.mark.parametrize("override", ["train.steps=1", "registry.model_name=other", "run.storage_root=/elsewhere"])
+def test_the_gate_takes_no_other_settings(tmp_path, calls, registering, override):
+    paths, _ = finished_run(tmp_path)
+    with pytest.raises(ConfigError, match="only the gate's settings"):
+        gate(paths.uri, (override,), calls.lines.append)
+    assert not registering
+
+
+def test_a_run_that_is_not_registered_cannot_be_gated(tmp_path, calls, registering):
+    paths, _ = finished_run(tmp_path)
+    storage.remove(paths.registration)
+    with pytest.raises(TrackingError, match=r"registration\.json is missing"):
+        gate(paths.uri, (), calls.lines.append)
+
+
+def finish_of(tmp_path, state, calls, job_id="8f11"):
+    text = digits_config(tmp_path).to_yaml()
+    return finish(text, "", "", job_id, state, calls.lines.append)
+
+
+@pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED"])
+def test_the_exit_handler_of_a_run_that_succeeded_says_so(tmp_path, calls, state):
+    assert finish_of(tmp_path, state, calls).summary["result"] == "the run succeeded"
+    assert not calls.finished
+
+
+def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls):
+    run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
+    paths = contracts.RunPaths(run.run_uri)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
+    outcome = finish_of(tmp_path, "FAILED", calls)
+    assert outcome.run_uri == run.run_uri
+    assert "a shard is damaged" in outcome.markdown and "a shard is damaged" in outcome.summary["result"]
+    assert storage.read_text(f"{run.run_uri}/failure.html") == outcome.html
+    assert calls.finished == [("m-1", "FAILED")]
+
+
+def test_a_step_that_was_killed_without_a_word_still_fails_the_mlflow_run(tmp_path, calls):
+    run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
+    storage.publish_json(tracked.uri(contracts.RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    assert "RUNNING" in finish_of(tmp_path, "RUNNING", calls).summary["result"]
+    assert calls.finished == [("m-1", "FAILED")]
+
+
+def test_the_exit_handler_survives_a_configuration_that_nobody_could_read(tmp_path, calls):
+    outcome = finish("train: {stepz: 1}", "", "", "8f11", "FAILED", calls.lines.append)
+    assert "stepz" in outcome.summary["result"] and "stepz" in outcome.markdown
+
+
+def test_the_exit_handler_of_a_run_that_was_never_opened_creates_nothing(tmp_path, calls):
+    finish_of(tmp_path, "FAILED", calls, job_id="99")
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,122 @@
+"""The example of docs/own-task.md does what the page says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from kftrain import config
+from kftrain.data.sources import resolve, split_of
+from kftrain.models import build_model
+from kftrain.tasks import build_task
+
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLE = REPOSITORY / "examples" / "own_task"
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    return config.load(EXAMPLE / "diabetes.yaml")
+
+
+def encoded(loaded, task):
+    """Arrays of each split, as sharding makes them."""
+    rows = {"train": [], "validation": []}
+    for record in resolve(loaded.data).records():
+        split = split_of(record, loaded.data.validation_fraction)
+        rows[split] += [block.arrays for block in task.encode([record], split)]
+    return {
+        split: {name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]}
+        for split, parts in rows.items()
+    }
+
+
+def train(model, task, arrays, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch, weight = task.batch(arrays), torch.ones(len(arrays["target"]))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (task.loss(model, batch, weight) / task.count_terms(arrays).sum()).backward()
+        optimizer.step()
+
+
+def test_the_example_learns_and_predicts_what_evaluation_computes(loaded):
+    task = build_task(loaded.task)
+    torch.manual_seed(0)
+    model = build_model(loaded.model, task.model_arguments())
+    model.init_weights()
+    arrays = encoded(loaded, task)
+    train(model, task, arrays["train"], steps=150)
+    held_out = arrays["validation"]
+    answer = task.predict(model, pandas.DataFrame(held_out["features"]))["prediction"].to_numpy()
+    with torch.no_grad():
+        statistics = {name: value.numpy() for name, value in task.statistics(model, task.batch(held_out)).items()}
+    metrics = task.metrics({name: value.sum() for name, value in statistics.items()})
+    errors = answer - held_out["target"]
+    assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)))
+    assert metrics["r2"] == pytest.approx(1 - np.mean(errors**2) / held_out["target"].var(), rel=1e-5)
+    assert metrics["r2"] > 0.35
+    assert len(model.blocks()) == loaded.model.options()["num_layers"]
+    assert set(task.slice_names([""] * len(errors), statistics)) == {"mild", "severe"}
+
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("there is no torch here", name="torch")
+
+sys.meta_path.insert(0, NoTorch())
+from kftrain import config
+from kftrain.data.sources import resolve
+from kftrain.tasks import build_task
+loaded = config.load("diabetes.yaml")
+task = build_task(loaded.task)
+records = list(resolve(loaded.data).records())
+blocks = list(task.encode(records, "train"))
+assert len(blocks) == len({block.key for block in blocks}) == 442
+assert 70 < task.baselines(records)["rmse"]["mean of the targets"] < 80
+"""
+
+
+def test_the_example_is_sharded_without_torch():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, cwd=EXAMPLE, env=_with_path())
+
+
+def test_the_page_shows_the_files_as_they_are():
+    page = (REPOSITORY / "docs" / "own-task.md").read_text()
+    files = [path.read_text() for path in (*EXAMPLE.glob("*.yaml"), *EXAMPLE.glob("diabetes/*.py"))]
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        assert any(block in content for content in files), block
+
+
+@pytest.mark.parametrize("name", ["stdlib-lm", "digits"])
+def test_the_built_in_examples_build(name):
+    loaded = config.load(REPOSITORY / "examples" / f"{name}.yaml")
+    task = build_task(loaded.task)
+    model = build_model(loaded.model, task.model_arguments())
+    (block,) = task.encode([_first_record(loaded)], "validation")
+    batch, weight = task.batch(block.arrays), torch.ones(block.num_rows)
+    with torch.no_grad():
+        assert torch.isfinite(task.loss(model, batch, weight))
+        sums = {name: value.sum().numpy() for name, value in task.statistics(model, batch).items()}
+    assert loaded.registry.metric in task.metrics(sums)
+
+
+def _first_record(loaded):
+    return next(iter(resolve(loaded.data).records()))
+
+
+def _with_path():
+    return {**os.environ, "PYTHONPATH": f"{EXAMPLE}:{REPOSITORY}"}
