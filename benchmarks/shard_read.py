@@ -24,6 +24,7 @@ from pathlib import Path
 import fresh_process
 import numpy as np
 import shard_write
+import webdataset
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
@@ -80,8 +81,6 @@ def read_in_stored_order(folder: Path, field: str) -> tuple[int, float]:
 
 
 def read_decoded(folder: Path, field: str) -> tuple[int, float]:
-    import webdataset
-
     urls = sorted(map(str, folder.glob("train-*.tar")))
     num_samples = total = 0
     for sample in webdataset.WebDataset(urls, shardshuffle=False).decode():
@@ -92,8 +91,6 @@ def read_decoded(folder: Path, field: str) -> tuple[int, float]:
 
 
 def read_undecoded(folder: Path, field: str) -> tuple[int, float]:
-    import webdataset
-
     width = {"image": 20_000, "tokens": 4_096}[field]
     urls = sorted(map(str, folder.glob("train-*.tar")))
     samples = webdataset.WebDataset(urls, shardshuffle=False)

@@ -23,6 +23,7 @@ from typing import Any
 
 import fresh_process
 import numpy as np
+import webdataset
 
 from kftrain.data.schema import Arrays, Block, Field, SampleSchema
 from kftrain.data.shardwriter import SplitWriter
@@ -66,8 +67,6 @@ def stacked(rows: list[Arrays]) -> Arrays:
 
 
 def write_peer(folder: Path, items: list[dict[str, Any]]) -> None:
-    import webdataset
-
     pattern = str(folder / "train-%06d.tar")
     with webdataset.ShardWriter(pattern, maxsize=SHARD_SIZE_BYTES, maxcount=10**9, mtime=0, verbose=0) as writer:
         for number, item in enumerate(items):

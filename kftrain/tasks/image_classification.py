@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field as Limits
 
-from kftrain.config import Amount, Count
+from kftrain.config import Count
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.errors import ConfigError, DataError
 
@@ -37,8 +37,6 @@ class ImageClassification:
         mean: Subtracted from pixels after scaling to 0 … 1.
         std: Divides them after that.
         labels: Names of the classes; empty: their numbers.
-        max_shift: In training, images are moved by up to this many pixels in either direction, filled up with
-            zeros.
     """
 
     def __init__(
@@ -51,10 +49,9 @@ class ImageClassification:
         mean: float = 0.5,
         std: Annotated[float, Limits(gt=0)] = 0.5,
         labels: list[str] | None = None,
-        max_shift: Amount = 0,
     ) -> None:
         self.image_size, self.num_channels, self.num_classes = image_size, num_channels, num_classes
-        self.max_value, self.mean, self.std, self.max_shift = max_value, mean, std, max_shift
+        self.max_value, self.mean, self.std = max_value, mean, std
         self.labels = list(labels) if labels else [str(number) for number in range(num_classes)]
         if len(set(self.labels)) != num_classes:
             raise ConfigError(
@@ -63,8 +60,6 @@ class ImageClassification:
                 value=labels,
                 fix="one for each class",
             )
-        if max_shift >= image_size:
-            raise ConfigError("must be less than image_size", where="task.max_shift", value=max_shift)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -123,12 +118,10 @@ class ImageClassification:
         }
 
     def loss(self, model: torch.nn.Module, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy in nats of images whose weight is not 0; shifts them in training mode."""
+        """Summed cross-entropy in nats of images whose weight is not 0."""
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
-        shifted = self.max_shift and model.training
-        images = self._shift(batch["images"]) if shifted else batch["images"]
-        losses = F.cross_entropy(model(images).float(), batch["labels"], reduction="none")
+        losses = F.cross_entropy(model(batch["images"]).float(), batch["labels"], reduction="none")
         return (losses * weight).sum()
 
     def statistics(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -230,22 +223,6 @@ class ImageClassification:
         if not isinstance(label, int | np.integer) or not 0 <= label < self.num_classes:
             raise DataError(f"the label is not one of 0 to {self.num_classes - 1}", where=record.key, value=label)
         return int(label)
-
-    def _shift(self, images: torch.Tensor) -> torch.Tensor:
-        """Moves each image by its own offset from torch's global CPU generator; what comes in is black."""
-        import torch
-        import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
-
-        rows, _, size, _ = images.shape
-        offsets = torch.randint(0, 2 * self.max_shift + 1, (rows, 2)).to(images.device)
-        black = -self.mean / self.std
-        padded = F.pad(images, (self.max_shift,) * 4, value=black)
-        span = torch.arange(size, device=images.device)
-        down = (offsets[:, 0, None] + span)[:, None, :, None]
-        right = (offsets[:, 1, None] + span)[:, None, None, :]
-        each = torch.arange(rows, device=images.device)[:, None, None, None]
-        channel = torch.arange(images.shape[1], device=images.device)[None, :, None, None]
-        return padded[each, channel, down, right]
 
 
 def _as_lists(image: Any) -> Any:

@@ -151,31 +151,6 @@ def test_predict_refuses_what_has_neither_images_nor_pixels():
     assert task.predict(some_model(task), pandas.DataFrame({"image": []})).shape == (0, 4)
 
 
-def test_shifts_move_whole_images_by_at_most_the_limit_and_follow_the_seed():
-    task = build(max_shift=1)
-    batch = task.batch(arrays_of(build(), records(40)))
-    images = batch["images"]
-    torch.manual_seed(1)
-    shifted = task._shift(images)
-    torch.manual_seed(1)
-    assert torch.equal(task._shift(images), shifted)
-    padded = torch.nn.functional.pad(images, (1, 1, 1, 1), value=-0.3 / 0.35)
-    offsets = set()
-    for image, moved in zip(padded, shifted, strict=True):
-        found = [(y, x) for y in range(3) for x in range(3) if torch.equal(image[:, y : y + 8, x : x + 8], moved)]
-        assert found
-        offsets.add(found[0])
-    assert len(offsets) == 9
-
-
-def test_images_are_shifted_in_training_only():
-    shifting, still = build(max_shift=1), build()
-    model, batch = some_model(still), still.batch(arrays_of(still, records(8)))
-    weight = torch.ones(8)
-    assert torch.equal(shifting.loss(model, batch, weight), still.loss(model, batch, weight))
-    assert not torch.equal(shifting.loss(model.train(), batch, weight), still.loss(model, batch, weight))
-
-
 def test_baselines_know_only_how_frequent_classes_are():
     items = [Record(str(n), {"image": None, "label": label}) for n, label in enumerate([0, 0, 0, 1])]
     baselines = build().baselines(iter(items))
@@ -186,7 +161,7 @@ def test_baselines_know_only_how_frequent_classes_are():
     assert build().baselines(iter([])) == {}
 
 
-@pytest.mark.parametrize("options", [{"labels": ["a", "b"]}, {"labels": ["a", "a", "b", "c"]}, {"max_shift": 8}])
+@pytest.mark.parametrize("options", [{"labels": ["a", "b"]}, {"labels": ["a", "a", "b", "c"]}])
 def test_options_that_do_not_fit_are_refused(options):
     with pytest.raises(ConfigError):
         build(**options)
