@@ -46,7 +46,7 @@ class RunConfig(_Section):
     """Short name, also part of job names: lower-case letters, digits and dashes, at most 40."""
     seed: Amount = 0
     """Seed of the initial weights, the data order and dropout."""
-    storage_root: str = "./runs"
+    storage_root: str = "."
     """Folder or object store URI below which shards and runs are kept."""
 
 
@@ -283,7 +283,7 @@ class Config(_Section):
         return storage.digest_json(self.training_identity(dataset_digest))
 
     def anchored(self, base: str | Path) -> Config:
-        """The same with relative paths (storage root, source, sqlite file) made absolute against `base`."""
+        """The same with the storage root and the path of an sqlite file made absolute against `base`."""
         changes: dict[str, Any] = {
             "run": self.run.model_copy(update={"storage_root": storage.absolute(self.run.storage_root, base)}),
             "tracking": self.tracking.model_copy(update={"uri": _anchored_sqlite(self.tracking.uri, base)}),

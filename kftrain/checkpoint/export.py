@@ -175,7 +175,9 @@ def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
         file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
         state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: that is the intent
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled"
+            )  # one process: that is the intent
             dcp.state_dict_loader.load(state, storage_reader=reader(checkpoint_uri), no_dist=True)
         plain = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in state.items()}
         save_file(plain, folder / file, metadata={"format": "pt"})

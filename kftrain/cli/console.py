@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import click
 
-from kftrain.stages.progress import STEP
+from kftrain.progress import STEP
 
 PLAIN_INTERVAL_SECONDS = 10.0
 """Between two step lines where there is no terminal; the last step is always shown."""

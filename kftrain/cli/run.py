@@ -19,8 +19,8 @@ from kftrain.cli.options import config_options
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, ConfigError
+from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
 from kftrain.stages import failure, resolve
-from kftrain.stages.progress import ERROR_LINE, RUN_LINE, unmarked
 
 
 @click.command("run")
@@ -60,9 +60,9 @@ class Watched:
         """Takes one line of output."""
         self._log.write(raw)
         text = unmarked(raw)
-        if text is None:
-            show_step(self._shown, raw)
-        elif text.startswith(ERROR_LINE):
+        if text is None or show_step(self._shown, text):
+            return
+        if text.startswith(ERROR_LINE):
             self.error = json.loads(text.removeprefix(ERROR_LINE))
         elif text.startswith(RUN_LINE):
             self.run_uri = text.removeprefix(RUN_LINE)

@@ -19,9 +19,9 @@ from kftrain import config as configuration
 from kftrain import storage
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, override_option
+from kftrain.progress import ERROR_LINE, Progress, unmarked
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
-from kftrain.stages.progress import ERROR_LINE, Progress
 
 
 @click.command("shard")
@@ -107,8 +107,9 @@ def _workers_to(shown: Display) -> Iterator[None]:
 def _show_all(shown: Display, descriptor: int) -> None:
     with open(descriptor, errors="replace") as stream:
         for line in stream:
-            if not show_step(shown, line):
-                shown.line(line.rstrip("\n"))
+            text = unmarked(line)
+            if text is not None and not show_step(shown, text):
+                shown.line(text)
 
 
 def _show(shown: Display, line: str) -> None:

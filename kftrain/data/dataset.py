@@ -28,7 +28,7 @@ class ShardedDataset:
     """One split of a dataset. All methods may be called from any thread."""
 
     def __init__(self, manifest_uri: str, manifest: Manifest, split: str) -> None:
-        self._uri, self._split = manifest_uri, split
+        self._uri = manifest_uri
         self._shards = manifest.splits[split].shards
         self.schema: SampleSchema = manifest.sample_schema
         self.num_groups = manifest.splits[split].num_blocks

@@ -23,8 +23,8 @@ from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
+from kftrain.progress import to_log
 from kftrain.tasks.base import Task
-from kftrain.train.recorder import say
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
@@ -82,7 +82,7 @@ def _evaluate_one(
     storage.publish(storage.join(target.output_uri, STATISTICS), content)
     storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
     shown = " ".join(f"{name} {interval.value:.4f}" for name, interval in evaluation.metrics.items())
-    say(f"evaluated {evaluation.num_samples} samples: {shown}")
+    to_log(f"evaluated {evaluation.num_samples} samples: {shown}")
 
 
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:

@@ -7,14 +7,13 @@ with the error that its first failing process left behind.
 
 from __future__ import annotations
 
-import sys
-
 from kftrain import attempts, contracts, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.errors import FIRST_RETRYABLE_CODE, EvaluationError, KftrainError, LaunchError, error_from_dict
 from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
+from kftrain.progress import to_log
 
 
 def run_training(paths: RunPaths, config: Config, mlflow_run_id: str = "") -> Completion:
@@ -67,8 +66,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
                 where=spec.run_uri,
                 fix="mend the cause and resume the run",
             )
-        sys.stdout.write(f"attempt failed, trying again from the last checkpoint: {error.line}\n")
-        sys.stdout.flush()
+        to_log(f"attempt failed, trying again from the last checkpoint: {error.line}")
 
 
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:

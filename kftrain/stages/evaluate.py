@@ -7,10 +7,10 @@ from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.outcome import Outcome, finite
-from kftrain.stages.progress import Progress, to_log
 
 
 def evaluate(run_uri: str, progress: Progress = to_log) -> Outcome:

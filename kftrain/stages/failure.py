@@ -17,8 +17,8 @@ from typing import Any
 from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
+from kftrain.progress import ERROR_LINE, Progress
 from kftrain.stages import lifetime, tracked
-from kftrain.stages.progress import ERROR_LINE, Progress
 
 TERMINATION_LOG = "/dev/termination-log"
 """What Kubernetes shows as the reason why a container ended; there only in a pod."""

@@ -12,9 +12,9 @@ from kftrain import errors, report, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import KftrainError, LaunchError
+from kftrain.progress import Progress, to_log
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.outcome import Outcome
-from kftrain.stages.progress import Progress, to_log
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
 """How the other steps ended well, in the words of Kubeflow's backend and of its local runner."""

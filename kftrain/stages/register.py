@@ -15,11 +15,11 @@ from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
 from kftrain.data.manifest import Manifest
 from kftrain.errors import ConfigError, LaunchError, TrackingError
 from kftrain.plugins import user_code
+from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
 from kftrain.stages.outcome import Outcome, finite
-from kftrain.stages.progress import Progress, to_log
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
 

@@ -12,10 +12,10 @@ from kftrain.contracts import RunPaths
 from kftrain.data import manifest, sharding
 from kftrain.data.manifest import Manifest
 from kftrain.errors import CheckpointError, DataError
+from kftrain.progress import RUN_LINE, Progress, to_log
 from kftrain.stages import failure, preflight, resolve
 from kftrain.stages.dataset import RunShards, read_dataset
 from kftrain.stages.outcome import Outcome
-from kftrain.stages.progress import RUN_LINE, Progress, to_log
 from kftrain.stages.resolve import OpenedRun
 from kftrain.tasks import build_task
 

@@ -9,8 +9,8 @@ from kftrain.config import Config
 from kftrain.contracts import Document, RunPaths
 from kftrain.data.manifest import Manifest
 from kftrain.errors import InterruptedByUser, KftrainError, Preempted
+from kftrain.progress import Progress
 from kftrain.stages.dataset import RunShards
-from kftrain.stages.progress import Progress
 from kftrain.tracking import DatasetLineage
 
 

@@ -8,10 +8,10 @@ from kftrain import contracts, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import CheckpointError
+from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.outcome import Outcome, finite
-from kftrain.stages.progress import Progress, to_log
 
 
 def train(run_uri: str, progress: Progress = to_log) -> Outcome:

@@ -22,8 +22,9 @@ from kftrain.errors import DivergedError, Preempted
 from kftrain.evaluate.score import score, total_metrics
 from kftrain.parallel import wrap
 from kftrain.parallel.world import World
+from kftrain.progress import to_log
 from kftrain.train.optimizer import learning_rate, set_learning_rate
-from kftrain.train.recorder import Recorder, say
+from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper, seed_step
 
@@ -53,8 +54,8 @@ class Loop:
     ) -> None:
         self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
         self._validation, self._writer, self._recorder, self._stop = validation, writer, recorder, stop
-        self._num_nonfinite = 0
-        self._last_recorded = 0
+        self._num_nonfinite = self._last_recorded = 0
+        self._gradient_norm = 0.0
 
     def resume(self, loaded: load.Loaded | None) -> int:
         """Restores model and optimizer; returns the number of steps that are done."""
@@ -72,20 +73,22 @@ class Loop:
         )
         return loaded.manifest.step
 
-    def run(self, first_step: int) -> None:
-        """Takes all steps from `first_step` on; ends with the last one committed.
+    def run(self, first_step: int) -> int:
+        """Takes all steps from `first_step` on; returns the number of steps that are done, the last one committed.
 
         Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite.
         """
         train = self._config.train
-        self._last_recorded = first_step
+        self._last_recorded = done = first_step
         for step, batch in enumerate(self._loader.steps(first_step, train.steps - first_step), start=first_step):
             control = self._agree(batch)
             if control.stop:
                 self._stop_after_commit(step)
             loss = self._take(step, batch, control.num_terms)
-            self._after_step(step + 1, loss, control.busy)
+            done = step + 1
+            self._after_step(done, loss, control.busy)
         self._writer.wait()
+        return done
 
     def _agree(self, batch: StepBatch) -> Control:
         terms, stop, busy = self._world.sum(
@@ -144,16 +147,14 @@ class Loop:
     def _save(self, done: int, last: bool, busy: bool) -> None:
         if busy and not last:
             if self._world.is_main:
-                say(f"warning: checkpoint at step {done} skipped: the one before is still being written")
+                to_log(f"warning: checkpoint at step {done} skipped: the one before is still being written")
             return
+        waits = last or not self._config.checkpoint.asynchronous
         self._writer.save(self._state(), self._recorder.history, done, done * self._config.train.global_batch_size)
-        if last or not self._config.checkpoint.asynchronous:
+        if waits:
             self._writer.wait()
         if self._world.is_main:
-            say(
-                f"checkpoint at step {done} "
-                + ("committed" if last or not self._config.checkpoint.asynchronous else "started")
-            )
+            to_log(f"checkpoint at step {done} " + ("committed" if waits else "started"))
 
     def _stop_after_commit(self, done: int) -> None:
         """Commits what is done since the last checkpoint, if anything."""

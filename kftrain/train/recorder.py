@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
+from kftrain.progress import to_log
 from kftrain.tracking.base import Tracker
 
 MAX_POINTS = 4096
@@ -37,7 +37,7 @@ class Recorder:
         self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
         eta_seconds = (self._num_steps - step) * elapsed_seconds / num_steps
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
-        say(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s, {_duration(eta_seconds)} left")
+        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s, {_duration(eta_seconds)} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
         """A quick evaluation after `step` steps; the time that it took does not count as training speed."""
@@ -47,7 +47,7 @@ class Recorder:
             self._log(values, step)
         else:
             self._add({"step": step, **values, "seconds": self.seconds})
-        say(f"step {step}/{self._num_steps} " + " ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        to_log(f"step {step}/{self._num_steps} " + " ".join(f"{name} {value:.4g}" for name, value in values.items()))
         self._mark = time.monotonic()
 
     def _add(self, point: Point) -> None:
@@ -59,12 +59,6 @@ class Recorder:
     def _log(self, values: dict[str, float], step: int) -> None:
         if self._tracker is not None:
             self._tracker.log_metrics(values, step)
-
-
-def say(line: str) -> None:
-    """One line of progress: whoever launched the job reads it from stdout."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def _duration(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,54 +30,96 @@ from kftrain.models import build_model
 from kftrain.parallel import wrap
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
+from kftrain.progress import to_log
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
-from kftrain.train.recorder import Recorder, say
+from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
+
+TRACKER_TIMEOUT_SECONDS = 30.0
+"""How long the end of an attempt waits for MLflow to take the last points."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: the same for every attempt of the run."""
+
+    paths: RunPaths
+    config: Config
+    manifest_uri: str
+    manifest: Manifest
+    identity: dict[str, Any]
+    task: Task
+
+    @property
+    def digest(self) -> str:
+        """The training digest."""
+        return storage.digest_json(self.identity)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What rank 0 knows after the last step."""
+
+    attempt: int
+    world_size: int
+    num_parameters: int
+    history: list[dict[str, Any]]
 
 
 def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     """Trains to the last step and writes COMPLETE.json, or raises. Returns at once where that file is there already."""
-    shards = storage.read_json(paths.shards)
-    manifest_uri, identity = shards["manifest_uri"], config.training_identity(shards["dataset_digest"])
-    training_digest = storage.digest_json(identity)
-    if storage.exists(paths.complete) and read(Completion, paths.complete).training_digest == training_digest:
-        say("already complete: nothing to do")
-        return
     start = time.monotonic()
-    with join_world(config.launch.timeout_seconds) as world:
-        manifest = read_manifest(manifest_uri)
-        _verify(manifest_uri, config, world)
-        loaded = load.choose(paths, world, identity)
-        first_step = loaded.manifest.step if loaded else 0
-        attempt = world.from_main(attempts.claim(paths, first_step, world.size) if world.is_main else None)
-        writer_identity = Identity(attempt, manifest.dataset_digest, training_digest, identity)
-        writer = CheckpointWriter(paths, world, writer_identity, config.checkpoint.keep_last, first_step)
-        task = build_task(config.task)
-        stepper = _build(config, task, world)
-        num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
-        history = loaded.history if loaded else []
-        if world.is_main:
-            say(_headline(config, manifest, num_parameters, world, attempt, first_step))
-        tracker = _open_tracker(config, attempt) if world.is_main else None
-        recorder = Recorder(history, tracker, config.train.steps)
-        loader, validation = _data(config, manifest_uri, manifest, world)
-        loop = Loop(config, world, stepper, loader, validation, writer, recorder, stop)
-        try:
-            loop.run(loop.resume(loaded))
-        finally:
-            writer.close()
-            if tracker is not None:
-                tracker.close(timeout_seconds=30.0)
-        _require_agreement(world, config, recorder if world.is_main else None)
+    training = _read_training(paths, config)
+    if storage.exists(paths.complete) and read(Completion, paths.complete).training_digest == training.digest:
+        to_log("already complete: nothing to do")
+        return
+    with join_world(config.launch.timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as spool:
+        finished = _attempt(training, world, stop, Path(spool))
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
-        _complete(
-            paths, config, manifest, task, attempt, world.size, num_parameters, recorder, time.monotonic() - start
-        )
+        _complete(training, finished, time.monotonic() - start)
+
+
+def _read_training(paths: RunPaths, config: Config) -> Training:
+    shards = storage.read_json(paths.shards)
+    return Training(
+        paths=paths,
+        config=config,
+        manifest_uri=shards["manifest_uri"],
+        manifest=read_manifest(shards["manifest_uri"]),
+        identity=config.training_identity(shards["dataset_digest"]),
+        task=build_task(config.task),
+    )
+
+
+def _attempt(training: Training, world: World, stop: StopRequest, spool: Path) -> Finished:
+    """Verifies, claims, trains to the last step. Collective."""
+    paths, config = training.paths, training.config
+    _verify(training.manifest_uri, config, world)
+    loaded = load.choose(paths, world, training.identity)
+    first_step = loaded.manifest.step if loaded else 0
+    attempt = world.from_main(attempts.claim(paths, first_step, world.size) if world.is_main else None)
+    stepper = _build(config, training.task, world)
+    num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
+    if world.is_main:
+        to_log(_headline(config, num_parameters, world, attempt, first_step))
+    identity = Identity(attempt, training.manifest.dataset_digest, training.digest, training.identity)
+    writer = CheckpointWriter(paths, world, identity, config.checkpoint.keep_last, first_step)
+    tracker = _open_tracker(config, spool) if world.is_main else None
+    recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
+    loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop)
+    try:
+        last_step = loop.run(loop.resume(loaded))
+    finally:
+        writer.close()
+        if tracker is not None:
+            tracker.close(timeout_seconds=TRACKER_TIMEOUT_SECONDS)
+    _require_agreement(world, last_step, writer.committed_step, config.train.steps)
+    return Finished(attempt, world.size, num_parameters, recorder.history)
 
 
 def _verify(manifest_uri: str, config: Config, world: World) -> None:
@@ -109,74 +152,65 @@ def _build(config: Config, task: Task, world: World) -> Stepper:
     return Stepper(distributed, optimizer, task, layout, world, config.train.gradient_clip_norm)
 
 
-def _data(config: Config, manifest_uri: str, manifest: Manifest, world: World) -> tuple[TrainLoader, ShardedDataset]:
-    training = ShardedDataset.open(manifest_uri, "train")
+def _data(training: Training, world: World) -> tuple[TrainLoader, ShardedDataset]:
+    config = training.config
+    dataset = ShardedDataset.open(training.manifest_uri, "train")
     order = TrainingOrder(
-        training.samples_per_shard, manifest.dataset_digest, config.run.seed, config.data.shuffle_window_shards
+        dataset.samples_per_shard,
+        training.manifest.dataset_digest,
+        config.run.seed,
+        config.data.shuffle_window_shards,
     )
     plan = BatchPlan(config.train.global_batch_size, world.size, config.train.micro_batch_size)
-    loader = TrainLoader(training, order, plan, world.rank, config.data.prefetch_batches)
-    return loader, ShardedDataset.open(manifest_uri, "validation")
+    loader = TrainLoader(dataset, order, plan, world.rank, config.data.prefetch_batches)
+    return loader, ShardedDataset.open(training.manifest_uri, "validation")
 
 
-def _open_tracker(config: Config, attempt: int) -> tracking.Tracker | None:
+def _open_tracker(config: Config, folder: Path) -> tracking.Tracker | None:
     mlflow_run_id = os.environ.get(MLFLOW_RUN_ID_ENV, "")
     if not mlflow_run_id:
         return None
-    spool = Path(tempfile.mkdtemp(prefix="kftrain-spool-")) / f"attempt-{attempt}.jsonl"
-    return tracking.open_tracker(config.tracking.uri, mlflow_run_id, spool)
+    return tracking.open_tracker(config.tracking.uri, mlflow_run_id, folder / "points.jsonl")
 
 
-def _headline(
-    config: Config, manifest: Manifest, num_parameters: int, world: World, attempt: int, first_step: int
-) -> str:
+def _headline(config: Config, num_parameters: int, world: World, attempt: int, first_step: int) -> str:
     where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {world.device.type}"
     resumed = f", going on after step {first_step}" if first_step else ""
     how = f"{config.parallel.strategy}, {config.precision.compute}"
     return f"attempt {attempt}: {num_parameters:,} parameters, {how}, {where}{resumed}"
 
 
-def _require_agreement(world: World, config: Config, recorder: Recorder | None) -> None:
-    """All processes state the step that they reached; any other answer than the target is a failure of the job."""
-    steps = world.gather(config.train.steps)
-    if set(steps) != {config.train.steps}:
-        raise LaunchError("the processes do not agree on the last step", value=steps)
+def _require_agreement(world: World, last_step: int, committed_step: int, target_step: int) -> None:
+    """All processes state what they reached and saw committed; any other answer than the target fails the job."""
+    answers = world.gather((last_step, committed_step))
+    if set(answers) != {(target_step, target_step)}:
+        raise LaunchError(f"the processes did not all reach and commit step {target_step}", value=answers)
 
 
-def _complete(
-    paths: RunPaths,
-    config: Config,
-    manifest: Manifest,
-    task: Task,
-    attempt: int,
-    world_size: int,
-    num_parameters: int,
-    recorder: Recorder,
-    seconds: float,
-) -> None:
-    newest = commit.committed(paths)[0]
-    checkpoint_uri = storage.join(paths.checkpoints, str(newest))
+def _complete(training: Training, finished: Finished, seconds: float) -> None:
+    paths = training.paths
+    checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
     checkpoint, digest = commit.read_manifest(checkpoint_uri)
-    uri, export_digest = export_model(paths, config, task, checkpoint_uri)
+    export_uri, export_digest = export_model(paths, training.config, training.task, checkpoint_uri)
     completion = Completion(
         run_id=paths.run_id,
         step=checkpoint.step,
         samples_consumed=checkpoint.samples_consumed,
-        attempt=attempt,
-        world_size=world_size,
+        attempt=finished.attempt,
+        world_size=finished.world_size,
         checkpoint_uri=checkpoint_uri,
         checkpoint_digest=digest,
-        export_uri=uri,
+        export_uri=export_uri,
         export_digest=export_digest,
-        dataset_digest=manifest.dataset_digest,
+        dataset_digest=training.manifest.dataset_digest,
         training_digest=checkpoint.training_digest,
-        num_parameters=num_parameters,
-        metrics=_last_values(recorder.history),
+        num_parameters=finished.num_parameters,
+        metrics=_last_values(finished.history),
         seconds=seconds,
     )
-    attempts.require_held(paths, attempt)
+    attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())
-    say(f"complete: step {completion.step}, exported to {uri}")
+    to_log(f"complete: step {completion.step}, exported to {export_uri}")
 
 
 def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: str) -> tuple[str, str]:

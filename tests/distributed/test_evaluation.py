@@ -50,7 +50,7 @@ def test_metrics_are_identical_for_one_two_and_three_processes(trained, tmp_path
 
 
 def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained, tmp_path):
-    paths, resolved, completion = trained
+    paths, _, completion = trained
     evaluate(trained, str(tmp_path / "out"), 2)
     evaluation = contracts.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
     loaded = load_export(completion.export_uri, completion.export_digest)

@@ -25,7 +25,7 @@ evaluate: {interval_steps: 0, num_bootstrap: 100}
 launch: {processes_per_node: 2, timeout_seconds: 60}
 """
 
-WORDS = "the of and shard rank loss step epoch gradient batch tensor mesh commit resume attempt worker kernel".split()
+WORDS = ("the", "of", "and", "shard", "rank", "loss", "step", "epoch", "gradient", "batch", "tensor", "mesh", "commit")
 
 
 def write_texts(folder, num_files=24, num_words=400):
@@ -51,10 +51,8 @@ def make_run(root, overrides=(), run_id="r"):
 
 
 def worker_command(paths, resolved, task="train", processes=2):
-    return [
-        sys.executable, "-m", "kftrain", "worker", "--task", task, "--run-uri", paths.uri, "--digest", resolved.digest(),
-        "--processes", str(processes),
-    ]  # fmt: skip
+    arguments = ["--task", task, "--run-uri", paths.uri, "--digest", resolved.digest(), "--processes", str(processes)]
+    return [sys.executable, "-m", "kftrain", "worker", *arguments]
 
 
 def run_worker(paths, resolved, task="train", processes=2, **environment):

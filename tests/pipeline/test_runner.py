@@ -11,7 +11,7 @@ from kfp import dsl
 from kfp.compiler import Compiler
 
 from kftrain.cli.child import PipelineProcess
-from kftrain.stages.progress import unmarked
+from kftrain.progress import unmarked
 
 
 @dsl.component(base_image="python", install_kfp_package=False)
@@ -21,8 +21,8 @@ def work(folder: str, seconds: float) -> str:
 
     from kftrain.config import Config
     from kftrain.contracts import RunPaths
+    from kftrain.progress import to_log
     from kftrain.stages.failure import reported
-    from kftrain.stages.progress import to_log
 
     with reported("work", RunPaths(folder), Config(), to_log):
         Path(folder, "seen").write_text(folder)

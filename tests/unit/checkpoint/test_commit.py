@@ -115,7 +115,7 @@ def test_progress_shows_in_the_claims(paths):
     assert (attempts.last_attempt(paths), attempts.last_start_step(paths)) == (2, 40)
 
 
-class Crash(Exception):
+class Crash(Exception):  # noqa: N818
     """The process dies here."""
 
 

@@ -1,5 +1,5 @@
 from kftrain.cli.console import PlainDisplay, TerminalDisplay, show_step
-from kftrain.stages.progress import PREFIX, to_log, unmarked
+from kftrain.progress import PREFIX, to_log, unmarked
 
 
 class Recorded:

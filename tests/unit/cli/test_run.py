@@ -49,7 +49,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
 
 def test_paths_are_anchored_in_the_workdir(tmp_path):
     resolved, resume_run = run._resolved(None, (), tmp_path, "")
-    assert resolved.run.storage_root == f"{tmp_path}/runs"
+    assert resolved.run.storage_root == f"{tmp_path}"
     assert resolved.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert resume_run == ""
 

@@ -83,7 +83,7 @@ def test_what_changes_the_numbers_makes_it_another_training(override):
 
 def test_relative_paths_are_anchored_and_others_left_alone(tmp_path):
     anchored = config.parse("").anchored(tmp_path)
-    assert anchored.run.storage_root == f"{tmp_path}/runs"
+    assert anchored.run.storage_root == f"{tmp_path}"
     assert anchored.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert anchored.anchored("/elsewhere") == anchored
     remote = config.parse("run: {storage_root: 's3://b/x'}\ntracking: {uri: 'http://h:5000'}")

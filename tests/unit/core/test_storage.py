@@ -102,7 +102,7 @@ def test_an_unknown_scheme_names_what_to_install():
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_content(tmp_path):
-    """Kills a process that replaces a file in a loop, many times; a reader must never see anything but a whole version."""
+    """Kills a process that replaces a file in a loop: a reader must see nothing but a whole version."""
     uri = str(tmp_path / "f.json")
     storage.publish_json(uri, [0] * 10_000)
     script = (

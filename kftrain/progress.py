@@ -1,7 +1,7 @@
-"""How a stage says what it is doing: one line of text at a time.
+"""How stages and workers say what they are doing: one line of text at a time.
 
-Inside a pipeline a stage shares its standard output with kfp's own log and with the workers', so its lines
-carry a prefix by which `kftrain run` finds them again. A worker's `step N/M …` lines need none.
+Inside a pipeline they share their standard output with kfp's own log and with whatever libraries print, so their
+lines carry a prefix by which `kftrain run` finds them again.
 """
 
 from __future__ import annotations
