@@ -2,8 +2,8 @@
 
     python benchmarks/shard_read.py [--rounds 5] [--scale 1.0] [--folder /dev/shm]
 
-    ours                    TrainLoader: the shuffled training order, batches of 64, one prefetch thread
-    ours, stored order      ShardedDataset.read_range, batches of 64
+    ours                    ShardedDataset.read_range: stored order, batches of 64
+    ours, shuffled          TrainLoader: training order over a window of 16 shards, batches of 64, one prefetch thread
     webdataset              WebDataset(...).decode(), as a user calls it: stored order, samples one by one, no batches
     webdataset, bytes       WebDataset(...) without decoding: its best case
     limit                   read() of the same files
@@ -106,8 +106,8 @@ def read_files(folder: Path, field: str) -> tuple[int, float]:
 
 
 VARIANTS: dict[str, Callable[[Path, str], tuple[int, float]]] = {
-    fresh_process.OURS: read_shuffled,
-    "ours, stored order": read_in_stored_order,
+    fresh_process.OURS: read_in_stored_order,
+    "ours, shuffled": read_shuffled,
     "webdataset": read_decoded,
     "webdataset, bytes": read_undecoded,
     "limit": read_files,

@@ -15,8 +15,10 @@ from kftrain.train.supervisor import Rendezvous, Supervisor, torchrun_arguments
 @click.option("--run-uri", required=True, help="Folder of the run.")
 @click.option("--digest", required=True, help="Digest of the run's config.yaml.")
 @click.option("--processes", type=click.IntRange(min=1), required=True, help="Processes on this node.")
-def worker_command(task: str, run_uri: str, digest: str, processes: int) -> None:
+@click.option("--nodes", type=click.IntRange(min=1), default=1, help="Nodes of the job.")
+def worker_command(task: str, run_uri: str, digest: str, processes: int, nodes: int) -> None:
     """Run this node's share of a job; exits with the code of the process that failed first."""
     arguments = ["--task", task, "--run-uri", run_uri, "--digest", digest]
-    supervisor = Supervisor(RunPaths(run_uri), torchrun_arguments(Rendezvous(), processes, arguments), processes)
+    torchrun = torchrun_arguments(Rendezvous.from_environment(nodes), processes, arguments)
+    supervisor = Supervisor(RunPaths(run_uri), torchrun, processes)
     sys.exit(supervisor.run())

@@ -30,7 +30,9 @@ def encode_key(key: str, max_suffix_bytes: int) -> str:
     """The member name of any key but '', without its suffix (`.<field>.npy`, at most `max_suffix_bytes`)."""
     assert key, "a key is not empty"
     encoded = _escape(key)
-    return encoded if split_name(encoded, max_suffix_bytes) else _shorten(key, max_suffix_bytes)
+    if len(encoded) + max_suffix_bytes <= MAX_BASE_BYTES or split_name(encoded, max_suffix_bytes):
+        return encoded
+    return _shorten(key, max_suffix_bytes)
 
 
 def decode_key(encoded: str) -> str:

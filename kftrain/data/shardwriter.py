@@ -121,31 +121,33 @@ class _BlockEncoder:
     """Blocks to tar members, under one schema."""
 
     def __init__(self, schema: SampleSchema) -> None:
-        self._fields = [(f.name, f".{f.name}.npy", stored_dtype(f.dtype), f.shape) for f in schema.fields]
+        dtypes = [stored_dtype(f.dtype) for f in schema.fields]
+        self._fields = [
+            (f.name, f".{f.name}.npy".encode("ascii"), dtype, dtype.str, f.shape)
+            for f, dtype in zip(schema.fields, dtypes, strict=True)
+        ]
         self._names = {f.name for f in schema.fields}
-        self._max_suffix_bytes = max(len(suffix) for _, suffix, _, _ in self._fields)
+        self._max_suffix_bytes = max(len(suffix) for _, suffix, *_ in self._fields)
 
     def encode(self, block: Block) -> tuple[list[bytes], list[int], int]:
         """The block's members in parts, its line of the index with offsets from its start, and its size in bytes."""
         num_rows = self._num_rows(block)
         names = split_name(encode_key(block.key, self._max_suffix_bytes), self._max_suffix_bytes)
         assert names is not None, block.key
-        folder, base = names[0].encode("ascii"), names[1]
+        folder, base = (name.encode("ascii") for name in names)
         parts: list[bytes] = []
         line, position = [num_rows], 0
-        for name, suffix, dtype, shape in self._fields:
-            array_ = block.arrays[name]
+        for name, suffix, dtype, descr, shape in self._fields:
+            array_ = np.asarray(block.arrays[name])
             if array_.dtype != dtype or array_.shape != (num_rows, *shape):
-                raise _mismatch(
-                    block,
-                    f"field {name} is {array_.dtype} {list(array_.shape)}, not {dtype} {[num_rows, *shape]}",
-                )
-            head, data = npy_header(dtype.str, array_.shape), array_.tobytes()
+                found = f"{array_.dtype} {list(array_.shape)}"
+                raise _mismatch(block, f"field {name} is {found}, not {dtype} {[num_rows, *shape]}")
+            head, data = npy_header(descr, array_.shape), array_.tobytes()
             size_bytes = len(head) + len(data)
             if size_bytes > MAX_MEMBER_BYTES:
                 raise _mismatch(block, f"field {name} exceeds the 8 GiB of a tar member")
             end = padding(size_bytes)
-            parts += (member_header(folder, (base + suffix).encode("ascii"), size_bytes), head, data, end)
+            parts += (member_header(folder, base + suffix, size_bytes), head, data, end)
             line.append(position + BLOCK_BYTES + len(head))
             position += BLOCK_BYTES + size_bytes + len(end)
         return parts, line, position
@@ -155,7 +157,7 @@ class _BlockEncoder:
             raise _mismatch(block, "a block has an empty key")
         if block.arrays.keys() != self._names:
             raise _mismatch(block, f"a block has the fields {sorted(block.arrays)}, not {sorted(self._names)}")
-        first = block.arrays[self._fields[0][0]]
+        first = np.asarray(block.arrays[self._fields[0][0]])
         if not first.ndim or not len(first):
             raise _mismatch(block, "a block has no rows")
         return len(first)

@@ -23,6 +23,7 @@ CHUNK_BYTES = 4 << 20
 _OWNER = b"0000444\0" + b"0000000\0" * 2
 _MTIME = b"00000000000\0"
 _TYPE_TO_DEVICE = b"0" + bytes(100) + b"ustar\00000" + bytes(80)
+_AFTER_CHECKSUM = _TYPE_TO_DEVICE + bytes(167)
 _FIXED_SUM = sum(_OWNER) + sum(_MTIME) + sum(_TYPE_TO_DEVICE) + 8 * ord(" ")
 _PADDING = [bytes(count) for count in range(BLOCK_BYTES)]
 
@@ -32,9 +33,10 @@ def member_header(folder: bytes, base: bytes, size_bytes: int) -> bytes:
 
     At most 155 and 100 bytes; the checksum is a sum of partial sums.
     """
-    size, size_sum = _octal_size(size_bytes)
-    checksum = b"%06o\0 " % (_FIXED_SUM + size_sum + sum(base) + (sum(folder) if folder else 0))
-    return b"".join((base.ljust(100, b"\0"), _OWNER, size, _MTIME, checksum, _TYPE_TO_DEVICE, folder.ljust(167, b"\0")))
+    after_name, known_sum = _owner_to_time(size_bytes)
+    checksum = b"%06o\0 " % (known_sum + sum(base) + sum(folder))
+    after_checksum = _TYPE_TO_DEVICE + folder.ljust(167, b"\0") if folder else _AFTER_CHECKSUM
+    return b"".join((base.ljust(100, b"\0"), after_name, checksum, after_checksum))
 
 
 def padding(size_bytes: int) -> bytes:
@@ -43,10 +45,11 @@ def padding(size_bytes: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _octal_size(size_bytes: int) -> tuple[bytes, int]:
+def _owner_to_time(size_bytes: int) -> tuple[bytes, int]:
+    """Mode, owner, size and time, with the sum of all bytes of the header but the name's."""
     assert size_bytes <= MAX_MEMBER_BYTES, size_bytes
-    text = b"%011o\0" % size_bytes
-    return text, sum(text)
+    size = b"%011o\0" % size_bytes
+    return _OWNER + size + _MTIME, _FIXED_SUM + sum(size)
 
 
 class TarWriter:

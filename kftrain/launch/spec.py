@@ -13,6 +13,15 @@ from kftrain.processes import num_local_gpus
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
 """The MLflow run that rank 0 logs to."""
 
+NODE_RANK_ENV = "KFTRAIN_NODE_RANK"
+"""Which of a job's nodes a worker is, from 0."""
+
+ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
+"""Where the workers of several nodes meet: the name of node 0."""
+
+RENDEZVOUS_PORT = 23456
+"""The port there; the training operator opens it on every pod."""
+
 DEFAULT_CPU_PROCESSES = 2
 
 JobTask = Literal["train", "evaluate"]
@@ -49,6 +58,8 @@ class JobSpec:
             self.config_digest,
             "--processes",
             str(self.processes_per_node),
+            "--nodes",
+            str(self.nodes),
         ]
 
 
@@ -64,9 +75,12 @@ def evaluate_job(paths: RunPaths, config: Config, metrics_uri: str) -> JobSpec:
 
 
 def processes_per_node(config: Config) -> int:
-    """The number asked for; `auto`: one per GPU of this machine, or 2 without any."""
+    """The number asked for; `auto`: one per GPU of a node, or 2 without any."""
     asked = config.launch.processes_per_node
-    return (num_local_gpus() or DEFAULT_CPU_PROCESSES) if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    local = config.launch.backend == "local"
+    return (num_local_gpus() if local else config.launch.kubernetes.gpus_per_node) or DEFAULT_CPU_PROCESSES
 
 
 def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, environment: dict[str, str]) -> JobSpec:

@@ -39,6 +39,8 @@ from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
 
+SPOOL_NAME = "unsent-metrics.jsonl"
+
 TRACKER_TIMEOUT_SECONDS = 30.0
 """How long the end of an attempt waits for MLflow to take the last points."""
 
@@ -77,8 +79,8 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     if storage.exists(paths.complete) and read(Completion, paths.complete).training_digest == training.digest:
         to_log("already complete: nothing to do")
         return
-    with join_world(config.launch.timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as spool:
-        finished = _attempt(training, world, stop, Path(spool))
+    with join_world(config.launch.timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as scratch:
+        finished = _attempt(training, world, stop, Path(scratch))
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
         _complete(training, finished, time.monotonic() - start)
@@ -96,7 +98,7 @@ def _read_training(paths: RunPaths, config: Config) -> Training:
     )
 
 
-def _attempt(training: Training, world: World, stop: StopRequest, spool: Path) -> Finished:
+def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path) -> Finished:
     """Verifies, claims, trains to the last step. Collective."""
     paths, config = training.paths, training.config
     _verify(training.manifest_uri, config, world)
@@ -109,7 +111,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, spool: Path) -
         to_log(_headline(config, num_parameters, world, attempt, first_step))
     identity = Identity(attempt, training.manifest.dataset_digest, training.digest, training.identity)
     writer = CheckpointWriter(paths, world, identity, config.checkpoint.keep_last, first_step)
-    tracker = _open_tracker(config, spool) if world.is_main else None
+    tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
     loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop)
     try:
@@ -166,11 +168,13 @@ def _data(training: Training, world: World) -> tuple[TrainLoader, ShardedDataset
     return loader, ShardedDataset.open(training.manifest_uri, "validation")
 
 
-def _open_tracker(config: Config, folder: Path) -> tracking.Tracker | None:
+def _open_tracker(paths: RunPaths, config: Config, scratch: Path) -> tracking.Tracker | None:
+    """A tracker whose spool lies in the run's folder where that is local: the next attempt sends what is left in it."""
     mlflow_run_id = os.environ.get(MLFLOW_RUN_ID_ENV, "")
     if not mlflow_run_id:
         return None
-    return tracking.open_tracker(config.tracking.uri, mlflow_run_id, folder / "points.jsonl")
+    folder = storage.local_path(paths.uri) if storage.is_local(paths.uri) else scratch
+    return tracking.open_tracker(config.tracking.uri, mlflow_run_id, folder / SPOOL_NAME)
 
 
 def _headline(config: Config, num_parameters: int, world: World, attempt: int, first_step: int) -> str:

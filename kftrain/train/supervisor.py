@@ -25,6 +25,7 @@ import psutil
 
 from kftrain import storage
 from kftrain.contracts import RunPaths
+from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
 from kftrain.processes import die_with_parent, shell_code
 
 RANK_MODULE = "kftrain.train.rank"
@@ -41,21 +42,25 @@ class Rendezvous:
 
     nodes: int = 1
     node_rank: int = 0
-    address: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port; only for a single node."""
+    address: str = ""
+    """Name of node 0; a single node needs none."""
+
+    @classmethod
+    def from_environment(cls, nodes: int) -> Rendezvous:
+        """Of a job with so many nodes, as the launcher described it in the environment."""
+        return cls(nodes, int(os.environ.get(NODE_RANK_ENV, "0")), os.environ.get(ADDRESS_ENV, ""))
 
 
 def torchrun_arguments(rendezvous: Rendezvous, processes: int, rank_arguments: list[str]) -> list[str]:
     """Arguments of torchrun for this node's share."""
-    if rendezvous.nodes == 1 and rendezvous.port == 0:
+    if rendezvous.nodes == 1:
         meeting = ["--standalone"]
     else:
         meeting = [
             f"--nnodes={rendezvous.nodes}",
             f"--node-rank={rendezvous.node_rank}",
             f"--master-addr={rendezvous.address}",
-            f"--master-port={rendezvous.port}",
+            f"--master-port={RENDEZVOUS_PORT}",
         ]
     return [*meeting, f"--nproc-per-node={processes}", "--max-restarts=0", "-m", RANK_MODULE, *rank_arguments]
 

@@ -161,6 +161,7 @@ def test_a_block_may_be_changed_after_it_was_written(tmp_path: Path) -> None:
         ),
         ({"tokens": np.zeros((0, 5), np.uint16), "label": np.zeros(0, np.int64)}, "no rows"),
         ({"tokens": np.zeros((2, 5), np.uint16), "label": np.int64(3)}, r"field label is int64 \[\], not .*\[2\]"),
+        ({"tokens": [[1] * 5] * 2, "label": np.zeros(2, np.int64)}, r"field tokens is int64 \[2, 5\], not uint16"),
         ({"tokens": np.uint16(1), "label": np.zeros(2, np.int64)}, "no rows"),
     ],
 )

@@ -73,6 +73,12 @@ def test_a_window_keeps_reading_within_its_shards() -> None:
     assert shards != sorted(shards)
 
 
+def test_windows_of_equal_size_are_shuffled_differently() -> None:
+    rows = [row for _, row in located(order_of([50, 50], window=1), 0, 100)]
+    assert sorted(rows[:50]) == sorted(rows[50:]) == list(range(50))
+    assert rows[:50] != rows[50:]
+
+
 def test_looking_up_needs_memory_of_shards_not_of_samples() -> None:
     order = order_of([10**9] * 10, window=4)
     tracemalloc.start()

@@ -130,9 +130,8 @@ def test_the_local_backend_refuses_several_nodes():
 def test_a_job_is_plain_data(paths, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     job = spec.train_job(paths, RESOLVED, "mlflow-run")
-    assert job.worker_arguments() == [
-        "worker", "--task", "train", "--run-uri", paths.uri, "--digest", RESOLVED.digest(), "--processes", "2",
-    ]  # fmt: skip
+    expected = f"worker --task train --run-uri {paths.uri} --digest {RESOLVED.digest()} --processes 2 --nodes 1"
+    assert job.worker_arguments() == expected.split()
     assert job.world_size == 2
     assert job.environment == {spec.MLFLOW_RUN_ID_ENV: "mlflow-run"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")

@@ -57,9 +57,7 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
 
 
 def test_several_nodes_meet_at_a_static_address():
-    arguments = torchrun_arguments(
-        Rendezvous(nodes=3, node_rank=1, address="job-worker-0", port=23456), 4, ["--task", "train"]
-    )
+    arguments = torchrun_arguments(Rendezvous(nodes=3, node_rank=1, address="job-worker-0"), 4, ["--task", "train"])
     assert arguments == [
         "--nnodes=3", "--node-rank=1", "--master-addr=job-worker-0", "--master-port=23456", "--nproc-per-node=4",
         "--max-restarts=0", "-m", "kftrain.train.rank", "--task", "train",
