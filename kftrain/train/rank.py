@@ -47,7 +47,10 @@ def load_config(paths: RunPaths, digest: str) -> Config:
     resolved = config.parse(storage.read_text(paths.config), where=paths.config)
     if resolved.digest() != digest:
         raise ConfigError(
-            "config.yaml is not the one this job was started for", where=paths.config, value=resolved.digest()[:16]
+            "config.yaml is not the one this job was started for",
+            where=paths.config,
+            value=resolved.digest()[:16],
+            fix="the job needs the same version of kftrain as its launcher",
         )
     return resolved
 
