@@ -10,10 +10,10 @@ demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; ea
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
 
 test: $(VENV)/.ready  ## everything that needs no cluster and no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-fast: $(VENV)/.ready  ## the same without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

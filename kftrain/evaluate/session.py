@@ -23,7 +23,6 @@ from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
-from kftrain.progress import to_log
 from kftrain.tasks.base import Task
 
 CONFIDENCE = 0.95
@@ -81,8 +80,6 @@ def _evaluate_one(
     )
     storage.publish(storage.join(target.output_uri, STATISTICS), content)
     storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
-    shown = " ".join(f"{name} {interval.value:.4f}" for name, interval in evaluation.metrics.items())
-    to_log(f"evaluated {evaluation.num_samples} samples: {shown}")
 
 
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:

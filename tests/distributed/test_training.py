@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, two_pr
 
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, two_processes):
-    paths, resolved = jobs.make_run(tmp_path)
+    paths, resolved = jobs.make_run(tmp_path, ["checkpoint.asynchronous=false"])
     process = jobs.start_worker(paths, resolved)
     jobs.wait_for_line(process, "step 7/20")
     jobs.kill_tree(process)
@@ -156,7 +156,7 @@ def test_one_killed_process_takes_the_others_down_and_the_code_is_retryable(tmp_
     paths, resolved = jobs.make_run(tmp_path, ["train.steps=2000"])
     process = jobs.start_worker(paths, resolved)
     jobs.wait_for_line(process, "step 2/2000")
-    ranks = [p for p in jobs.tree_of(process) if "kftrain.train.rank" in p.cmdline()]
+    ranks = jobs.ranks_of(process)
     assert len(ranks) == 2
     ranks[1].kill()
     process.communicate(timeout=60)

@@ -106,3 +106,9 @@ def kill_tree(process):
 def losses(paths):
     """Step -> loss as recorded, every bit of it."""
     return {point["step"]: point["loss"] for point in storage.read_json(paths.history) if "loss" in point}
+
+
+def ranks_of(process):
+    """The training processes below a supervisor."""
+    (agent,) = [child for child in psutil.Process(process.pid).children() if "kftrain.train.agent" in child.cmdline()]
+    return [child for child in agent.children(recursive=True) if "kftrain.train.rank" in child.cmdline()]

@@ -35,7 +35,7 @@ def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp
     last = failed.stderr.splitlines()[-1]
     assert last.startswith("kftrain: error: registry.metric") and "accurracy" in last
 
-    run = next((tmp_path / "runs" / "runs").iterdir())
+    run = next((tmp_path / "runs").iterdir())
     paths = RunPaths(str(run))
     assert storage.read_json(paths.error)["stage"] == "register"
     assert "accurracy" in (run / "failure.html").read_text()
@@ -48,4 +48,4 @@ def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp
     assert contracts.read(Registration, paths.registration).promoted
     assert storage.read_json_if_exists(paths.error) is None
     assert "<html" in storage.read_text(paths.report)
-    assert not list(tmp_path.glob("runs/runs/*/**/.tmp-*"))
+    assert not list(tmp_path.glob("runs/*/**/.tmp-*"))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BASE = {"errors", "config", "storage", "contracts", "plugins", "bootstrap", "processes", "attempts"}
+BASE = {"errors", "config", "storage", "contracts", "plugins", "bootstrap", "processes", "attempts", "progress"}
 """Modules that every folder may import; they import only each other."""
 
 MAY_IMPORT = {
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "checkpoint": {"data", "models", "parallel", "tasks"},
     "registry": {"tracking", "checkpoint"},
     "train": {"data", "models", "parallel", "tasks", "checkpoint", "tracking", "launch", "evaluate"},
-    "evaluate": {"data", "models", "parallel", "tasks", "checkpoint", "train"},
+    "evaluate": {"data", "models", "parallel", "tasks", "checkpoint"},
     "stages": {"data", "tasks", "checkpoint", "evaluate", "launch", "registry", "report", "tracking"},
     "cli": {"data", "tasks", "checkpoint", "train", "registry", "report", "stages", "pipelines"},
     "components": {"stages"},

@@ -34,7 +34,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
     lines = [
         "\x1b[96mExecuting task\x1b[0m\n",
         "    kftrain| run /w/runs/a-1\n",
-        "    step 5/10 loss 1\n",
+        "    kftrain| step 5/10 loss 1\n",
         "    kftrain| 12 shards\n",
         '    kftrain| error {"line": "no", "exit_code": 11}\n',
         "Traceback (most recent call last):\n",

@@ -1,61 +1,15 @@
 """Tracking and registry against a real `mlflow server` process, which is stopped and started under way."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+from helpers.mlflow_server import Server
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, endpoint
+from kftrain.tracking import client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-
-
-class Server:
-    """An MLflow server on a port of its own, with all its child processes."""
-
-    def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self._folder, self._process = folder, None
-        self.uri = f"http://127.0.0.1:{self._port}"
-
-    def start(self):
-        store = f"sqlite:///{self._folder}/server.db"
-        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--workers", "1"]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self._port),
-            "--artifacts-destination",
-            f"{self._folder}/artifacts",
-        ]
-        log = (self._folder / "server.log").open("ab")
-        with log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True, env={**os.environ}
-            )
-        deadline = time.monotonic() + 200
-        while True:
-            try:
-                return endpoint.probe(self.uri, 2.0)
-            except TrackingError:
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise
-                time.sleep(0.3)
-
-    def stop(self):
-        if self._process:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
 
 
 @pytest.fixture(scope="session")

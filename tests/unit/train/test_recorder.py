@@ -22,7 +22,7 @@ def test_a_point_goes_to_history_log_and_tracker(capsys):
     assert mine.history[0]["loss"] == 1.5 and mine.history[0]["validation/accuracy"] == 0.5
     assert tracker.logged[0][0] == 2 and tracker.logged[0][1]["loss"] == 1.5
     assert tracker.logged[1] == (2, {"validation/accuracy": 0.5})
-    assert capsys.readouterr().out.startswith("step 2/10 loss 1.5 | ")
+    assert capsys.readouterr().out.startswith("kftrain| step 2/10 loss 1.5 | ")
 
 
 def test_a_resumed_history_goes_on_in_time():

@@ -57,5 +57,5 @@ def test_a_bug_keeps_its_type_and_place():
     except KeyError as error:
         document = error_to_dict(error)
     assert document["exit_code"] == 1
-    assert "KeyError" in document["line"] and "test_errors.py" in document["line"]
+    assert "KeyError" in document["line"] and "test_error_types.py" in document["line"]
     assert error_from_dict(document).exit_code == 1
