@@ -17,6 +17,8 @@ def shard(
     steps: int,
     learning_rate: float,
     promotion: str,
+    trainer_image: str,
+    queue: str,
     resume_run: str,
     job_id: str,
     shards: Output[Dataset],
@@ -27,7 +29,7 @@ def shard(
 
     Args:
         config: The configuration, a YAML text.
-        source: Where samples come from. This and the next seven win over the configuration unless '' or 0.
+        source: Where samples come from. This and the next nine win over the configuration unless '' or 0.
         storage_root: Where shards and runs are kept.
         model_name: Name of the registered model.
         nodes: Machines of the training job.
@@ -35,6 +37,8 @@ def shard(
         steps: Optimizer steps of the whole training.
         learning_rate: Peak learning rate.
         promotion: `auto` or `manual`.
+        trainer_image: Image of the worker pods.
+        queue: Kueue LocalQueue that admits the jobs.
         resume_run: Id of the run to go on with; empty starts a new one.
         job_id: Kubeflow's id of the pipeline run, out of which a new run gets its id.
         shards: Where the shards are and what they hold.
@@ -56,6 +60,8 @@ def shard(
         "steps": steps,
         "learning_rate": learning_rate,
         "promotion": promotion,
+        "trainer_image": trainer_image,
+        "queue": queue,
     }
     outcome = shard_from_pipeline(config, knobs, resume_run, job_id)
     return save(outcome, shards, metrics, markdown=summary)

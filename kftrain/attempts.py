@@ -77,3 +77,9 @@ def last_start_step(paths: RunPaths) -> int:
     """
     number = last_attempt(paths)
     return contracts.read(Claim, paths.attempt(number)).start_step if number else -1
+
+
+def num_without_progress(paths: RunPaths, since: int) -> int:
+    """How many of the newest attempts, later than number `since`, began at the same step."""
+    steps = [contracts.read(Claim, paths.attempt(n)).start_step for n in range(since + 1, last_attempt(paths) + 1)]
+    return next((count for count, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))

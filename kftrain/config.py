@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kftrain import storage
+from kftrain import __version__, storage
 from kftrain.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -193,15 +193,56 @@ class RegistryConfig(_Section):
     """Confidence of the interval that the gate looks at."""
 
 
+class KubernetesConfig(_Section):
+    """The pods of a job on a cluster."""
+
+    namespace: str = ""
+    """Where jobs are created; empty: that of the launcher's pod, or of the kubeconfig's context."""
+    trainer_image: str = f"kftrain-trainer:{__version__}"
+    """Image of the workers: ours, or one that is built from it."""
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    """When a node fetches the image."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of secrets with registry credentials."""
+    cpu: str = "2"
+    """CPUs of one worker pod, requested and limited."""
+    memory: str = "4Gi"
+    """Memory of one worker pod, requested and limited."""
+    shared_memory: str = "1Gi"
+    """Size of /dev/shm, through which NCCL and data loaders talk; counts as memory."""
+    gpus_per_node: Amount = 0
+    """GPUs of one worker pod; 0: it computes on the CPU."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the GPU resource, also of a MIG slice: `nvidia.com/mig-1g.10gb`."""
+    node_selector: dict[str, str] = {}
+    """Labels that a node must have."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Tolerations, as in a pod."""
+    volumes: tuple[dict[str, Any], ...] = ()
+    """Further volumes, as in a pod."""
+    volume_mounts: tuple[dict[str, Any], ...] = ()
+    """Where the workers mount them, as in a container."""
+    priority_class: str = ""
+    """PriorityClass of the pods."""
+    queue: str = ""
+    """Kueue LocalQueue that admits the job."""
+    termination_grace_seconds: Count = 120
+    """Time to commit a checkpoint after SIGTERM, before the pod is killed."""
+    start_timeout_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """Time from creating a job to its first training step (images, scheduling) before it is given up."""
+
+
 class LaunchConfig(_Section):
     """Where training and evaluation jobs run."""
 
-    backend: Literal["local"] = "local"
-    """`local`: torchrun processes on this machine."""
+    backend: Literal["local", "pytorchjob"] = "local"
+    """`local`: torchrun processes on this machine; `pytorchjob`: pods of the Kubeflow training operator."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """The pods of a job; the local backend has none."""
     nodes: Count = 1
     """Machines of one job."""
     processes_per_node: Literal["auto"] | Count = "auto"
-    """Processes on each; `auto`: one per GPU, or 2 without any."""
+    """Processes on each; `auto`: one per GPU, or 2 without any. A cluster's GPUs are `kubernetes.gpus_per_node`."""
     max_restarts_without_progress: Amount = 3
     """Attempts in a row that may fail without a new checkpoint before the job is given up."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0

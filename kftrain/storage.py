@@ -269,7 +269,7 @@ def _ls(filesystem: Any, path: str) -> list[str]:
 
 def _filesystem(uri: str) -> tuple[Any, str]:
     try:
-        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         scheme = uri.split("://", 1)[0]
         raise ConfigError(

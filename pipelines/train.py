@@ -70,6 +70,8 @@ def train_pipeline(
     steps: int = 0,
     learning_rate: float = 0.0,
     promotion: str = "",
+    trainer_image: str = "",
+    queue: str = "",
     resume_run: str = "",
 ) -> None:
     """Trains a model from raw data; a parameter that is '' or 0 leaves what the configuration says.
@@ -84,6 +86,8 @@ def train_pipeline(
         steps: Optimizer steps of the whole training.
         learning_rate: Peak learning rate.
         promotion: `auto` or `manual`.
+        trainer_image: Image of the worker pods.
+        queue: Kueue LocalQueue that admits the jobs.
         resume_run: Id of the run to go on with; empty starts a new one.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
@@ -101,6 +105,8 @@ def train_pipeline(
             steps=steps,
             learning_rate=learning_rate,
             promotion=promotion,
+            trainer_image=trainer_image,
+            queue=queue,
             resume_run=resume_run,
             job_id=job_id,
         )

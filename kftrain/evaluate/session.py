@@ -35,6 +35,8 @@ STATISTICS = "statistics.npz"
 def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
     request = contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
+    if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in request.targets):
+        return  # a worker that was started again at the very end must not wait for peers that are done
     manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds) as world:

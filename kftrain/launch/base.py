@@ -28,6 +28,10 @@ class Launcher(Protocol):
 
 def build_launcher(config: Config) -> Launcher:
     """The launcher of `launch.backend`. Raises LaunchError where it cannot run this job."""
+    if config.launch.backend == "pytorchjob":
+        from kftrain.launch.cluster import ClusterLauncher
+
+        return ClusterLauncher(config)
     if config.launch.nodes != 1:
         raise LaunchError(
             "the local backend has one node", where="launch.nodes", value=config.launch.nodes, fix="set it to 1"

@@ -75,9 +75,12 @@ def evaluate_job(paths: RunPaths, config: Config, metrics_uri: str) -> JobSpec:
 
 
 def processes_per_node(config: Config) -> int:
-    """The number asked for; `auto`: one per GPU of this machine, or 2 without any."""
+    """The number asked for; `auto`: one per GPU of a node, or 2 without any."""
     asked = config.launch.processes_per_node
-    return (num_local_gpus() or DEFAULT_CPU_PROCESSES) if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    local = config.launch.backend == "local"
+    return (num_local_gpus() if local else config.launch.kubernetes.gpus_per_node) or DEFAULT_CPU_PROCESSES
 
 
 def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, environment: dict[str, str]) -> JobSpec:

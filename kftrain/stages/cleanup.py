@@ -15,10 +15,22 @@ STALE_SECONDS = 3600.0
 
 def clean_up(config: Config, paths: RunPaths) -> list[str]:
     """Removes what the run's jobs left behind; returns what was removed."""
-    return CLEANERS[config.launch.backend](paths)
+    return CLEANERS[config.launch.backend](config, paths)
 
 
-def remove_temporary_files(paths: RunPaths) -> list[str]:
+def delete_jobs(config: Config, paths: RunPaths) -> list[str]:
+    """Deletes the run's jobs on the cluster: those of a step that was killed are still there, and hold GPUs."""
+    from kftrain.launch.kubernetes_api import Cluster
+    from kftrain.launch.pytorchjob import RUN_LABEL, label_value
+
+    cluster = Cluster(config.launch.kubernetes.namespace)
+    names = cluster.list_job_names(f"{RUN_LABEL}={label_value(paths.run_id)}")
+    for name in names:
+        cluster.delete_job(name)
+    return [f"job {name}" for name in names]
+
+
+def remove_temporary_files(config: Config, paths: RunPaths) -> list[str]:
     """Removes files and folders that a killed process was still writing, from a storage root on this machine."""
     if not storage.is_local(paths.uri):
         return []
@@ -29,5 +41,8 @@ def remove_temporary_files(paths: RunPaths) -> list[str]:
     return [str(path) for path in found]
 
 
-CLEANERS: dict[str, Callable[[RunPaths], list[str]]] = {"local": remove_temporary_files}
+CLEANERS: dict[str, Callable[[Config, RunPaths], list[str]]] = {
+    "local": remove_temporary_files,
+    "pytorchjob": delete_jobs,
+}
 """By `launch.backend`."""

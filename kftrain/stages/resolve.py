@@ -30,6 +30,8 @@ KNOBS = {
     "steps": "train.steps",
     "learning_rate": "optimizer.learning_rate",
     "promotion": "registry.promotion",
+    "trainer_image": "launch.kubernetes.trainer_image",
+    "queue": "launch.kubernetes.queue",
 }
 """Pipeline parameter -> configuration key."""
 

@@ -104,7 +104,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     _verify(training.manifest_uri, config, world)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
-    attempt = world.from_main(attempts.claim(paths, first_step, world.size) if world.is_main else None)
+    attempt = world.from_main(_claim(paths, first_step, world.size) if world.is_main else None)
     stepper = _build(config, training.task, world)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     if world.is_main:
@@ -122,6 +122,12 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
             tracker.close(timeout_seconds=TRACKER_TIMEOUT_SECONDS)
     _require_agreement(world, last_step, writer.committed_step, config.train.steps)
     return Finished(attempt, world.size, num_parameters, recorder.history)
+
+
+def _claim(paths: RunPaths, first_step: int, world_size: int) -> int:
+    """Takes the run; the error of the attempt before is no longer the run's."""
+    storage.remove(paths.error)
+    return attempts.claim(paths, first_step, world_size)
 
 
 def _verify(manifest_uri: str, config: Config, world: World) -> None:

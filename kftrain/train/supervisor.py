@@ -20,11 +20,13 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from kftrain import storage
 from kftrain.contracts import RunPaths
+from kftrain.errors import FIRST_RETRYABLE_CODE
 from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
 from kftrain.processes import die_with_parent, shell_code
 
@@ -95,8 +97,17 @@ class Supervisor:
         if document is None:
             name = signal.Signals(code - 128).name if 128 < code < 192 else f"exit code {code}"
             document = {"kind": "", "exit_code": code, "line": f"a process ended by {name} without a word"}
-        storage.publish_json(self._paths.error, document)
+        self._publish(document)
         return int(document["exit_code"])
+
+    def _publish(self, document: dict[str, Any]) -> None:
+        """Leaves the job's error. Of several nodes' the first stays, unless that one only lost a peer."""
+        try:
+            storage.create_json(self._paths.error, document)
+        except FileExistsError:
+            existing = storage.read_json(self._paths.error)
+            if existing["exit_code"] >= FIRST_RETRYABLE_CODE > document["exit_code"]:
+                storage.publish_json(self._paths.error, document)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True

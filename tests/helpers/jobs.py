@@ -1,5 +1,6 @@
 """Runs of a tiny language model, as the launcher starts them: real torchrun processes, gloo, one thread each."""
 
+import math
 import os
 import random
 import subprocess
@@ -112,3 +113,9 @@ def ranks_of(process):
     """The training processes below a supervisor."""
     (agent,) = [child for child in psutil.Process(process.pid).children() if "kftrain.train.agent" in child.cmdline()]
     return [child for child in agent.children(recursive=True) if "kftrain.train.rank" in child.cmdline()]
+
+
+def assert_same_curve(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys() == set(range(1, 21))
+    for step, loss in theirs.items():
+        assert math.isclose(ours[step], loss, rel_tol=tolerance), (step, ours[step], loss)

@@ -23,7 +23,7 @@ def test_only_what_nobody_has_touched_for_long_is_removed(tmp_path):
 
 
 def test_a_remote_storage_root_is_left_alone():
-    assert cleanup.remove_temporary_files(RunPaths("memory://runs/r")) == []
+    assert cleanup.remove_temporary_files(config.parse(""), RunPaths("memory://runs/r")) == []
 
 
 def test_every_backend_has_a_cleaner():

@@ -1,0 +1,21 @@
+"""The runs that others are compared with: trained once for all tests of a process."""
+
+import pytest
+from helpers import jobs
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """The oracle: one process, never interrupted."""
+    paths, resolved = jobs.make_run(tmp_path_factory.mktemp("reference"))
+    done = jobs.run_worker(paths, resolved, processes=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return paths, jobs.losses(paths)
+
+
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory):
+    paths, resolved = jobs.make_run(tmp_path_factory.mktemp("two"))
+    done = jobs.run_worker(paths, resolved, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return paths, jobs.losses(paths)
