@@ -1,0 +1,45 @@
+"""A real S3 server process for tests."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+BUCKET = "kftrain-tests"
+
+
+class ObjectStore:
+    """moto's S3 server on a port of its own, with one bucket; `environment` is what a client needs."""
+
+    def __init__(self, host="127.0.0.1", listen="127.0.0.1"):
+        with socket.socket() as free:
+            free.bind((listen, 0))
+            port = free.getsockname()[1]
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        }
+        self._command = [sys.executable, "-m", "moto.server", "-H", listen, "-p", str(port)]
+        self._process = None
+
+    def start(self):
+        """Returns when the bucket is there."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        script = f"import s3fs; s3fs.S3FileSystem().mkdir({BUCKET!r})"
+        deadline = time.monotonic() + 60
+        while True:
+            done = subprocess.run(
+                [sys.executable, "-c", script], env={**os.environ, **self.environment}, capture_output=True, check=False
+            )
+            if done.returncode == 0:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(done.stderr.decode())
+            time.sleep(0.5)
+
+    def stop(self):
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,77 @@
+"""The whole pipeline with everything in an object store: a real S3 server process, and a kill in the middle."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.documents import DIGITS
+from helpers.object_store import BUCKET, ObjectStore
+
+from kftrain import storage
+from kftrain.checkpoint import commit
+from kftrain.contracts import Registration, RunPaths, read
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = f"s3://{BUCKET}/root"
+
+
+@pytest.fixture(scope="module")
+def store():
+    running = ObjectStore()
+    running.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**running.environment, "OMP_NUM_THREADS": "1"}.items():
+            patch.setenv(name, value)
+        yield running
+    running.stop()
+
+
+def kftrain(folder, *arguments):
+    command = [sys.executable, "-m", "kftrain", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_files_are_created_once_published_whole_and_listed(store):
+    uri = f"{ROOT}/claims/1.json"
+    storage.create_json(uri, {"n": 1})
+    with pytest.raises(FileExistsError):
+        storage.create_json(uri, {"n": 2})
+    assert storage.read_json(uri) == {"n": 1}
+    storage.publish_json(uri, {"n": 3})
+    assert storage.read_json(uri) == {"n": 3}
+    assert storage.list_names(f"{ROOT}/claims") == ["1.json"]
+    with storage.new_folder(f"{ROOT}/folder") as folder:
+        (folder / "a").write_text("a")
+    assert storage.list_names(f"{ROOT}/folder") == ["a"]
+    storage.remove(f"{ROOT}/folder")
+    assert not storage.exists(f"{ROOT}/folder/a") and storage.list_names(f"{ROOT}/folder") == []
+
+
+def test_a_killed_run_goes_on_from_the_object_store_and_ends_as_champion(store, tmp_path):
+    (tmp_path / "c.yaml").write_text(DIGITS)
+    overrides = [f"run.storage_root={ROOT}", "train.steps=100", "train.log_interval_steps=1"]
+    overrides += ["checkpoint.interval_steps=10", "checkpoint.asynchronous=false"]
+    options = [part for override in overrides for part in ("--set", override)]
+    first = kftrain(tmp_path, "run", "--config", "c.yaml", *options)
+    lines = []
+    for line in first.stdout:
+        lines.append(line)
+        if line.startswith("checkpoint at step 20"):
+            break
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    uri = next(line.split(" in ")[1].strip() for line in lines if line.startswith("run ") and " in " in line)
+    paths = RunPaths(uri)
+    assert uri.startswith(ROOT) and not storage.exists(paths.complete)
+
+    second = kftrain(tmp_path, "run", "--resume", uri)
+    output = second.communicate(timeout=400)[0]
+    assert second.returncode == 0, output
+    assert "going on after step" in output
+    assert read(Registration, paths.registration).promoted
+    assert commit.last_step(paths) == 100
+    assert "<html" in storage.read_text(paths.report)
+    assert [point["step"] for point in storage.read_json(paths.history) if "loss" in point] == list(range(1, 101))
