@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := .demo
 
-.PHONY: demo test test-fast lint format bench compile clean
+ENGINE ?= docker
+BASE ?= python:3.11-slim
+TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+.PHONY: demo test test-fast lint format bench compile images clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -32,6 +36,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $@
+
+images:  ## kftrain-trainer and kftrain-steps
+	for name in trainer steps; do $(ENGINE) build --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

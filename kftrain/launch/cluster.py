@@ -127,15 +127,15 @@ class _Follower:
             self._ever_started |= pod.started
             if pod.started and pod.uid not in self._followed:
                 self._followed.add(pod.uid)
-                thread = threading.Thread(target=self._write_log, args=(pod.name,), daemon=True)
+                thread = threading.Thread(target=self._write_log, args=(pod.name, pod.uid), daemon=True)
                 thread.start()
                 self._threads.append(thread)
             if pod.reason and self._reasons.get(pod.name) != pod.reason:
                 to_log(f"{pod.name} waits: {pod.reason}")
             self._reasons[pod.name] = pod.reason
 
-    def _write_log(self, pod_name: str) -> None:
-        for line in self._cluster.follow_log(pod_name):
+    def _write_log(self, pod_name: str, uid: str) -> None:
+        for line in self._cluster.follow_log(pod_name, uid):
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 

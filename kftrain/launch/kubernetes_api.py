@@ -116,11 +116,17 @@ class Cluster:
             raise self._launch_error("the job's pods cannot be listed", error) from error
         return sorted((_pod(item) for item in found.items), key=lambda pod: pod.index)
 
-    def follow_log(self, pod_name: str) -> Iterator[str]:
-        """Lines of a pod's log until its container has ended; connects again where the connection breaks."""
+    def follow_log(self, pod_name: str, uid: str) -> Iterator[str]:
+        """Lines of a pod's log until its container has ended; connects again where the connection breaks.
+
+        `uid`: of this very pod; the one that takes its place after a restart has the same name.
+        """
         last = ""
         while True:
-            ended = self._has_ended(pod_name)
+            pod = self._read_pod(pod_name)
+            if pod is None or pod.uid != uid:
+                return
+            ended = pod.exit_code is not None
             for stamped in self._log_lines(pod_name):
                 stamp, _, line = stamped.partition(" ")
                 stamp = _sortable(stamp)
@@ -131,12 +137,13 @@ class Cluster:
                 return
             time.sleep(RECONNECT_SECONDS)
 
-    def _has_ended(self, pod_name: str) -> bool:
+    def _read_pod(self, name: str) -> Pod | None:
         try:
-            found = self._pods.read_namespaced_pod(pod_name, self.namespace, _request_timeout=CALL_TIMEOUT_SECONDS)
+            return _pod(self._pods.read_namespaced_pod(name, self.namespace, _request_timeout=CALL_TIMEOUT_SECONDS))
         except self._api_exception as error:
-            return bool(error.status == NOT_FOUND)
-        return _pod(found).exit_code is not None
+            if error.status == NOT_FOUND:
+                return None
+            raise self._launch_error(f"pod {name} cannot be read", error) from error
 
     def _log_lines(self, pod_name: str) -> Iterator[str]:
         """Lines with their times, until the container ends, the connection breaks or nothing comes for a while."""

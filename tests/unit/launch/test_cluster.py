@@ -59,7 +59,7 @@ class ScriptedCluster:
         self.deleted.append(name)
         self.jobs.pop(name, None)
 
-    def follow_log(self, pod_name):
+    def follow_log(self, pod_name, uid):
         yield f"log of {pod_name}"
 
 
