@@ -49,19 +49,12 @@ def shard(
         URI of the run's folder.
     """
     from kftrain.stages.outcome import save
+    from kftrain.stages.resolve import Knobs
     from kftrain.stages.shard import shard_from_pipeline
 
-    knobs: dict[str, str | int | float] = {
-        "source": source,
-        "storage_root": storage_root,
-        "model_name": model_name,
-        "nodes": nodes,
-        "processes_per_node": processes_per_node,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "promotion": promotion,
-        "trainer_image": trainer_image,
-        "queue": queue,
-    }
-    outcome = shard_from_pipeline(config, knobs, resume_run, job_id)
+    names: Knobs = {"source": source, "storage_root": storage_root, "model_name": model_name, "promotion": promotion}
+    training: Knobs = {"steps": steps, "learning_rate": learning_rate}
+    job: Knobs = {"nodes": nodes, "processes_per_node": processes_per_node}
+    pods: Knobs = {"trainer_image": trainer_image, "queue": queue}
+    outcome = shard_from_pipeline(config, {**names, **training, **job, **pods}, resume_run, job_id)
     return save(outcome, shards, metrics, markdown=summary)

@@ -21,6 +21,9 @@ from kftrain.data.sources import BUILT_IN
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.plugins import is_plugin
 
+Knobs = dict[str, str | int | float]
+"""Values of the pipeline's parameters."""
+
 KNOBS = {
     "source": "data.source",
     "storage_root": "run.storage_root",

@@ -27,9 +27,12 @@ def test_a_knob_is_taken_literally_whatever_yaml_would_make_of_it(value):
 
 
 def test_every_knob_names_a_key_of_the_configuration():
-    fields = {knob: key.split(".") for knob, key in resolve.KNOBS.items()}
-    for section, field in fields.values():
-        assert field in config.Config.model_fields[section].annotation.model_fields
+    for key in resolve.KNOBS.values():
+        *sections, field = key.split(".")
+        node = config.Config
+        for section in sections:
+            node = node.model_fields[section].annotation
+        assert field in node.model_fields
 
 
 def test_a_bad_knob_is_refused_with_its_key():
