@@ -62,14 +62,18 @@ def start(tmp_path, folders, seconds):
     return PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path)
 
 
-def alive_in_session(leader):
-    """Processes that the runner's session still has; the dead whom nobody has waited for do not count."""
-    found = []
-    for candidate in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(candidate.pid) == leader and candidate.status() != psutil.STATUS_ZOMBIE:
-                found.append(candidate)
-    return found
+def alive_in_session(leader, patience_seconds=5.0):
+    """Processes that the runner's session still has; a SIGKILL takes a moment, and zombies do not count."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        found = []
+        for candidate in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(candidate.pid) == leader and candidate.status() != psutil.STATUS_ZOMBIE:
+                    found.append(candidate)
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
 
 
 def test_arguments_arrive_as_they_were_given(tmp_path, folders):
