@@ -1,4 +1,4 @@
-"""The whole pipeline with everything in an object store: a real S3 server process, and a kill in the middle."""
+"""The whole pipeline with everything in an object store: a real S3 server, and SIGKILL in the middle."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers.documents import DIGITS
+from helpers.jobs import losses
 from helpers.object_store import BUCKET, ObjectStore
 
 from kftrain import storage
@@ -50,7 +51,7 @@ def test_files_are_created_once_published_whole_and_listed(store):
     assert not storage.exists(f"{ROOT}/folder/a") and storage.list_names(f"{ROOT}/folder") == []
 
 
-def test_a_killed_run_goes_on_from_the_object_store_and_ends_as_champion(store, tmp_path):
+def test_a_killed_run_goes_on_from_the_object_store_and_equals_one_that_was_left_alone(store, tmp_path):
     (tmp_path / "c.yaml").write_text(DIGITS)
     overrides = [f"run.storage_root={ROOT}", "train.steps=100", "train.log_interval_steps=1"]
     overrides += ["checkpoint.interval_steps=10", "checkpoint.asynchronous=false"]
@@ -74,4 +75,10 @@ def test_a_killed_run_goes_on_from_the_object_store_and_ends_as_champion(store, 
     assert read(Registration, paths.registration).promoted
     assert commit.last_step(paths) == 100
     assert "<html" in storage.read_text(paths.report)
-    assert [point["step"] for point in storage.read_json(paths.history) if "loss" in point] == list(range(1, 101))
+
+    reference = kftrain(tmp_path, "run", "--config", "c.yaml", *options, "--set", f"run.storage_root={tmp_path}/local")
+    output = reference.communicate(timeout=400)[0]
+    assert reference.returncode == 0, output
+    (uninterrupted,) = (tmp_path / "local" / "runs").iterdir()
+    assert losses(paths) == losses(RunPaths(str(uninterrupted)))
+    assert list(losses(paths)) == list(range(1, 101))

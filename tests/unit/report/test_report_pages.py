@@ -184,11 +184,11 @@ def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(
 
 
 def test_passwords_in_uris_are_not_shown(registration: Registration) -> None:
-    settings = config.parse("tracking: {uri: 'https://ana:secret@mlflow/x'}")
+    settings = config.parse("tracking: {uri: 'https://ana:hunter2@mlflow/x'}")
     html = report.run_html(
         settings, registration=registration.model_copy(update={"tracking_uri": settings.tracking.uri})
     )
-    assert "secret" not in html
+    assert "hunter2" not in html
     assert "https://***@mlflow/x" in html
 
 
