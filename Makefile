@@ -6,9 +6,14 @@ DEMO := .demo
 
 ENGINE ?= docker
 BASE ?= python:3.11-slim
+# End-to-end tests: a kubeconfig; what puts an image archive into the cluster (kind load image-archive …), or nothing where it pulls.
+KUBECONFIG ?=
+LOAD ?=
+BUILD_FLAGS ?=
+E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-fast lint format bench compile images clean
+.PHONY: demo test test-fast lint format bench compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -40,5 +45,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 images:  ## kftrain-trainer and kftrain-steps
 	for name in trainer steps; do $(ENGINE) build --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
 
+e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says why it is skipped
+	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)"
+
+e2e-full:  ## everything there
+	$(MAKE) e2e E2E=tests/e2e
+
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache

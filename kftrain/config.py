@@ -12,24 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from kftrain import __version__, storage
+from kftrain import storage
+from kftrain.cluster_config import KubernetesConfig
 from kftrain.errors import ConfigError
+from kftrain.section import Amount, Count, Probability, Section
 
 MAX_CONFIG_BYTES = 1 << 20
 """A configuration is text by hand; anything larger is a mistake or an attack."""
 
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
-
-
-class _Plugin(_Section):
+class _Plugin(Section):
     """A section whose `kind` names a built-in or a user's `module:attr`; the other keys go to what it names."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
@@ -39,7 +33,7 @@ class _Plugin(_Section):
         return dict(self.model_extra or {})
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """What the run is called and where its files go."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] = "kftrain"
@@ -50,13 +44,13 @@ class RunConfig(_Section):
     """Folder or object store URI below which shards and runs are kept."""
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where samples come from and how they are sharded and read."""
 
     source: str = "stdlib"
-    """`stdlib`, `digits`, a folder of text files, a `.jsonl` file or folder, or a user's iterable `module:attr`."""
+    """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
     text_field: str = "text"
-    """JSON lines: the field that holds the text."""
+    """Of records with fields (JSON lines, tables): the one that holds the text."""
     shard_size_bytes: Annotated[int, Field(ge=1 << 16)] = 64_000_000
     """Target size of one shard."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
@@ -83,7 +77,7 @@ class ModelConfig(_Plugin):
     """`transformer`, `vision_transformer`, or a user's `module:attr`."""
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """How the model and the batch are spread over processes."""
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"
@@ -96,7 +90,7 @@ class ParallelConfig(_Section):
     """Free the gathered parameters after the forward pass (ZeRO-3); false keeps them until the backward (ZeRO-2)."""
 
 
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """Number formats. The master weights are always fp32."""
 
     compute: Literal["fp32", "bf16"] = "fp32"
@@ -105,7 +99,7 @@ class PrecisionConfig(_Section):
     """Format in which gradients are summed over processes."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     kind: Literal["adamw"] = "adamw"
@@ -128,7 +122,7 @@ class OptimizerConfig(_Section):
     """Learning rate at the last step, as a fraction of the peak."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How long and in what portions."""
 
     steps: Count = 400
@@ -147,7 +141,7 @@ class TrainConfig(_Section):
     """Steps with a non-finite gradient norm that may be skipped in a row before the run ends as diverged (19)."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When state is saved and how much of it is kept."""
 
     interval_steps: Count = 100
@@ -158,7 +152,7 @@ class CheckpointConfig(_Section):
     """Write in the background while training goes on."""
 
 
-class EvaluateConfig(_Section):
+class EvaluateConfig(Section):
     """How the trained model is measured."""
 
     interval_steps: Amount = 200
@@ -176,7 +170,7 @@ class EvaluateConfig(_Section):
     """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""
 
 
-class RegistryConfig(_Section):
+class RegistryConfig(Section):
     """How a model is registered and when it becomes champion."""
 
     model_name: str = ""
@@ -193,46 +187,7 @@ class RegistryConfig(_Section):
     """Confidence of the interval that the gate looks at."""
 
 
-class KubernetesConfig(_Section):
-    """The pods of a job on a cluster."""
-
-    namespace: str = ""
-    """Where jobs are created; empty: that of the launcher's pod, or of the kubeconfig's context."""
-    trainer_image: str = f"kftrain-trainer:{__version__}"
-    """Image of the workers: ours, or one that is built from it."""
-    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
-    """When a node fetches the image."""
-    image_pull_secrets: tuple[str, ...] = ()
-    """Names of secrets with registry credentials."""
-    cpu: str = "2"
-    """CPUs of one worker pod, requested and limited."""
-    memory: str = "4Gi"
-    """Memory of one worker pod, requested and limited."""
-    shared_memory: str = "1Gi"
-    """Size of /dev/shm, through which NCCL and data loaders talk; counts as memory."""
-    gpus_per_node: Amount = 0
-    """GPUs of one worker pod; 0: it computes on the CPU."""
-    gpu_resource: str = "nvidia.com/gpu"
-    """Name of the GPU resource, also of a MIG slice: `nvidia.com/mig-1g.10gb`."""
-    node_selector: dict[str, str] = {}
-    """Labels that a node must have."""
-    tolerations: tuple[dict[str, Any], ...] = ()
-    """Tolerations, as in a pod."""
-    volumes: tuple[dict[str, Any], ...] = ()
-    """Further volumes, as in a pod."""
-    volume_mounts: tuple[dict[str, Any], ...] = ()
-    """Where the workers mount them, as in a container."""
-    priority_class: str = ""
-    """PriorityClass of the pods."""
-    queue: str = ""
-    """Kueue LocalQueue that admits the job."""
-    termination_grace_seconds: Count = 120
-    """Time to commit a checkpoint after SIGTERM, before the pod is killed."""
-    start_timeout_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """Time from creating a job to its first training step (images, scheduling) before it is given up."""
-
-
-class LaunchConfig(_Section):
+class LaunchConfig(Section):
     """Where training and evaluation jobs run."""
 
     backend: Literal["local", "pytorchjob"] = "local"
@@ -249,7 +204,7 @@ class LaunchConfig(_Section):
     """A collective operation that takes longer ends the attempt."""
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     """Where runs and models are recorded."""
 
     uri: str = "sqlite:///mlflow.db"
@@ -258,7 +213,7 @@ class TrackingConfig(_Section):
     """Experiment name; empty: the run's name."""
 
 
-class Config(_Section):
+class Config(Section):
     """The whole configuration."""
 
     run: RunConfig = RunConfig()

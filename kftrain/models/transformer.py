@@ -24,8 +24,8 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from pydantic import Field
 from torch import Tensor, nn
 
-from kftrain.config import Amount, Count
 from kftrain.errors import ConfigError
+from kftrain.section import Amount, Count
 
 FFN_MULTIPLE = 64
 """A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""

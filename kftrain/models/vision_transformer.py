@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from pydantic import Field
 from torch import Tensor, nn
 
-from kftrain.config import Count, Probability
 from kftrain.errors import ConfigError
+from kftrain.section import Count, Probability
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial position embedding."""

@@ -18,6 +18,7 @@ from kftrain.checkpoint.commit import differences
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.data.sources import BUILT_IN
+from kftrain.data.webdataset_source import is_shard_pattern
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.plugins import is_plugin
 
@@ -76,7 +77,7 @@ def _names_a_path(source: str, base: str | Path) -> bool:
     """Whether a source is a file or a folder; a name that is none of the known ones stays, to be refused as it is."""
     if source in BUILT_IN or is_plugin(source):
         return False
-    return "/" in source or storage.exists(storage.absolute(source, base))
+    return "/" in source or is_shard_pattern(source) or storage.exists(storage.absolute(source, base))
 
 
 def make_run_id(resume_run: str, job_id: str, name: str) -> str:

@@ -7,14 +7,15 @@ per-group statistics, so that slices by class and the confusion table need no se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field as Limits
 
-from kftrain.config import Count
+from kftrain.data.decoding import load_library
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.errors import ConfigError, DataError
+from kftrain.section import Count
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 PREDICT_BATCH_ROWS = 256
 """Images of one forward pass in `predict`."""
+
+_PILLOW_MODES = {1: "L", 3: "RGB"}
+"""Channels of a resized image -> what Pillow calls it."""
 
 
 class ImageClassification:
@@ -37,6 +41,9 @@ class ImageClassification:
         mean: Subtracted from pixels after scaling to 0 … 1.
         std: Divides them after that.
         labels: Names of the classes; empty: their numbers.
+        resize: `none` refuses images of another shape. `crop` fits them: colours become grey or RGB as
+            `num_channels` (1 or 3) says, transparency is dropped, the middle square is kept and scaled
+            bilinearly.
     """
 
     def __init__(
@@ -49,9 +56,10 @@ class ImageClassification:
         mean: float = 0.5,
         std: Annotated[float, Limits(gt=0)] = 0.5,
         labels: list[str] | None = None,
+        resize: Literal["none", "crop"] = "none",
     ) -> None:
         self.image_size, self.num_channels, self.num_classes = image_size, num_channels, num_classes
-        self.max_value, self.mean, self.std = max_value, mean, std
+        self.max_value, self.mean, self.std, self.resize = max_value, mean, std, resize
         self.labels = list(labels) if labels else [str(number) for number in range(num_classes)]
         if len(set(self.labels)) != num_classes:
             raise ConfigError(
@@ -59,6 +67,10 @@ class ImageClassification:
                 where="task.labels",
                 value=labels,
                 fix="one for each class",
+            )
+        if resize == "crop" and num_channels not in _PILLOW_MODES:
+            raise ConfigError(
+                "resize=crop makes grey or RGB images", where="task.num_channels", value=num_channels, fix="1 or 3"
             )
 
     @property
@@ -76,6 +88,7 @@ class ImageClassification:
             "task": "image_classification",
             "image_shape": list(self.image_shape),
             "num_classes": self.num_classes,
+            **({"resize": self.resize} if self.resize != "none" else {}),
         }
 
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
@@ -202,27 +215,55 @@ class ImageClassification:
 
     def _image(self, record: Record) -> np.ndarray:
         """`[height, width, channels]` uint8."""
+        if record.fields.get("image") is None:
+            raise DataError(
+                "the record has no image",
+                where=record.key,
+                value=sorted(record.fields),
+                fix="name a source of images; beside text files they are left out",
+            )
         try:
-            image = np.asarray(_as_lists(record.fields.get("image")))
+            image = np.asarray(_as_lists(record.fields["image"]))
         except ValueError as error:
             raise DataError("the image is not rectangular", where=record.key) from error
         if image.shape == self.image_shape[:2] and self.num_channels == 1:
             image = image[..., np.newaxis]
-        if image.shape != self.image_shape:
+        if image.shape != self.image_shape and self.resize == "none":
             raise DataError(
                 f"the image is not of shape {list(self.image_shape)}",
                 where=record.key,
                 value=list(image.shape),
+                fix="task.resize=crop fits images of any size",
             )
         if image.dtype != np.uint8:
             image = _whole_pixels(image, record.key)
-        return image
+        return image if image.shape == self.image_shape else _fitted(image, self.image_shape, record.key)
 
     def _label(self, record: Record) -> int:
-        label = record.fields.get("label")
+        names, label = record.fields.get("class_names"), record.fields.get("label")
+        if names is not None and len(names) != self.num_classes:
+            raise DataError(
+                f"the source has {len(names)} classes, the task {self.num_classes}",
+                where=record.key,
+                value=", ".join(names),
+                fix=f"task.num_classes={len(names)}",
+            )
         if not isinstance(label, int | np.integer) or not 0 <= label < self.num_classes:
             raise DataError(f"the label is not one of 0 to {self.num_classes - 1}", where=record.key, value=label)
         return int(label)
+
+
+def _fitted(image: np.ndarray, shape: tuple[int, int, int], key: str) -> np.ndarray:
+    """The middle square of an image of 1 to 4 channels, in the size and colours of `shape`."""
+    pillow, operations = (load_library(name, "task.resize") for name in ("PIL.Image", "PIL.ImageOps"))
+    if image.ndim not in (2, 3) or 0 in image.shape or (image.ndim == 3 and image.shape[2] > 4):
+        raise DataError(
+            "not an image [height, width] or [height, width, 1 to 4 channels]", where=key, value=list(image.shape)
+        )
+    pixels = image[..., 0] if image.shape[2:] == (1,) else image
+    converted = pillow.fromarray(np.ascontiguousarray(pixels)).convert(_PILLOW_MODES[shape[2]])
+    fitted = operations.fit(converted, shape[:2], method=pillow.Resampling.BILINEAR)
+    return np.asarray(fitted).reshape(shape)
 
 
 def _as_lists(image: Any) -> Any:

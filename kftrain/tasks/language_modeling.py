@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kftrain.config import Count
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.errors import DataError
+from kftrain.section import Count
 from kftrain.tasks.compression import MAX_BYTES, compression_baselines
 from kftrain.tasks.tokenizers import build_tokenizer
 

@@ -16,22 +16,27 @@ START_SECONDS = 200
 class Server:
     """An MLflow server on a port of its own, with all its child processes; may be stopped and started again."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, host="127.0.0.1", listen="127.0.0.1"):
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind((listen, 0))
             self._port = free.getsockname()[1]
-        self._folder, self._process = folder, None
-        self.uri = f"http://127.0.0.1:{self._port}"
+        self._folder, self._listen, self._process = folder, listen, None
+        self.uri = f"http://{host}:{self._port}"
 
     def start(self):
         """Returns when it answers."""
         command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
         command += ["--artifacts-destination", f"{self._folder}/artifacts"]
-        command += ["--host", "127.0.0.1", "--port", str(self._port)]
+        command += ["--host", self._listen, "--port", str(self._port), "--allowed-hosts", "*"]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True, env={**os.environ}
+                command,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             )
         deadline = time.monotonic() + START_SECONDS
         while True:

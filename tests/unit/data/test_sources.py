@@ -1,27 +1,20 @@
+import itertools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from helpers.source_checks import records, resolve
 from helpers.toy_data import text_folder
 
-from kftrain.config import DataConfig
 from kftrain.data import sources
 from kftrain.data.schema import Record
 from kftrain.data.text_sources import StdlibSource
 from kftrain.errors import ConfigError, DataError, UserCodeError
-
-
-def resolve(source: object, **settings: Any) -> sources.Source:
-    return sources.resolve(DataConfig(source=str(source), **settings))
-
-
-def records(source: object, **settings: Any) -> list[Record]:
-    return list(resolve(source, **settings).records())
 
 
 @pytest.fixture
@@ -80,18 +73,29 @@ def test_text_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
         records(tmp_path)
 
 
-def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "image.png").write_bytes(b"x")
-    with pytest.raises(DataError, match="no text files"):
-        resolve(tmp_path).listing()
+def test_a_folder_or_a_file_of_no_known_kind_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    for name in ("table.csv", "shard.tar.gz"):
+        (tmp_path / name).write_bytes(b"x")
+        for path in (tmp_path, tmp_path / name):
+            with pytest.raises(DataError, match=r"no files of a known kind; known: text files, \.jsonl, \.parquet, .*"):
+                resolve(path)
+
+
+def test_text_that_is_gone_when_it_is_listed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    source = resolve(tmp_path)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match="the source has no text files"):
+        source.listing()
 
 
 def test_a_missing_path_is_a_data_error_and_a_misspelled_name_a_config_error_with_the_nearest() -> None:
-    with pytest.raises(DataError, match=r"no such file or folder .*nowhere/at/all"):
-        resolve("nowhere/at/all")
+    for name in ("nowhere/at/all", "gone.parquet", "gone.tar", "gone.jsonl"):
+        with pytest.raises(DataError, match=rf"no such file or folder .*{name}"):
+            resolve(name)
     with pytest.raises(ConfigError, match="did you mean 'stdlib'"):
         resolve("stdlb")
-    with pytest.raises(ConfigError, match="known: stdlib, digits, a folder"):
+    with pytest.raises(ConfigError, match="known: stdlib, digits, module:attr, or a path to text files"):
         resolve("zzzz")
 
 
@@ -142,8 +146,8 @@ def test_a_folder_of_json_lines_is_read_file_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "not a line of JSON"),
-        ("[" * 100_000, "not a line of JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("3", "no text in field 'text' .*int"),
         ('{"txt": "x"}', r"no text in field 'text' .*\['txt'\].*data.text_field"),
         ('{"text": 3}', "no text in field 'text'"),
@@ -158,15 +162,49 @@ def test_a_bad_line_is_refused_by_file_and_number(tmp_path: Path, line: str, wha
 
 def test_a_line_that_is_not_utf8_is_refused_by_file_and_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:1: not a line of JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not JSON"):
         records(tmp_path / "a.jsonl")
 
 
-def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}")
-    (tmp_path / "readme.md").write_text("x")
-    with pytest.raises(DataError, match=r"both JSON lines \(a\.jsonl\) and text files \(readme\.md\)"):
+# -- kinds -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "a.jsonl": "JSON lines",
+    "b.parquet": "Parquet",
+    "c.tar": "WebDataset shards",
+    "d/e.png": "images",
+    "f.md": "text files",
+}
+
+
+@pytest.mark.parametrize(("one", "other"), itertools.combinations(KINDS, 2))
+def test_a_folder_with_two_kinds_is_refused_except_for_pictures_beside_text(
+    tmp_path: Path, one: str, other: str
+) -> None:
+    for name in (one, other):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    if (one, other) == ("d/e.png", "f.md"):
+        assert [record.key for record in records(tmp_path)] == ["f.md"]
+        return
+    message = rf"holds both {KINDS[one]} \({one}\) and {KINDS[other]} \({other}\); name a file, or a folder with one"
+    with pytest.raises(DataError, match=message):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_resolving_imports_none_of_the_libraries_that_reading_needs(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    script = (
+        "import sys\n"
+        "from kftrain.config import DataConfig\n"
+        "from kftrain.data import sharding, sources\n"
+        "sources.resolve(DataConfig(source=sys.argv[1])).listing()\n"
+        "print(sorted({'pyarrow', 'PIL', 'datasets', 'torch'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
 
 
 # -- digits ----------------------------------------------------------------------------------------------------------

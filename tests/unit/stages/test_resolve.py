@@ -45,6 +45,9 @@ def test_relative_paths_are_anchored_and_names_are_not(tmp_path):
     text = "data: {{source: {0}}}\nrun: {{storage_root: store}}"
     assert resolve.resolve_config(text.format("corpus"), {}, tmp_path).data.source == str(tmp_path / "corpus")
     assert resolve.resolve_config(text.format("./x.jsonl"), {}, tmp_path).data.source == str(tmp_path / "x.jsonl")
+    for pattern in ("shard-{000..012}.tar", "in/{a,b}-{0..3}.tar", "./x.parquet"):
+        found = resolve.resolve_config(text.format(f"'{pattern}'"), {}, tmp_path).data.source
+        assert found == str(tmp_path / pattern)
     for name in ("stdlib", "digits", "my_module:source", "s3://bucket/x", "typo"):
         resolved = resolve.resolve_config(text.format(f"'{name}'"), {}, tmp_path)
         assert resolved.data.source == name

@@ -1,7 +1,10 @@
+import sys
+
 import numpy as np
 import pandas
 import pytest
 import torch
+from PIL import Image
 
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, DataError
@@ -70,13 +73,94 @@ def test_a_grey_image_may_lack_its_channel():
         ({"image": np.zeros((8, 8, 3), np.uint8), "label": 4}, "label"),
         ({"image": np.zeros((8, 8, 3), np.uint8), "label": "cat"}, "label"),
         ({"image": np.zeros((8, 8, 3), np.uint8)}, "label"),
-        ({"label": 0}, "shape"),
+        ({"label": 0}, "no image"),
+        ({"text": b"a README beside the photos"}, r"no image \(got \['text'\]\).*beside text files they are left out"),
+        ({"image": np.zeros((8, 7, 3), np.uint8), "label": 0}, "task.resize=crop"),
+        ({"image": np.zeros((8, 8, 3), np.uint8), "label": 0, "class_names": ("a", "b")}, r"2 classes, the task 4"),
     ],
 )
 def test_a_wrong_record_is_refused_by_its_key(fields, part):
     with pytest.raises(DataError, match=part) as raised:
         list(build().encode([Record("image-7", fields)], "train"))
     assert raised.value.where == "image-7"
+
+
+# -- resize ----------------------------------------------------------------------------------------------------------
+
+
+def cropped(image, **options):
+    (block,) = build(resize="crop", **options).encode([Record("image-7", {"image": image, "label": 0})], "train")
+    return block.arrays["image"][0]
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 14), (13, 8)])
+def test_crop_keeps_the_middle_of_an_image_whose_shorter_side_fits(height, width):
+    image = RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    top, left = (height - 8) // 2, (width - 8) // 2
+    if (height - 8) % 2 == 0 and (width - 8) % 2 == 0:
+        assert np.array_equal(cropped(image), image[top : top + 8, left : left + 8])
+    else:  # the middle lies between two pixels
+        two = image[top : top + 9, left : left + 9].astype(int)
+        mean = (two[: height - 2 * top - 1, :8] + two[1:, :8]) / 2
+        assert np.abs(cropped(image) - mean).max() <= 1
+
+
+def test_crop_scales_the_middle_square_bilinearly_in_both_directions():
+    steps = np.repeat(np.repeat(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4, 3, axis=0), 3, axis=1)
+    padded = np.pad(steps, ((0, 0), (6, 6)))
+    image = np.repeat(padded[..., np.newaxis], 3, axis=2)
+    pillow = Image.fromarray(image).resize((8, 8), Image.Resampling.BILINEAR, box=(6, 0, 30, 24))
+    assert np.array_equal(cropped(image), np.asarray(pillow))
+    up = cropped(np.full((2, 3, 3), 77, np.uint8))
+    assert up.shape == (8, 8, 3) and (up == 77).all()
+
+
+def test_crop_leaves_an_image_that_fits_as_it_is():
+    (item,) = records(1)
+    assert np.array_equal(cropped(item.fields["image"]), item.fields["image"])
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
+def test_crop_makes_the_colours_that_the_task_has(num_channels, mode):
+    shape = (8, 8) if mode == "L" else (8, 8, len(mode))
+    image = RNG.integers(0, 256, shape, dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(image).convert("L" if num_channels == 1 else "RGB"))
+    found = cropped(image, num_channels=num_channels)
+    assert found.shape == (8, 8, num_channels) and np.array_equal(found.squeeze(), expected)
+    if mode == "L":
+        assert np.array_equal(cropped(image[..., np.newaxis], num_channels=num_channels), found)
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 8, 5), (8, 0, 3), (8, 8, 3, 1), ()])
+def test_crop_refuses_what_is_no_image(shape):
+    with pytest.raises(DataError, match=r"image-7: not an image \[height, width\]"):
+        cropped(np.zeros(shape, np.uint8))
+
+
+def test_crop_still_refuses_pixels_that_are_no_bytes():
+    assert (cropped(np.full((9, 9, 3), 3.0)) == 3).all()
+    with pytest.raises(DataError, match="whole numbers"):
+        cropped(np.full((9, 9, 3), 0.5))
+
+
+def test_crop_is_among_the_settings_and_nothing_is_without_it():
+    assert build().settings() == {"task": "image_classification", "image_shape": [8, 8, 3], "num_classes": 4}
+    assert build(resize="none").settings() == build().settings()
+    assert build(resize="crop").settings() == {**build().settings(), "resize": "crop"}
+
+
+def test_crop_without_pillow_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"task\.resize: needs PIL.Image .*kftrain\[sources\]"):
+        cropped(np.zeros((9, 9, 3), np.uint8))
+
+
+def test_predict_fits_images_as_sharding_does():
+    task = build(resize="crop")
+    model, image = some_model(task), RNG.integers(0, 17, (20, 11, 4), dtype=np.uint8)
+    answer = task.predict(model, pandas.DataFrame({"image": [image, cropped(image)]})).to_numpy()
+    np.testing.assert_allclose(answer[0], answer[1], rtol=1e-6)
 
 
 def test_pixels_are_normalised_with_fixed_figures():
@@ -161,7 +245,9 @@ def test_baselines_know_only_how_frequent_classes_are():
     assert build().baselines(iter([])) == {}
 
 
-@pytest.mark.parametrize("options", [{"labels": ["a", "b"]}, {"labels": ["a", "a", "b", "c"]}])
+@pytest.mark.parametrize(
+    "options", [{"labels": ["a", "b"]}, {"labels": ["a", "a", "b", "c"]}, {"resize": "crop", "num_channels": 4}]
+)
 def test_options_that_do_not_fit_are_refused(options):
     with pytest.raises(ConfigError):
         build(**options)

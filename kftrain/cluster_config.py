@@ -1,0 +1,66 @@
+"""The section `launch.kubernetes`: the pods of a job on a cluster, and how long they may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from kftrain import __version__
+from kftrain.section import Amount, Count, Section
+
+Quantity = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+"""As Kubernetes writes them: `2`, `500m`, `4Gi`."""
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class KubernetesConfig(Section):
+    """The pods of a job on a cluster."""
+
+    namespace: str = ""
+    """Where jobs are created; empty: that of the launcher's pod, or of the kubeconfig's context."""
+    trainer_image: str = f"kftrain-trainer:{__version__}"
+    """Image of the workers: ours, or one that is built from it."""
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    """When a node fetches the image."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of secrets with registry credentials."""
+    secrets: tuple[str, ...] = ("kftrain-storage", "kftrain-mlflow")
+    """Names of secrets whose keys become environment variables; one that does not exist is left out."""
+    ca_bundle: str = ""
+    """Name of a config map with `ca.crt`: certificates to trust, for object stores and MLflow servers of your own."""
+    cpu: Quantity = "2"
+    """CPUs of one worker pod, requested and limited."""
+    memory: Quantity = "4Gi"
+    """Memory of one worker pod, requested and limited."""
+    shared_memory: Quantity = "1Gi"
+    """Size of /dev/shm, through which NCCL and data loaders talk; counts as memory."""
+    gpus_per_node: Amount = 0
+    """GPUs of one worker pod; 0: it computes on the CPU."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the GPU resource, also of a MIG slice: `nvidia.com/mig-1g.10gb`."""
+    node_selector: dict[str, str] = Field(default={})
+    """Labels that a node must have."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Tolerations, as in a pod."""
+    affinity: dict[str, Any] = Field(default={})
+    """Affinity, as in a pod."""
+    volumes: tuple[dict[str, Any], ...] = ()
+    """Further volumes, as in a pod."""
+    volume_mounts: tuple[dict[str, Any], ...] = ()
+    """Where the workers mount them, as in a container."""
+    priority_class: str = ""
+    """PriorityClass of the pods."""
+    queue: str = ""
+    """Kueue LocalQueue that admits the job."""
+    queue_priority: str = ""
+    """Kueue WorkloadPriorityClass of the job."""
+    termination_grace_seconds: Count = 120
+    """Time to commit a checkpoint after SIGTERM, before the pod is killed."""
+    queue_timeout_seconds: Seconds = 7 * 24 * 3600.0
+    """Time in a queue before the job is given up; it counts neither as starting nor as training."""
+    start_timeout_seconds: Seconds = 900.0
+    """Time from admission to the first training step (nodes, images, rendezvous), also after a restart."""
+    training_timeout_seconds: Seconds = 30 * 24 * 3600.0
+    """Time of training over all attempts; then the job commits and ends."""

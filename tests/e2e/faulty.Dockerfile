@@ -1,0 +1,4 @@
+ARG BASE
+FROM ${BASE}
+COPY faulty /opt/faulty/faulty
+ENV PYTHONPATH=/opt/faulty

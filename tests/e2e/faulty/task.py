@@ -1,0 +1,63 @@
+"""`faulty.task:Faulty`: language modelling whose loss fails in one way, at one call, once or always."""
+
+import os
+import signal
+import time
+
+from kftrain import errors, storage
+from kftrain.tasks.language_modeling import LanguageModeling
+
+
+class Faulty(LanguageModeling):
+    """Fails at the `at_call`-th loss of a process; with a `marker` (a URI) only the first time in the life of a run."""
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int = 256,
+        tokenizer: str = "bytes",
+        fault: str = "",
+        at_call: int = 20,
+        marker: str = "",
+        slow_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(sequence_length=sequence_length, tokenizer=tokenizer)
+        self._fault, self._at_call, self._marker, self._slow_seconds = fault, at_call, marker, slow_seconds
+        self._calls = 0
+
+    def loss(self, model, batch, weight):
+        self._calls += 1
+        time.sleep(self._slow_seconds)
+        if self._fault and self._calls == self._at_call and self._is_first():
+            FAULTS[self._fault]()
+        return super().loss(model, batch, weight)
+
+    def _is_first(self) -> bool:
+        if not self._marker:
+            return True
+        try:
+            storage.create_json(self._marker, {})
+        except FileExistsError:
+            return False
+        return True
+
+
+def _raise() -> None:
+    raise ValueError("the model is not right")
+
+
+def _retryable() -> None:
+    raise errors.RetryableError("a passing fault")
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _take_memory() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(os.urandom(1 << 20)) * 64)
+
+
+FAULTS = {"raise": _raise, "retryable": _retryable, "terminate": _terminate, "memory": _take_memory}

@@ -1,0 +1,47 @@
+"""The training operator, taken away and brought back."""
+
+import contextlib
+
+from e2e.namespace import connect, wait_until
+from kubernetes import client
+
+NAME = "training-operator"
+
+
+class Operator:
+    """The operator's deployment, wherever it is installed."""
+
+    def __init__(self):
+        self._core, self._apps = connect(), client.AppsV1Api()
+        found = self._apps.list_deployment_for_all_namespaces(field_selector=f"metadata.name={NAME}").items
+        self._namespace = found[0].metadata.namespace
+        self._labels = ",".join(f"{k}={v}" for k, v in found[0].spec.selector.match_labels.items())
+
+    def restart(self):
+        """Deletes its pod; the deployment makes another."""
+        for pod in self._pods():
+            self._core.delete_namespaced_pod(pod.metadata.name, self._namespace)
+
+    @contextlib.contextmanager
+    def away(self):
+        """Without any operator inside the block, unless `come_back` is called."""
+        self._scale(0)
+        wait_until(lambda: not self._pods(), 60, "the operator's end")
+        try:
+            yield
+        finally:
+            self.come_back()
+
+    def come_back(self):
+        """Returns when it is ready."""
+        self._scale(1)
+        wait_until(self._is_ready, 120, "the operator")
+
+    def _is_ready(self):
+        return (self._apps.read_namespaced_deployment(NAME, self._namespace).status.ready_replicas or 0) == 1
+
+    def _scale(self, replicas):
+        self._apps.patch_namespaced_deployment_scale(NAME, self._namespace, {"spec": {"replicas": replicas}})
+
+    def _pods(self):
+        return self._core.list_namespaced_pod(self._namespace, label_selector=self._labels).items
