@@ -8,19 +8,17 @@ one. The resolved tree is what every stage reads and what is saved with every ou
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from kftrain import storage
+from kftrain import layers, storage
 from kftrain.cluster_config import KubernetesConfig
 from kftrain.errors import ConfigError
 from kftrain.section import Amount, Count, Probability, Section
-
-MAX_CONFIG_BYTES = 1 << 20
-"""A configuration is text by hand; anything larger is a mistake or an attack."""
 
 
 class _Plugin(Section):
@@ -287,37 +285,31 @@ class Config(Section):
         return self.model_copy(update=changes)
 
 
-def load(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Config:
-    """The configuration of a file (none: the defaults) with overrides like `train.steps=200`. Raises ConfigError."""
-    if path is None:
-        return parse("", overrides)
-    where = str(path)
-    try:
-        if Path(path).stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError("the configuration file is larger than 1 MiB", where=where, fix="is it the right file?")
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration: {error}", where=where, fix="check --config") from error
-    return parse(text, overrides, where=where)
+def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of one or several files (none: the defaults) with overrides like `train.steps=200`.
+
+    A later file wins over an earlier one, key by key: a cluster's own settings stand in one, the training in another.
+    Raises ConfigError that names the file, the key, the value and the fix.
+    """
+    chosen = [files] if isinstance(files, str | Path) else list(files or ())
+    return _validated({str(file): layers.read(file) for file in chosen}, overrides)
 
 
-def parse(text: str, overrides: tuple[str, ...] | list[str] = (), where: str = "config") -> Config:
+def parse(text: str, overrides: Sequence[str] = (), where: str = "config") -> Config:
     """The configuration in a YAML text. Raises ConfigError that names the key, the value and the fix."""
-    try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError("YAML aliases are not supported", where=where, fix="write the value out")
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}", where=where) from error
-    document = {} if document is None else document
-    if not isinstance(document, dict):
-        raise ConfigError("the configuration must be a mapping of sections", where=where, value=document)
+    return _validated({where: layers.parse(text, where)}, overrides)
+
+
+def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) -> Config:
+    merged: layers.Document = {}
+    for document in documents.values():
+        merged = layers.merged(merged, document)
     for override in overrides:
-        _apply_override(document, override)
+        layers.override(merged, override)
     try:
-        return Config.model_validate(document)
+        return Config.model_validate(merged)
     except ValidationError as error:
-        raise _explain(error, document, where) from error
+        raise _explain(error, layers.origin(documents, error.errors()[0]["loc"])) from error
 
 
 def schema() -> dict[str, Any]:
@@ -325,25 +317,7 @@ def schema() -> dict[str, Any]:
     return Config.model_json_schema()
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    path = key.strip().split(".")
-    if not separator or len(path) < 2 or not all(path):
-        raise ConfigError(
-            "an override is section.field=value", where="--set", value=override, fix="e.g. train.steps=200"
-        )
-    node = document
-    for part in path[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError("an override must name a field of a section", where="--set", value=override)
-    try:
-        node[path[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not a YAML value: {error}", where="--set", value=override) from error
-
-
-def _explain(error: ValidationError, document: dict[str, Any], where: str) -> ConfigError:
+def _explain(error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)

@@ -24,7 +24,7 @@ def schema() -> None:
 @config_command.command()
 @config_options
 @json_option
-def show(config_file: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the resolved configuration, every default spelled out."""
     config = configuration.load(config_file, overrides)
     click.echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)

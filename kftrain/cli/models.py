@@ -41,7 +41,11 @@ def model_options(command: Command) -> Command:
 @model_options
 @json_option
 def compare(
-    versions: tuple[int, ...], run_uri: str | None, config_file: str | None, overrides: tuple[str, ...], as_json: bool
+    versions: tuple[int, ...],
+    run_uri: str | None,
+    config_file: tuple[str, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Show versions beside each other: metrics with intervals, improvement over the champion. Default: all."""
     from kftrain.stages.register import task_metrics
@@ -56,7 +60,7 @@ def compare(
 @click.option("--reason", required=True, help="Why; it goes to the journal of promotions.")
 @model_options
 def promote(
-    version: int, reason: str, run_uri: str | None, config_file: str | None, overrides: tuple[str, ...]
+    version: int, reason: str, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]
 ) -> None:
     """Make a version champion, whatever the gate says."""
     entry = registry.promote(_config(run_uri, config_file, overrides), version, reason)
@@ -65,7 +69,7 @@ def promote(
 
 @models_command.command()
 @model_options
-def rollback(run_uri: str | None, config_file: str | None, overrides: tuple[str, ...]) -> None:
+def rollback(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Make the champion before the last promotion champion again."""
     entry = registry.rollback(_config(run_uri, config_file, overrides))
     click.echo(f"version {entry.version} is champion ({entry.reason})")
@@ -76,7 +80,7 @@ def rollback(run_uri: str | None, config_file: str | None, overrides: tuple[str,
 @model_options
 @json_option
 def audit(
-    contents: bool, run_uri: str | None, config_file: str | None, overrides: tuple[str, ...], as_json: bool
+    contents: bool, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
 ) -> int:
     """Check that every version resolves to an export that is there; exit code 15 if one does not."""
     findings = registry.audit(_config(run_uri, config_file, overrides), contents)
@@ -88,7 +92,7 @@ def audit(
     return TrackingError.exit_code if findings else 0
 
 
-def _config(run_uri: str | None, config_file: str | None, overrides: tuple[str, ...]) -> Config:
+def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> Config:
     if run_uri:
         saved = resolve.load_config(storage.absolute(run_uri))
         return configuration.parse(saved.to_yaml(), overrides, where=run_uri)

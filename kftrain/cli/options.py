@@ -10,7 +10,12 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 config_file_option = click.option(
-    "-c", "--config", "config_file", metavar="FILE", help="YAML file; without it, every default."
+    "-c",
+    "--config",
+    "config_file",
+    metavar="FILE",
+    multiple=True,
+    help="YAML file; without it, every default. Repeatable: a later one wins, key by key.",
 )
 override_option = click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key, e.g. train.steps=200; repeatable."

@@ -104,3 +104,20 @@ def test_the_schema_describes_every_field():
     for name, section in schema["$defs"].items():
         for key, field in section.get("properties", {}).items():
             assert field.get("description"), f"{name}.{key} has no docstring"
+
+
+def test_a_later_file_wins_key_by_key_and_is_named_in_errors(tmp_path):
+    cluster, job = tmp_path / "cluster.yaml", tmp_path / "job.yaml"
+    cluster.write_text("launch: {nodes: 4, kubernetes: {queue: gpus, node_selector: {a: b}}}\ntrain: {steps: 9}")
+    job.write_text("train: {steps: 7}\nlaunch: {kubernetes: {node_selector: {c: d}}}")
+    loaded = config.load([str(cluster), str(job)])
+    assert (loaded.train.steps, loaded.launch.nodes, loaded.launch.kubernetes.queue) == (7, 4, "gpus")
+    assert loaded.launch.kubernetes.node_selector == {"a": "b", "c": "d"}
+    assert config.load([str(job), str(cluster)], ["train.steps=3"]).train.steps == 3
+    cluster.write_text("launch: {nodes: -4}")
+    with pytest.raises(ConfigError, match=r"cluster.yaml: launch.nodes"):
+        config.load([str(cluster), str(job)])
+    job.write_text("train: {stepz: 7}")
+    cluster.write_text("launch: {nodes: 4}")
+    with pytest.raises(ConfigError, match=r"job.yaml: train.stepz: unknown key.*did you mean 'steps'"):
+        config.load([str(cluster), str(job)])
