@@ -11,12 +11,17 @@ import click
 from kftrain import __version__
 from kftrain.errors import ConfigError, InterruptedByUser, KftrainError
 
-EXTRAS = {"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"}
+EXTRAS = {
+    **{"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"},
+    **{"kubernetes": "kubeflow", "kubeflow": "kubeflow"},
+    **{"pyarrow": "sources", "PIL": "sources", "datasets": "sources"},
+}
 """What installs an optional dependency."""
 
 COMMANDS = {
     "run": ("kftrain.cli.run", "The whole pipeline on this machine."),
     "compile": ("kftrain.cli.compile", "Write the pipeline as YAML for the Kubeflow UI."),
+    "submit": ("kftrain.cli.submit", "Upload the pipeline to Kubeflow and start a run."),
     "shard": ("kftrain.cli.stages", "Start a run: check everything cheap, write the dataset's shards."),
     "train": ("kftrain.cli.stages", "Train the model of a run."),
     "evaluate": ("kftrain.cli.stages", "Measure the trained model of a run."),
@@ -25,6 +30,12 @@ COMMANDS = {
     "shards": ("kftrain.cli.shards", "Look at the shards of a dataset."),
     "checkpoints": ("kftrain.cli.checkpoints", "Look at the checkpoints of a run."),
     "models": ("kftrain.cli.models", "Compare, promote and roll back registered models."),
+    "status": ("kftrain.cli.jobs", "Show the jobs on the cluster."),
+    "logs": ("kftrain.cli.jobs", "Print what the workers of a run print."),
+    "cancel": ("kftrain.cli.jobs", "End the jobs of a run after a commit."),
+    "suspend": ("kftrain.cli.jobs", "Take the pods of a run away after a commit."),
+    "resume": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
+    "gc": ("kftrain.cli.jobs", "Delete jobs that nobody will take away."),
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
     "worker": ("kftrain.cli.worker", "One node's share of a job; started by a launcher."),
 }

@@ -3,23 +3,70 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import click
 
 from kftrain.errors import ConfigError
 
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+KUBERNETES_NAMES = {
+    "namespace": LABEL,
+    "pipeline_name": rf"(?=.{{1,200}}$){LABEL}(\.{LABEL})*",
+    "version_name": rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*",
+}
+"""What each may be: a DNS-1123 label or subdomain. A version's name has the pipeline's in it."""
+
+NEEDS_NATIVE_STORE = (
+    "an API server without --pipelinesStoreKubernetes, which a stock installation is, accepts these resources and "
+    "ignores them: there use `kftrain submit`"
+)
+
 
 @click.command("compile")
 @click.option("-o", "--output", default="pipeline.yaml", show_default=True, help="File to write; - for stdout.")
 @click.option("--steps-image", help="Image of the steps; default: the one of this version.")
-def compile_command(output: str, steps_image: str | None) -> None:
+@click.option("--k8s-manifest", is_flag=True, help="Write the resources Pipeline and PipelineVersion, for kubectl.")
+@click.option("--namespace", default="", help="Their namespace; default: kubectl's.")
+@click.option("--pipeline-name", default="", help="Name of the Pipeline; default: kftrain-train.")
+@click.option("--version-name", default="", help="Name of the PipelineVersion; default: release and digest.")
+def compile_command(output: str, steps_image: str | None, k8s_manifest: bool, **names: str) -> None:
     """Write the pipeline as YAML: upload it in the Kubeflow UI."""
-    if steps_image:
-        os.environ["KFTRAIN_STEPS_IMAGE"] = steps_image  # read when the components are defined, which is now
-    from kftrain.pipelines.compile import compiled
+    for name, value in names.items():
+        if value:
+            _require_usable(name, value, k8s_manifest)
+    use_steps_image(steps_image)
+    from kftrain.pipelines.compile import compiled, manifests
 
-    text = str(compiled())
+    if not k8s_manifest:
+        _write(compiled(), output, "upload it in the Kubeflow UI, or with `kftrain submit`")
+        return
+    text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
+    _write(text, output, "kubectl apply -f it")
+    click.echo(NEEDS_NATIVE_STORE, err=True)
+
+
+def use_steps_image(steps_image: str | None) -> None:
+    """Makes the pipeline be compiled with this image; to be called before `kftrain.pipelines` is imported."""
+    if steps_image:
+        os.environ["KFTRAIN_STEPS_IMAGE"] = steps_image
+
+
+def _require_usable(name: str, value: str, k8s_manifest: bool) -> None:
+    option = f"--{name.replace('_', '-')}"
+    if not k8s_manifest:
+        raise click.UsageError(f"{option} needs --k8s-manifest.")
+    if not re.fullmatch(KUBERNETES_NAMES[name], value):
+        raise ConfigError(
+            "not a name that Kubernetes takes",
+            where=option,
+            value=value,
+            fix="use lower-case letters, digits and dashes",
+        )
+
+
+def _write(text: str, output: str, then: str) -> None:
     if output == "-":
         click.echo(text, nl=False)
         return
@@ -27,4 +74,4 @@ def compile_command(output: str, steps_image: str | None) -> None:
         Path(output).write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write the pipeline: {error}", where="--output", value=output) from error
-    click.echo(f"wrote {output}: upload it in the Kubeflow UI, or with kfp pipeline create")
+    click.echo(f"wrote {output}: {then}")

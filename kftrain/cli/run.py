@@ -20,6 +20,7 @@ from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, ConfigError
 from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
+from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, resolve
 
 
@@ -29,13 +30,20 @@ from kftrain.stages import failure, resolve
     "--workdir", metavar="FOLDER", default=".", help="Relative paths start here; default: the current folder."
 )
 @click.option("--resume", metavar="RUN", default="", help="Go on with a run: its id, or the URI of its folder.")
-def run_command(config_file: str | None, overrides: tuple[str, ...], workdir: str, resume: str) -> int:
+@click.option("--dry-run", is_flag=True, help="Print the jobs of training and evaluation, and do nothing.")
+def run_command(
+    config_file: tuple[str, ...], overrides: tuple[str, ...], workdir: str, resume: str, dry_run: bool
+) -> int:
     """The whole pipeline on this machine: shard, train, evaluate, register.
 
     It is the very pipeline that `kftrain compile` writes, run by Kubeflow's own local runner.
     """
-    folder = _workdir(workdir)
-    config, resume_run = _resolved(config_file, overrides, folder, resume)
+    folder = Path(workdir).expanduser().resolve()
+    config, resume_run = resolved(config_file, overrides, folder, resume)
+    if dry_run:
+        click.echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
+        return 0
+    _make(folder, workdir)
     log_path = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.run.name}.log"
     log_path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kftrain-run-") as temporary, log_path.open("w", buffering=1) as log:
@@ -71,16 +79,14 @@ class Watched:
             self._shown.line(text)
 
 
-def _workdir(workdir: str) -> Path:
-    folder = Path(workdir).expanduser().resolve()
+def _make(folder: Path, workdir: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"not a folder: {error}", where="--workdir", value=workdir) from error
-    return folder
 
 
-def _resolved(config_file: str | None, overrides: tuple[str, ...], folder: Path, resume: str) -> tuple[Config, str]:
+def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: Path, resume: str) -> tuple[Config, str]:
     """The configuration with absolute paths, and the id of the run to resume; empty for a new one.
 
     A run that is resumed without --config keeps the configuration that it has.
@@ -91,7 +97,7 @@ def _resolved(config_file: str | None, overrides: tuple[str, ...], folder: Path,
     id_only = "/" not in resume
     uri = RunPaths.of(config.run.storage_root, resolve.valid_run_id(resume)).uri if id_only else resume
     paths = RunPaths(storage.absolute(uri, folder))
-    if config_file is None:
+    if not config_file:
         saved = resolve.load_config(paths.uri).to_yaml()
         config = resolve.anchored(configuration.parse(saved, overrides, where=paths.config), folder)
     run = config.run.model_copy(update={"storage_root": paths.storage_root})

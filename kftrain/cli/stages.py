@@ -23,11 +23,13 @@ from kftrain.progress import ERROR_LINE, Progress, unmarked
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
 
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the job that would be started, and start none.")
+
 
 @click.command("shard")
 @config_options
 @click.option("--run", "run_id", metavar="NAME", default="", help="Id of the run; an existing one is opened again.")
-def shard_command(config_file: str | None, overrides: tuple[str, ...], run_id: str) -> None:
+def shard_command(config_file: tuple[str, ...], overrides: tuple[str, ...], run_id: str) -> None:
     """Start a run: check everything cheap, write the dataset's shards."""
     from kftrain.stages.shard import shard
 
@@ -38,19 +40,29 @@ def shard_command(config_file: str | None, overrides: tuple[str, ...], run_id: s
 
 @click.command("train")
 @click.argument("run_uri")
-def train_command(run_uri: str) -> None:
+@dry_run_option
+def train_command(run_uri: str, dry_run: bool) -> None:
     """Train the model of a run, from its last checkpoint if it has one."""
+    from kftrain.stages.dry_run import job_of_run
     from kftrain.stages.train import train
 
+    if dry_run:
+        click.echo(job_of_run(storage.absolute(run_uri), "train"), nl=False)
+        return
     _run(lambda progress: train(storage.absolute(run_uri), progress))
 
 
 @click.command("evaluate")
 @click.argument("run_uri")
-def evaluate_command(run_uri: str) -> None:
+@dry_run_option
+def evaluate_command(run_uri: str, dry_run: bool) -> None:
     """Measure the trained model of a run, and the champion on the same data."""
+    from kftrain.stages.dry_run import job_of_run
     from kftrain.stages.evaluate import evaluate
 
+    if dry_run:
+        click.echo(job_of_run(storage.absolute(run_uri), "evaluate"), nl=False)
+        return
     _run(lambda progress: evaluate(storage.absolute(run_uri), progress))
 
 

@@ -6,8 +6,7 @@ import sys
 
 import click
 
-from kftrain.contracts import RunPaths
-from kftrain.train.supervisor import Rendezvous, Supervisor, torchrun_arguments
+from kftrain.train.supervisor import Share, Supervisor
 
 
 @click.command("worker")
@@ -17,8 +16,8 @@ from kftrain.train.supervisor import Rendezvous, Supervisor, torchrun_arguments
 @click.option("--processes", type=click.IntRange(min=1), required=True, help="Processes on this node.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, help="Nodes of the job.")
 def worker_command(task: str, run_uri: str, digest: str, processes: int, nodes: int) -> None:
-    """Run this node's share of a job; exits with the code of the process that failed first."""
-    arguments = ["--task", task, "--run-uri", run_uri, "--digest", digest]
-    torchrun = torchrun_arguments(Rendezvous.from_environment(nodes), processes, arguments)
-    supervisor = Supervisor(RunPaths(run_uri), torchrun, processes)
-    sys.exit(supervisor.run())
+    """Run this node's share of a job; exits with the code of the process that failed first.
+
+    A job that is complete already ends with 0 at once, however many nodes it has.
+    """
+    sys.exit(Supervisor(Share.from_environment(task, run_uri, digest, processes, nodes)).run())

@@ -1,12 +1,17 @@
 """The compiled pipeline, as the Kubeflow backend gets it."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import crds
 
+from kftrain import __version__, cli, storage
 from kftrain.components.images import STEPS_IMAGE
-from kftrain.pipelines.compile import compiled
+from kftrain.pipelines.compile import compiled, manifests, version_name
 from kftrain.pipelines.train import SECRETS, train_pipeline
 from kftrain.stages.resolve import KNOBS
 
@@ -111,3 +116,71 @@ def test_a_component_is_a_doorway_of_at_most_15_lines(spec):
 def test_the_pipeline_has_a_description_for_the_ui():
     assert train_pipeline.name == "kftrain-train"
     assert train_pipeline.description
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compile", *arguments])
+    return caught.value.code
+
+
+def test_a_version_is_named_by_the_release_and_the_content(text):
+    assert version_name() == f"kftrain-train-{__version__}-{storage.sha256_text(text)[:8]}"
+    assert version_name("team.lm").startswith("team.lm-")
+
+
+def test_another_image_is_another_version():
+    code = "from kftrain.pipelines.compile import *; print(version_name(), 'image: r/steps:7' in compiled())"
+    environment = {"KFTRAIN_STEPS_IMAGE": "r/steps:7", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    name, in_there = done.stdout.split()
+    assert in_there == "True" and re.fullmatch(f"kftrain-train-{re.escape(__version__)}-[0-9a-f]{{8}}", name)
+    assert name != version_name()
+
+
+def test_the_kubernetes_resources_hold_the_pipeline_and_its_version(spec, platform, capfd):
+    assert call("--k8s-manifest", "-o", "-", "--namespace", "team") == 0
+    out, err = capfd.readouterr()
+    pipeline, version = yaml.safe_load_all(out)
+    assert pipeline["metadata"] == {"name": "kftrain-train", "namespace": "team"}
+    assert version["metadata"] == {"name": version_name(), "namespace": "team"}
+    assert version["spec"]["pipelineName"] == "kftrain-train"
+    assert version["spec"]["pipelineSpec"] == spec
+    assert version["spec"]["platformSpec"] == {"platforms": {"kubernetes": platform}}
+    assert "--pipelinesStoreKubernetes" in err and "kftrain submit" in err
+
+
+def test_the_kubernetes_resources_are_the_same_bytes_every_time():
+    assert manifests("team") == manifests("team") != manifests()
+    assert all("namespace" not in document["metadata"] for document in yaml.safe_load_all(manifests()))
+
+
+def test_the_kubernetes_resources_are_valid_against_kubeflows_definitions():
+    pipeline, version = yaml.safe_load_all(manifests("team"))
+    crds.validate(pipeline, "pipelines.kubeflow.org_pipelines.yaml")
+    crds.validate(version, "pipelines.kubeflow.org_pipelineversions.yaml")
+
+
+def test_the_resources_may_have_other_names(tmp_path, capfd):
+    names = ["--pipeline-name", "lm", "--version-name", "lm-7"]
+    assert call("--k8s-manifest", "-o", f"{tmp_path}/m.yaml", *names) == 0
+    pipeline, version = yaml.safe_load_all((tmp_path / "m.yaml").read_text())
+    assert (pipeline["metadata"]["name"], version["metadata"]["name"]) == ("lm", "lm-7")
+    assert version["spec"]["pipelineName"] == "lm"
+    (derived,) = [d for d in yaml.safe_load_all(manifests(pipeline_name="lm")) if d["kind"] == "PipelineVersion"]
+    assert derived["metadata"]["name"] == version_name("lm")
+    assert "kubectl apply" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["--namespace", "team"], 2, "--namespace needs --k8s-manifest"),
+        (["--k8s-manifest", "--namespace", "my.team"], 10, "--namespace"),
+        (["--k8s-manifest", "--pipeline-name", "My_Pipeline"], 10, "--pipeline-name"),
+        (["--k8s-manifest", "--version-name", "v" * 254], 10, "--version-name"),
+    ],
+)
+def test_names_that_kubernetes_would_refuse_are_refused(arguments, code, part, capfd, tmp_path):
+    assert call(*arguments, "-o", f"{tmp_path}/m.yaml") == code
+    assert part in capfd.readouterr().err and not list(tmp_path.iterdir())

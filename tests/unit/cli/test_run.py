@@ -48,7 +48,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
 
 
 def test_paths_are_anchored_in_the_workdir(tmp_path):
-    resolved, resume_run = run._resolved(None, (), tmp_path, "")
+    resolved, resume_run = run.resolved(None, (), tmp_path, "")
     assert resolved.run.storage_root == f"{tmp_path}"
     assert resolved.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert resume_run == ""
@@ -56,7 +56,7 @@ def test_paths_are_anchored_in_the_workdir(tmp_path):
 
 def test_a_resumed_run_keeps_its_configuration_and_takes_overrides(tmp_path):
     paths = saved_run(tmp_path, "train.steps=7", "launch.processes_per_node=2")
-    resolved, resume_run = run._resolved(None, ("launch.processes_per_node=1",), tmp_path, paths.uri)
+    resolved, resume_run = run.resolved(None, ("launch.processes_per_node=1",), tmp_path, paths.uri)
     assert resume_run == "a-1"
     assert (resolved.train.steps, resolved.launch.processes_per_node) == (7, 1)
     assert resolved.run.storage_root == f"{tmp_path}/store"
@@ -64,22 +64,22 @@ def test_a_resumed_run_keeps_its_configuration_and_takes_overrides(tmp_path):
 
 def test_a_run_is_found_by_its_id_below_the_storage_root(tmp_path):
     saved_run(tmp_path, "train.steps=7")
-    resolved, resume_run = run._resolved(None, ("run.storage_root=store",), tmp_path, "a-1")
+    resolved, resume_run = run.resolved(None, ("run.storage_root=store",), tmp_path, "a-1")
     assert (resume_run, resolved.train.steps) == ("a-1", 7)
 
 
 def test_a_run_that_was_moved_is_resumed_where_it_is_now(tmp_path):
     saved_run(tmp_path)
     (tmp_path / "store").rename(tmp_path / "moved")
-    resolved, _ = run._resolved(None, (), tmp_path, f"{tmp_path}/moved/runs/a-1")
+    resolved, _ = run.resolved(None, (), tmp_path, f"{tmp_path}/moved/runs/a-1")
     assert resolved.run.storage_root == f"{tmp_path}/moved"
 
 
 def test_a_run_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="not a run"):
-        run._resolved(None, (), tmp_path, "a-2")
+        run.resolved(None, (), tmp_path, "a-2")
     with pytest.raises(ConfigError, match="not a run id"):
-        run._resolved(None, (), tmp_path, "A_2")
+        run.resolved(None, (), tmp_path, "A_2")
 
 
 @pytest.mark.parametrize(("stop_code", "expected"), [(0, 12), (130, 130), (143, 143)])

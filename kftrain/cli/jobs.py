@@ -1,0 +1,117 @@
+"""`kftrain status | logs | cancel | suspend | resume | gc`: training jobs on the cluster, from anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from kftrain.cli.options import json_option
+
+if TYPE_CHECKING:
+    from kftrain.launch.kubernetes_api import Cluster
+
+namespace_option = click.option(
+    "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
+)
+run_argument = click.argument("run")
+
+
+@click.command("status")
+@click.argument("run", default="")
+@namespace_option
+@json_option
+def status_command(run: str, namespace: str, as_json: bool) -> None:
+    """Show the jobs on the cluster, or those of one RUN: state, reason, progress."""
+    from kftrain.launch import control
+
+    found = control.status(_cluster(namespace), _run_id(run))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(job) for job in found], indent=2))
+        return
+    for job in found:
+        click.echo(f"{job.job}: {job.state}, {job.workers} workers, {_age(job.age_seconds)} old")
+        for line in (job.progress, job.reason):
+            if line:
+                click.echo(f"  {line}")
+    if not found:
+        click.echo("no jobs")
+
+
+@click.command("logs")
+@run_argument
+@click.option("--task", type=click.Choice(["train", "evaluate"]), default="train", show_default=True)
+@click.option("--follow", "-f", is_flag=True, help="Go on until the workers have ended.")
+@namespace_option
+def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
+    """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
+    from kftrain.launch import control
+
+    control.print_logs(_cluster(namespace), _run_id(run), task, follow, click.echo)
+
+
+@click.command("cancel")
+@run_argument
+@namespace_option
+def cancel_command(run: str, namespace: str) -> None:
+    """End the jobs of a RUN: workers commit a checkpoint, then every pod goes."""
+    from kftrain.launch import control
+
+    _say("deleted", control.cancel(_cluster(namespace), _run_id(run)))
+
+
+@click.command("suspend")
+@run_argument
+@namespace_option
+def suspend_command(run: str, namespace: str) -> None:
+    """Take the pods of a RUN away after a commit; its launcher waits."""
+    from kftrain.launch import control
+
+    _say("suspended", control.suspend(_cluster(namespace), _run_id(run)))
+
+
+@click.command("resume")
+@run_argument
+@namespace_option
+def resume_command(run: str, namespace: str) -> None:
+    """Let the suspended jobs of a RUN go on."""
+    from kftrain.launch import control
+
+    _say("resumed", control.resume(_cluster(namespace), _run_id(run)))
+
+
+@click.command("gc")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@namespace_option
+def gc_command(dry_run: bool, namespace: str) -> None:
+    """Delete jobs that nobody will take away: their pipeline run has ended, or their launcher is gone."""
+    from kftrain.launch import control
+
+    found = control.collect_garbage(_cluster(namespace), dry_run)
+    for garbage in found:
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
+    if not found:
+        click.echo("nothing to delete")
+
+
+def _cluster(namespace: str) -> Cluster:
+    from kftrain.launch.kubernetes_api import Cluster
+
+    return Cluster(namespace, warn=lambda line: click.echo(f"warning: {line}", err=True))
+
+
+def _run_id(run: str) -> str:
+    """A run may be named by its id or by the URI of its folder."""
+    return run.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _say(done: str, names: list[str]) -> None:
+    for name in names:
+        click.echo(f"{done} {name}")
+
+
+def _age(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{int(seconds % 60):02d}s"

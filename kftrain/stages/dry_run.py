@@ -1,0 +1,63 @@
+"""The jobs of a run as text, without starting them: what a launcher would create, before anything is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import yaml
+
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.launch import pytorchjob
+from kftrain.launch.base import build_launcher
+from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, JobTask, evaluate_job, train_job
+from kftrain.stages import preflight, resolve, tracked
+
+ALL_TASKS: tuple[JobTask, ...] = ("train", "evaluate")
+
+
+def jobs_of_new_run(config: Config, run_id: str = "") -> str:
+    """The jobs of a run that need not exist; without an id it is called `<run.name>-dry-run`. Touches no storage.
+
+    Raises ConfigError or LaunchError where the job would be refused.
+    """
+    paths = RunPaths.of(config.run.storage_root, run_id or f"{config.run.name}-dry-run")
+    return _shown(paths, config, ALL_TASKS)
+
+
+def job_of_run(run_uri: str, task: JobTask) -> str:
+    """One job of a run that exists, which is only read. Raises ConfigError or LaunchError."""
+    paths = RunPaths(run_uri)
+    return _shown(paths, resolve.load_config(run_uri), (task,), tracked.read(paths))
+
+
+def _shown(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:
+    preflight.check_batch(config)
+    show = _as_pytorchjob if config.launch.backend == "pytorchjob" else _as_command
+    return "".join(show(_spec(task, paths, config, mlflow_run_id), config) for task in tasks)
+
+
+def _spec(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str) -> JobSpec:
+    if task == "train":
+        return train_job(paths, config, mlflow_run_id)
+    # Where its metrics will be depends on the trained model; the launcher alone looks there, not the job.
+    return evaluate_job(paths, config, paths.evaluation_request)
+
+
+def _as_pytorchjob(spec: JobSpec, config: Config) -> str:
+    document = pytorchjob.build(spec, config)
+    return f"---\n{_heading(spec)}{yaml.safe_dump(document, sort_keys=False)}"
+
+
+def _as_command(spec: JobSpec, config: Config) -> str:
+    build_launcher(config)  # refuses what it cannot run
+    environment = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+    return f"{_heading(spec)}{' '.join([*environment, shlex.join(['kftrain', *spec.worker_arguments()])])}\n"
+
+
+def _heading(spec: JobSpec) -> str:
+    line = f"# {spec.task}: {spec.nodes} x {spec.processes_per_node} processes\n"
+    if spec.task == "train" and MLFLOW_RUN_ID_ENV not in spec.environment:
+        line += f"# The launcher adds {MLFLOW_RUN_ID_ENV}, once MLflow has a run.\n"
+    return line
