@@ -4,11 +4,13 @@ from kfp import dsl
 from kfp.dsl import HTML, Artifact, ClassificationMetrics, Markdown, Metrics, Output
 
 from kftrain.components.images import STEPS_IMAGE
+from kftrain.components.workers import FOR_WORKERS
 
 
-@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False)
+@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False, task_config_passthroughs=FOR_WORKERS)
 def evaluate(
     run_uri: str,
+    task_config: dsl.TaskConfig,
     evaluation: Output[Artifact],
     metrics: Output[Metrics],
     confusion: Output[ClassificationMetrics],
@@ -19,6 +21,7 @@ def evaluate(
 
     Args:
         run_uri: The run's folder.
+        task_config: Pod settings of this task, which go to the job's workers.
         evaluation: Every metric with its confidence interval, beside its baselines.
         metrics: The metrics as plain numbers.
         confusion: Counts of true against predicted classes; empty where there are no classes.
@@ -31,4 +34,4 @@ def evaluate(
     from kftrain.stages.evaluate import evaluate as evaluate_stage
     from kftrain.stages.outcome import save
 
-    return save(evaluate_stage(run_uri), evaluation, metrics, report, summary, confusion)
+    return save(evaluate_stage(run_uri, task_config=task_config), evaluation, metrics, report, summary, confusion)

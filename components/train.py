@@ -4,11 +4,13 @@ from kfp import dsl
 from kfp.dsl import HTML, Markdown, Metrics, Model, Output
 
 from kftrain.components.images import STEPS_IMAGE
+from kftrain.components.workers import FOR_WORKERS
 
 
-@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False)
+@dsl.component(base_image=STEPS_IMAGE, install_kfp_package=False, task_config_passthroughs=FOR_WORKERS)
 def train(
     run_uri: str,
+    task_config: dsl.TaskConfig,
     completion: Output[Model],
     metrics: Output[Metrics],
     report: Output[HTML],
@@ -18,6 +20,7 @@ def train(
 
     Args:
         run_uri: The run's folder.
+        task_config: Pod settings of this task, which go to the job's workers.
         completion: Where the checkpoint and the exported model are, with their digests.
         metrics: Last loss, speed, number of parameters.
         report: The training curve as a page.
@@ -29,4 +32,4 @@ def train(
     from kftrain.stages.outcome import save
     from kftrain.stages.train import train as train_stage
 
-    return save(train_stage(run_uri), completion, metrics, report, summary)
+    return save(train_stage(run_uri, task_config=task_config), completion, metrics, report, summary)

@@ -3,6 +3,7 @@
     <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate
     <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
     <root>/runs/<run>/config.yaml                                       launcher      -> workers
+    <root>/runs/<run>/launcher.json                                     launcher      -> workers (its heartbeat)
     <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
     <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
     <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register
@@ -10,6 +11,7 @@
     <root>/runs/<run>/evaluation/<checkpoint>/<evaluation>/metrics.json evaluate      -> register
     <root>/runs/<run>/registration.json                                 register      -> reports
     <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
+    <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
 
 A document is read with `read`, which refuses another schema version and missing fields, so that a stage never works on
 a file that it misunderstands.
@@ -109,6 +111,22 @@ class Evaluation(Document):
     confusion: Confusion | None = None
     statistics_sha256: str
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
+
+
+class FailureSummary(Document):
+    """`failure.json`: why a job failed, as far as its launcher could tell."""
+
+    task: str
+    failure_class: str
+    """One of `launch.states.FailureClass`."""
+    line: str
+    exit_code: int
+    rank: int | None = None
+    """The process that failed first, where one is known."""
+    node: str = ""
+    pod: str = ""
+    last_lines: list[str] = []
+    advice: str
 
 
 class Registration(Document):
@@ -226,6 +244,21 @@ class RunPaths:
     def error(self) -> str:
         """Why the last stage failed."""
         return storage.join(self.uri, "error.json")
+
+    @property
+    def failure(self) -> str:
+        """What the launcher found out about a failed job."""
+        return storage.join(self.uri, "failure.json")
+
+    @property
+    def launcher(self) -> str:
+        """The launcher's heartbeat."""
+        return storage.join(self.uri, "launcher.json")
+
+    @property
+    def logs(self) -> str:
+        """Folder of what every process printed: `attempt-<n>/rank-<r>.log` and `evaluation/rank-<r>.log`."""
+        return storage.join(self.uri, "logs")
 
     @property
     def history(self) -> str:

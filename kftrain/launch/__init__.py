@@ -1,5 +1,6 @@
 """Jobs: what runs on many processes, where it is started, and how its success is known. Imports no torch."""
 
 from kftrain.launch.jobs import run_evaluation, run_training
+from kftrain.launch.workflow import explain_pipeline_run
 
-__all__ = ["run_evaluation", "run_training"]
+__all__ = ["run_evaluation", "run_training", "explain_pipeline_run"]

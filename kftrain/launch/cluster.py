@@ -1,29 +1,38 @@
-"""The cluster launcher: a job as a PyTorchJob, followed until it has ended, and deleted.
+"""The cluster launcher: a job as a PyTorchJob, created or adopted, followed until it has ended, and deleted.
 
-The operator restarts pods by their exit codes; this counts the attempts that these restarts lead to, because the
-operator does not. Logs of the pods are written through, so that a step's log is the training's log.
+The operator restarts pods by their exit codes but neither counts nor times anything reliably; that is done here. A
+launcher that is killed leaves the job: the next one adopts it. One that ends in any other way deletes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import signal
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
-from kftrain import attempts, storage
+from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, LaunchError, Preempted
-from kftrain.launch import pytorchjob
-from kftrain.launch.kubernetes_api import Cluster, Pod
-from kftrain.launch.spec import JobSpec
+from kftrain.contracts import FailureSummary, RunPaths
+from kftrain.errors import KftrainError, LaunchError, Preempted
+from kftrain.launch import diagnosis, ownership, pytorchjob
+from kftrain.launch.adoption import any_pods, create_or_adopt
+from kftrain.launch.failures import JobFailedError
+from kftrain.launch.follower import Follower
+from kftrain.launch.heartbeat import Heartbeat
+from kftrain.launch.kubernetes_api import Cluster
+from kftrain.launch.outage import tolerated
+from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
+from kftrain.launch.states import State
 from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
-DELETE_TIMEOUT_SECONDS = 300.0
+GOING_SECONDS = 300.0
+LAUNCHER_TIMEOUT_SECONDS = 1800
+"""A job whose launcher has been silent for so long commits and ends; only where the launcher runs in the cluster."""
 
 
 class ClusterLauncher:
@@ -33,131 +42,93 @@ class ClusterLauncher:
         self.interrupted = False
         self._config = config
         self._cluster = cluster or Cluster(config.launch.kubernetes.namespace)
+        self._wake = threading.Event()
 
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`. The job is deleted when this returns or raises. Raises LaunchError."""
-        document = pytorchjob.build(spec, self._config)
+        self._cluster.patience.hurried = lambda: self.interrupted
+        with self._signals():
+            try:
+                return self._run(spec)
+            except LaunchError as error:
+                if isinstance(error, JobFailedError) or not self.interrupted:
+                    raise
+                to_log(f"warning: {error.line}")
+                return Preempted.exit_code
+
+    def _run(self, spec: JobSpec) -> int:
+        paths = RunPaths(spec.run_uri)
+        owner, kfp_run_id = ownership.find_owner(self._cluster)
+        if owner is not None:
+            timeout = {LAUNCHER_TIMEOUT_ENV: str(LAUNCHER_TIMEOUT_SECONDS)}
+            spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
+        document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
-        before = self._take_signals()
+        with Heartbeat(paths):
+            uid = create_or_adopt(self._cluster, document, lambda: self.interrupted)
+            if uid is None:
+                return Preempted.exit_code
+            where = f"job {name} in namespace {self._cluster.namespace}"
+            to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
+            follower = None
+            try:
+                follower = Follower(self._cluster, self._config, spec, name, uid, self._wake)
+                return self._follow(follower, spec, paths)
+            finally:
+                self._end(name, uid)
+                if follower is not None:  # only now: workers that commit have something to say
+                    follower.close()
+
+    def _follow(self, follower: Follower, spec: JobSpec, paths: RunPaths) -> int:
         try:
-            self._create(document)
-            to_log(
-                f"job {name} in namespace {self._cluster.namespace}: {spec.nodes} x {spec.processes_per_node} processes"
-            )
-            return _Follower(self, self._cluster, self._config, spec, name).run()
+            while not self.interrupted:
+                state = follower.look()
+                if state is State.SUCCEEDED:
+                    return 0
+                if state is State.FAILED:
+                    summary = follower.diagnose()
+                    _publish_failure(paths, summary)
+                    return summary.exit_code
+                self._wake.wait(POLL_SECONDS)
+                self._wake.clear()
+        except JobFailedError as error:
+            _publish_failure(paths, diagnosis.of_launch(spec.task, error.kind, error, error.found))
+            raise
+        return Preempted.exit_code
+
+    def _end(self, name: str, uid: str) -> None:
+        """Deletes the job and waits until its pods are gone: the next attempt must not meet them."""
+        try:
+            self._cluster.delete_job(name, uid)
+            deadline = time.monotonic() + GOING_SECONDS
+            while any_pods(self._cluster, name) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        except KftrainError as error:  # what ended the job is the better error
+            to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the job; handlers can be set in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
         finally:
-            self._delete(name)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _create(self, document: dict[str, Any]) -> None:
-        """Creates the job, or finds that it is already there with the very same specification."""
-        name = document["metadata"]["name"]
-        deadline = time.monotonic() + DELETE_TIMEOUT_SECONDS
-        while not self._cluster.create_job(document):
-            existing = self._cluster.read_job(name)
-            if existing is None:
-                continue
-            if "deletionTimestamp" not in existing["metadata"]:
-                self._require_same(document, existing)
-                to_log(f"job {name} is there already: following it")
-                return
-            if time.monotonic() > deadline:
-                raise LaunchError("an older job of this run is being deleted and does not go", where=name)
-            time.sleep(POLL_SECONDS)
-
-    def _require_same(self, document: dict[str, Any], existing: dict[str, Any]) -> None:
-        wanted = document["metadata"]["annotations"][pytorchjob.DIGEST_ANNOTATION]
-        found = existing["metadata"].get("annotations", {}).get(pytorchjob.DIGEST_ANNOTATION)
-        if found != wanted:
-            raise LaunchError(
-                "a job of this name with another specification is there",
-                where=document["metadata"]["name"],
-                value=found,
-                fix=f"delete it: kubectl -n {self._cluster.namespace} delete pytorchjob {document['metadata']['name']}",
-            )
-
-    def _delete(self, name: str) -> None:
-        """Deletes the job and waits until its pods are gone: the next attempt must not meet them."""
-        self._cluster.delete_job(name)
-        deadline = time.monotonic() + DELETE_TIMEOUT_SECONDS
-        while any(pod.exit_code is None for pod in self._cluster.list_pods(name)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
-    def _take_signals(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Takes no lock: it may have interrupted the one who holds it."""
         self.interrupted = True
 
 
-class _Follower:
-    """Sees one job to its end."""
-
-    def __init__(self, launcher: ClusterLauncher, cluster: Cluster, config: Config, spec: JobSpec, name: str) -> None:
-        self._launcher, self._cluster, self._config, self._spec, self._name = launcher, cluster, config, spec, name
-        self._paths = RunPaths(spec.run_uri)
-        self._followed: set[str] = set()
-        self._reasons: dict[str, str] = {}
-        self._start = time.monotonic()
-        self._ever_started = False
-        self._first_attempt = attempts.last_attempt(self._paths)
-        self._threads: list[threading.Thread] = []
-
-    def run(self) -> int:
-        """The job's exit code: 0 where all pods succeeded, that of the run's error otherwise. Raises LaunchError."""
-        while True:
-            job, pods = self._cluster.read_job(self._name), self._cluster.list_pods(self._name)
-            self._watch(pods)
-            if self._launcher.interrupted:
-                return Preempted.exit_code
-            if job is None:
-                raise LaunchError("somebody deleted the job", where=self._name, fix="resume the run")
-            conditions = {c["type"] for c in job.get("status", {}).get("conditions", []) if c["status"] == "True"}
-            if conditions & {"Succeeded", "Failed"}:
-                self._finish_logs()
-                return self._failure_code(pods) if "Failed" in conditions else 0
-            self._check_budgets()
-            time.sleep(POLL_SECONDS)
-
-    def _watch(self, pods: list[Pod]) -> None:
-        for pod in pods:
-            self._ever_started |= pod.started
-            if pod.started and pod.uid not in self._followed:
-                self._followed.add(pod.uid)
-                thread = threading.Thread(target=self._write_log, args=(pod.name, pod.uid), daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            if pod.reason and self._reasons.get(pod.name) != pod.reason:
-                to_log(f"{pod.name} waits: {pod.reason}")
-            self._reasons[pod.name] = pod.reason
-
-    def _write_log(self, pod_name: str, uid: str) -> None:
-        for line in self._cluster.follow_log(pod_name, uid):
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-
-    def _finish_logs(self) -> None:
-        for thread in self._threads:
-            thread.join(timeout=10.0)
-
-    def _check_budgets(self) -> None:
-        """Ends a job whose pods do not start, or whose attempts make no progress; the operator would go on for ever."""
-        limit = self._config.launch.kubernetes.start_timeout_seconds
-        if not self._ever_started and time.monotonic() - self._start > limit:
-            reasons = "; ".join(sorted({reason for reason in self._reasons.values() if reason})) or "no reason is known"
-            raise LaunchError(f"no pod started within {limit:.0f} s: {reasons}", where=self._name)
-        failed = attempts.num_without_progress(self._paths, since=self._first_attempt)
-        if failed > self._config.launch.max_restarts_without_progress + 1:
-            raise LaunchError(
-                f"{failed} attempts in a row without a new checkpoint", where=self._name, fix="see the log"
-            )
-
-    def _failure_code(self, pods: list[Pod]) -> int:
-        document = storage.read_json_if_exists(self._paths.error)
-        if document is not None:
-            return int(document["exit_code"])
-        codes = [pod.exit_code for pod in pods if pod.exit_code]
-        return codes[0] if codes else BUG_CODE
+def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
+    """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
+    with tolerated("why the job failed could not be written"):
+        storage.publish_json(paths.failure, summary.to_dict())
+        error = storage.read_json_if_exists(paths.error)
+        if error is None or error["line"] != summary.line:
+            storage.publish_json(paths.error, {"kind": "", "exit_code": summary.exit_code, "line": summary.line})
+    to_log(f"failed: {summary.failure_class}: {summary.line}")

@@ -7,11 +7,12 @@ with the error that its first failing process left behind.
 
 from __future__ import annotations
 
-from kftrain import attempts, contracts, storage
+from kftrain import attempts, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
-from kftrain.errors import FIRST_RETRYABLE_CODE, EvaluationError, KftrainError, LaunchError, error_from_dict
+from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, Preempted, error_from_dict
 from kftrain.launch.base import Launcher, build_launcher
+from kftrain.launch.completion import metrics_uri, read_completion, read_evaluations
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 
@@ -20,32 +21,20 @@ def run_training(paths: RunPaths, config: Config, mlflow_run_id: str = "") -> Co
     """Trains a run to its end; returns the verified completion. Raises the error of the attempt that was the last."""
     spec = train_job(paths, config, mlflow_run_id)
     _run_to_end(spec, paths, config, build_launcher(config))
-    completion = contracts.read(Completion, paths.complete, LaunchError)
-    if completion.step != config.train.steps or completion.training_digest != _training_digest(paths, config):
-        raise LaunchError(
-            "COMPLETE.json is of another training", where=paths.complete, value=completion.step, fix="start a new run"
-        )
-    return completion
+    return read_completion(paths, config)
 
 
 def run_evaluation(
     paths: RunPaths, config: Config, evaluation_digest: str, targets: list[EvaluationTarget]
 ) -> list[Evaluation]:
     """Scores exports; returns their evaluations in order. Those that have metrics already are not scored again."""
-    documents = [storage.join(target.output_uri, "metrics.json") for target in targets]
-    missing = [target for target, uri in zip(targets, documents, strict=True) if not storage.exists(uri)]
+    missing = [target for target in targets if not storage.exists(metrics_uri(target))]
     if missing:
         request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
         storage.publish_json(paths.evaluation_request, request.to_dict())
-        spec = evaluate_job(paths, config, storage.join(missing[-1].output_uri, "metrics.json"))
+        spec = evaluate_job(paths, config, metrics_uri(missing[-1]))
         _run_to_end(spec, paths, config, build_launcher(config))
-    evaluations = [contracts.read(Evaluation, uri, EvaluationError) for uri in documents]
-    for evaluation, target in zip(evaluations, targets, strict=True):
-        if (evaluation.evaluation_digest, evaluation.export_digest) != (evaluation_digest, target.export_digest):
-            raise EvaluationError(
-                "metrics.json is of another evaluation", where=target.output_uri, fix="delete it and evaluate again"
-            )
-    return evaluations
+    return read_evaluations(EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
@@ -71,10 +60,8 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
 
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     document = storage.read_json_if_exists(paths.error)
+    if document is None and code == Preempted.exit_code:  # it came before the worker could say so
+        return Preempted("stopped before it had started", where=spec.run_uri)
     if document is None:
         return LaunchError(f"the {spec.task} job ended with exit code {code} and left no error", where=spec.run_uri)
     return error_from_dict(document)
-
-
-def _training_digest(paths: RunPaths, config: Config) -> str:
-    return config.training_digest(storage.read_json(paths.shards)["dataset_digest"])

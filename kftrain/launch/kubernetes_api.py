@@ -1,228 +1,325 @@
-"""The cluster as the launcher sees it: PyTorchJobs, their pods, their logs. Only this talks to an API server.
+"""The cluster as the launcher sees it: jobs, their pods, events, logs. Only this talks to an API server.
 
-Every call has a timeout. What the API server answers with an error becomes a LaunchError; a missing object is None.
+Every call has a timeout. What passes (429, 5xx, connections that break, an API server that is restarted, the training
+operator's webhook without an endpoint) is waited out for ten minutes, with one line when it begins and one when it
+ends. What does not pass becomes a LaunchError; a missing object is None. Sources that only explain (events, Kueue's
+Workloads, nodes, logs) may be forbidden: that costs one warning that names the verb, and the launcher goes on without.
+
+Answers are plain JSON; `observation.py` makes something of it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kftrain.errors import LaunchError
+from kftrain.launch.patience import Patience, message_of
 from kftrain.launch.pytorchjob import API_VERSION
+from kftrain.progress import Progress, to_log
 
-GROUP, VERSION = API_VERSION.split("/")
-PLURAL = "pytorchjobs"
+JOBS = (*API_VERSION.split("/"), "pytorchjobs")
+WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
+WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-CALL_TIMEOUT_SECONDS = (5.0, 30.0)
-LOG_TIMEOUT_SECONDS = (5.0, 60.0)
-RECONNECT_SECONDS = 1.0
-NOT_FOUND, CONFLICT = 404, 409
+WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
+LIST_WORKLOADS = "list workloads.kueue.x-k8s.io"
+CONTAINER = "pytorch"
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
+STREAM_TIMEOUT_SECONDS = (5.0, 60.0)
+EXPLAIN_OUTAGE_SECONDS = 5.0
+"""How long a source that only explains is asked again: it must not hold up what matters."""
 
-@dataclass(frozen=True)
-class Pod:
-    """What matters of a worker pod."""
+MAX_LINE_BYTES = 16_384
+"""Of a longer line of a log the beginning is kept."""
 
-    name: str
-    uid: str
-    index: int
-    phase: str
-    reason: str
-    """Why it does not run yet, in the scheduler's or the kubelet's words; empty: it runs or has run."""
-    started: bool
-    """Whether its container has run, so that there is a log."""
-    exit_code: int | None
-    """Of the container, once it has ended."""
+FORBIDDEN, NOT_FOUND, CONFLICT = 403, 404, 409
+
+Object = dict[str, Any]
 
 
 class Cluster:
     """One namespace of a cluster, by the kubeconfig or, in a pod, by its service account."""
 
-    def __init__(self, namespace: str = "") -> None:
-        client, default_namespace = _connect()
-        self.namespace = namespace or default_namespace
-        self._jobs, self._pods = client.CustomObjectsApi(), client.CoreV1Api()
-        self._api_exception = client.exceptions.ApiException
+    def __init__(self, namespace: str = "", warn: Progress = to_log) -> None:
+        from kubernetes import client
 
-    def create_job(self, document: dict[str, Any]) -> bool:
-        """Creates a job; False where one of this name exists. Unknown fields are refused. Raises LaunchError."""
+        configuration, default_namespace = _connect()
+        self.namespace = namespace or default_namespace
+        self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
+        """That of the pod this runs in; empty outside a cluster."""
+        api_client = client.ApiClient(configuration)
+        self._custom, self._core = client.CustomObjectsApi(api_client), client.CoreV1Api(api_client)
+        self._api_exception = client.exceptions.ApiException
+        self.patience = Patience(self._api_exception, warn)
+        self._call, self._warn, self._lock = self.patience.call, warn, threading.Lock()
+        self._forbidden: set[str] = set()
+        self._silent: set[str] = set()
+        self._said: set[str] = set()
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def create_job(self, document: Object) -> str | None:
+        """Creates a job; its uid, or None where one of this name exists. Unknown fields are refused.
+
+        Raises LaunchError.
+
+        Where the answer to a creation is lost, the repeated call finds the job: the caller adopts it.
+        """
+        create = self._custom.create_namespaced_custom_object
         try:
-            self._jobs.create_namespaced_custom_object(
-                GROUP,
-                VERSION,
-                self.namespace,
-                PLURAL,
-                document,
-                field_validation="Strict",
-                _request_timeout=CALL_TIMEOUT_SECONDS,
-            )
+            created = self._call(create, *JOBS[:2], self.namespace, JOBS[2], document, field_validation="Strict")
         except self._api_exception as error:
             if error.status == CONFLICT:
-                return False
-            raise self._launch_error("the API server refused the job", error) from error
-        return True
+                return None
+            raise self._refused("the API server refused the job", error) from error
+        return str(created["metadata"]["uid"])
 
-    def read_job(self, name: str) -> dict[str, Any] | None:
+    def read_job(self, name: str) -> Object | None:
         """A job as it is now. Raises LaunchError."""
+        return self._read("the job cannot be read", self._custom.get_namespaced_custom_object, *self._at(JOBS), name)
+
+    def list_jobs(self, selector: str) -> list[Object]:
+        """Jobs with these labels. Raises LaunchError."""
+        return self._list("jobs", self._custom.list_namespaced_custom_object, *self._at(JOBS), label_selector=selector)
+
+    def delete_job(self, name: str, uid: str = "") -> None:
+        """Deletes a job, of several of one name the one with this `uid`; its pods get SIGTERM and their grace.
+
+        Nothing happens where there is none, or by now another one. Raises LaunchError.
+        """
+        options: Object = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
         try:
-            found = self._jobs.get_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name, _request_timeout=CALL_TIMEOUT_SECONDS
-            )
+            self._call(self._custom.delete_namespaced_custom_object, *self._at(JOBS), name, body=options)
+        except self._api_exception as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                raise self._refused("the job cannot be deleted", error) from error
+
+    def patch_job(self, name: str, patch: Object) -> bool:
+        """Merges into a job; False where it is gone. Raises LaunchError."""
+        return self._patch("the job cannot be changed", JOBS, name, patch)
+
+    def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
+        """Leaves something for people to read on a job, where that is possible now: nothing depends on it."""
+        patch = {"metadata": {"annotations": dict(annotations)}}
+        method = self._custom.patch_namespaced_custom_object
+        self._explain("patch pytorchjobs", 0.0, method, *self._at(JOBS), name, patch)
+
+    def patch_workload(self, name: str, patch: Object) -> bool:
+        """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
+        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
+
+    # -- pods ---------------------------------------------------------------------------------------------------------
+
+    def list_pods(self, job_name: str) -> list[Object]:
+        """The job's pods. Raises LaunchError."""
+        listing = self._json(self._core.list_namespaced_pod)
+        return self._list("pods", listing, self.namespace, label_selector=f"{JOB_NAME_LABEL}={job_name}")
+
+    def watch_pods(self, job_name: str) -> Iterator[Object]:
+        """The job's pods as they are, then as they change, for a minute or until the connection breaks."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        query = [("labelSelector", f"{JOB_NAME_LABEL}={job_name}"), ("watch", "true"), ("timeoutSeconds", "55")]
+        for line in self._stream("watch pods", path, query):
+            event = json.loads(line) if line.endswith(b"\n") else {}
+            if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
+                yield event["object"]
+
+    def read_pod(self, name: str) -> Object | None:
+        """A pod as it is now. Raises LaunchError."""
+        reading = self._json(self._core.read_namespaced_pod)
+        return self._read(f"pod {name} cannot be read", reading, name, self.namespace)
+
+    def force_delete_pod(self, name: str, uid: str) -> bool:
+        """Takes a pod off the API server without asking its node, which must be known to be dead.
+
+        False: that is forbidden, or somebody was faster.
+        """
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+        delete = self._json(self._core.delete_namespaced_pod)
+        return self._explain("delete pods", EXPLAIN_OUTAGE_SECONDS, delete, name, self.namespace, body=body) is not None
+
+    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
+        """Lines of a pod's log with their times, from the time `since` on, until the connection or the log ends.
+
+        Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or
+        any more).
+        """
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod_name}/log"
+        query = [("container", CONTAINER), ("follow", str(follow).lower()), ("timestamps", "true")]
+        query += [("sinceTime", since)] if since else []
+        yield from self._stream("get pods/log", path, query, MAX_LINE_BYTES)
+
+    # -- what explains ------------------------------------------------------------------------------------------------
+
+    def list_warnings(self) -> list[Object]:
+        """Warning events of the namespace; empty where they may not be read."""
+        listing = self._json(self._core.list_namespaced_event)
+        selector = {"field_selector": "type=Warning"}
+        return self._explain("list events", EXPLAIN_OUTAGE_SECONDS, listing, self.namespace, **selector) or []
+
+    def find_workload(self, job_uid: str) -> Object | None:
+        """Kueue's Workload of a job; None where there is none or it may not be read."""
+        selector = f"{WORKLOAD_JOB_LABEL}={job_uid}"
+        listing = self._custom.list_namespaced_custom_object
+        found = self._explain(
+            LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._at(WORKLOADS), label_selector=selector
+        )
+        return found[0] if found else None
+
+    @property
+    def sees_workloads(self) -> bool:
+        """Whether the last answer about Workloads says something: they may be read, and there was an answer."""
+        return LIST_WORKLOADS not in self._forbidden and LIST_WORKLOADS not in self._silent
+
+    def read_node(self, name: str) -> Object | None:
+        """A node; None where it is gone or may not be read."""
+        answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
+        return answer if isinstance(answer, dict) else None
+
+    def read_workflow(self, name: str) -> Object | None:
+        """An Argo Workflow of this namespace; None where it is gone or may not be read. Raises LaunchError."""
+        reading = self._custom.get_namespaced_custom_object
+        answer = self._explain("get workflows", None, reading, *self._at(WORKFLOWS), name)
+        return answer if isinstance(answer, dict) else None
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _at(self, kind: tuple[str, ...]) -> tuple[str, str, str, str]:
+        return kind[0], kind[1], self.namespace, kind[2]
+
+    def _read(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
+        try:
+            found = self._call(method, *arguments)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return None
-            raise self._launch_error("the job cannot be read", error) from error
+            raise self._refused(what, error) from error
         assert isinstance(found, dict)
         return found
 
-    def list_job_names(self, selector: str) -> list[str]:
-        """Names of the jobs with these labels. Raises LaunchError."""
+    def _list(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Object]:
         try:
-            found = self._jobs.list_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, label_selector=selector, _request_timeout=CALL_TIMEOUT_SECONDS
-            )
+            found = self._call(method, *arguments, **options)
         except self._api_exception as error:
-            raise self._launch_error("the jobs cannot be listed", error) from error
-        return [item["metadata"]["name"] for item in found["items"]]
+            raise self._refused(f"the {what} cannot be listed", error) from error
+        return list(found["items"])
 
-    def delete_job(self, name: str) -> None:
-        """Deletes a job; its pods get SIGTERM and their grace. Nothing happens where there is none."""
+    def _patch(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
         try:
-            self._jobs.delete_namespaced_custom_object(
-                GROUP,
-                VERSION,
-                self.namespace,
-                PLURAL,
-                name,
-                propagation_policy="Background",
-                _request_timeout=CALL_TIMEOUT_SECONDS,
-            )
-        except self._api_exception as error:
-            if error.status != NOT_FOUND:
-                raise self._launch_error("the job cannot be deleted", error) from error
-
-    def list_pods(self, job_name: str) -> list[Pod]:
-        """The job's pods, by index. Raises LaunchError."""
-        try:
-            found = self._pods.list_namespaced_pod(
-                self.namespace, label_selector=f"{JOB_NAME_LABEL}={job_name}", _request_timeout=CALL_TIMEOUT_SECONDS
-            )
-        except self._api_exception as error:
-            raise self._launch_error("the job's pods cannot be listed", error) from error
-        return sorted((_pod(item) for item in found.items), key=lambda pod: pod.index)
-
-    def follow_log(self, pod_name: str, uid: str) -> Iterator[str]:
-        """Lines of a pod's log until its container has ended; connects again where the connection breaks.
-
-        `uid`: of this very pod; the one that takes its place after a restart has the same name.
-        """
-        last = ""
-        while True:
-            pod = self._read_pod(pod_name)
-            if pod is None or pod.uid != uid:
-                return
-            ended = pod.exit_code is not None
-            for stamped in self._log_lines(pod_name):
-                stamp, _, line = stamped.partition(" ")
-                stamp = _sortable(stamp)
-                if stamp > last:  # the log begins anew with every connection
-                    last = stamp
-                    yield line
-            if ended:
-                return
-            time.sleep(RECONNECT_SECONDS)
-
-    def _read_pod(self, name: str) -> Pod | None:
-        try:
-            return _pod(self._pods.read_namespaced_pod(name, self.namespace, _request_timeout=CALL_TIMEOUT_SECONDS))
+            self._call(self._custom.patch_namespaced_custom_object, *self._at(kind), name, patch)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
-                return None
-            raise self._launch_error(f"pod {name} cannot be read", error) from error
+                return False
+            raise self._refused(what, error) from error
+        return True
 
-    def _log_lines(self, pod_name: str) -> Iterator[str]:
-        """Lines with their times, until the container ends, the connection breaks or nothing comes for a while."""
+    def _explain(
+        self, verb: str, seconds: float | None, method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """What a source says that may be forbidden, absent or silent: None then.
+
+        It is asked for so many seconds. None: as long as what matters, and its silence raises LaunchError like that.
+        """
+        if verb in self._forbidden:
+            return None
+        self._silent.discard(verb)
         try:
-            response = self._pods.read_namespaced_pod_log(
-                pod_name,
-                self.namespace,
-                container="pytorch",
-                follow=True,
-                timestamps=True,
-                _preload_content=False,
-                _request_timeout=LOG_TIMEOUT_SECONDS,
-            )
-        except self._api_exception:
+            if seconds is None:
+                found = self._call(method, *arguments, **options)
+            else:
+                found = self.patience.call_for(seconds, method, *arguments, **options)
+        except self._api_exception as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                self._silent.add(verb)
+                self._say_forbidden(verb, error)
+            return None
+        except LaunchError:
+            self._silent.add(verb)
+            if seconds is None:
+                raise
+            return None
+        return found.get("items", found)
+
+    def _say_forbidden(self, verb: str, error: Any) -> None:
+        """Warns once; what is forbidden is not asked again."""
+        with self._lock:
+            known = verb in self._said
+            self._said.add(verb)
+            if error.status == FORBIDDEN:
+                self._forbidden.add(verb)
+        if not known:
+            why = "may not" if error.status == FORBIDDEN else f"{message_of(error)}: cannot"
+            self._warn(f"{why} {verb} in namespace {self.namespace}: some of what happens stays unknown")
+
+    def _json(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A typed call of the client, with its answer as JSON."""
+        return lambda *arguments, **options: json.loads(method(*arguments, _preload_content=False, **options).data)
+
+    def _stream(self, verb: str, path: str, query: list[tuple[str, str]], limit: int | None = None) -> Iterator[bytes]:
+        """Lines of an answer that goes on, until it ends or the connection breaks: whoever reads asks again."""
+        import urllib3
+
+        if verb in self._forbidden:
             return
-        with response:
-            yield from _lines(response)
+        try:
+            with self._raw_get(path, query) as response:
+                yield from _lines(response, limit)
+        except self._api_exception as error:
+            if error.status == FORBIDDEN:
+                self._say_forbidden(verb, error)
+        except (urllib3.exceptions.HTTPError, OSError):
+            return
 
-    def _launch_error(self, what: str, error: Any) -> LaunchError:
-        message = " ".join(str(error.body or error.reason).split())
-        return LaunchError(f"{what}: {error.status} {message[:500]}", where=f"namespace {self.namespace}")
+    def _raw_get(self, path: str, query: list[tuple[str, str]]) -> Any:
+        return self._core.api_client.call_api(
+            path,
+            "GET",
+            query_params=query,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _return_http_data_only=True,
+            _request_timeout=STREAM_TIMEOUT_SECONDS,
+        )
+
+    def _refused(self, what: str, error: Any) -> LaunchError:
+        return LaunchError(f"{what}: {message_of(error)}", where=f"namespace {self.namespace}")
 
 
-def _sortable(stamp: str) -> str:
-    """An RFC 3339 time with all nine digits of its fraction, which the kubelet trims."""
-    seconds, _, fraction = stamp.rstrip("Z").partition(".")
-    return f"{seconds}.{fraction:0<9}"
-
-
-def _lines(response: Any) -> Iterator[str]:
-    import urllib3
-
+def _lines(response: Any, limit: int | None) -> Iterator[bytes]:
+    """Lines with their newlines, each cut to `limit` bytes; what has no newline at the end comes without."""
     rest = b""
-    try:
-        for chunk in response.stream():
-            *whole, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-    except urllib3.exceptions.HTTPError:
-        return
+    for chunk in response.stream():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line[:limit] + b"\n"
+        rest = rest[:limit]  # of a line without an end, no more than what is shown is kept
     if rest:
-        yield rest.decode(errors="replace")
+        yield rest
 
 
 def _connect() -> tuple[Any, str]:
-    """The kubernetes client module, configured, and the namespace to use."""
+    """How to reach the API server, and the namespace to use. Raises LaunchError."""
     from kubernetes import client, config
 
-    if NAMESPACE_FILE.exists():
-        config.load_incluster_config()
-        return client, NAMESPACE_FILE.read_text().strip()
+    configuration = client.Configuration()
+    configuration.retries = False  # urllib3 would repeat calls unseen, and sleep as long as a server asks for
     try:
-        config.load_kube_config()
-        _, context = config.list_kube_config_contexts()
+        if SERVICE_ACCOUNT.exists():
+            config.load_incluster_config(client_configuration=configuration)
+            return configuration, SERVICE_ACCOUNT.read_text().strip()
+        path = os.environ.get("KUBECONFIG") or None  # the client itself reads the variable only when it is imported
+        config.load_kube_config(path, client_configuration=configuration)
+        _, context = config.list_kube_config_contexts(path)
     except config.ConfigException as error:
         raise LaunchError(
             f"no cluster: {error}", where="launch.backend", value="pytorchjob", fix="set KUBECONFIG"
         ) from error
-    return client, context["context"].get("namespace", "default")
-
-
-def _pod(item: Any) -> Pod:
-    status = item.status
-    state = next((s for s in status.container_statuses or [] if s.name == "pytorch"), None)
-    terminated = state.state.terminated if state else None
-    return Pod(
-        name=item.metadata.name,
-        uid=item.metadata.uid,
-        index=int(item.metadata.labels.get("training.kubeflow.org/replica-index", "0")),
-        phase=status.phase,
-        reason=_waiting_reason(status, state),
-        started=bool(state and (state.state.running or terminated)),
-        exit_code=terminated.exit_code if terminated else None,
-    )
-
-
-def _waiting_reason(status: Any, state: Any) -> str:
-    if state and state.state.waiting and state.state.waiting.reason not in (None, "ContainerCreating"):
-        return f"{state.state.waiting.reason}: {state.state.waiting.message or ''}".rstrip(": ")
-    for condition in status.conditions or []:
-        if condition.type == "PodScheduled" and condition.status == "False":
-            return f"{condition.reason}: {condition.message}"
-    return ""
+    return configuration, context["context"].get("namespace") or "default"

@@ -14,10 +14,11 @@ import re
 from typing import Any
 
 from kftrain import storage
-from kftrain.config import Config, KubernetesConfig
+from kftrain.cluster_config import KubernetesConfig
+from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import LaunchError
-from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV, JobSpec
+from kftrain.launch.reachable import require_reachable
+from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec
 
 API_VERSION = "kubeflow.org/v1"
 KIND = "PyTorchJob"
@@ -26,14 +27,17 @@ MAX_NAME_LENGTH = 52
 """Services are called `<job>-worker-<index>` and must fit into 63 characters."""
 
 RUN_LABEL, TASK_LABEL, KFP_RUN_LABEL = "kftrain.io/run", "kftrain.io/task", "kftrain.io/kfp-run"
+QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 DIGEST_ANNOTATION = "kftrain.io/spec-digest"
+"""Digest of the specification as we built it: webhooks change the stored one."""
 
 REPLICA_INDEX = "metadata.labels['training.kubeflow.org/replica-index']"
 USER_ID = 1000
 """The user of our images."""
 
-SECRETS = ("kftrain-storage", "kftrain-mlflow")
-"""Optional secrets; their keys become environment variables of the workers."""
+CA_FOLDER = "/etc/kftrain/ca"
+CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""By which the clients of object stores and of MLflow find certificates."""
 
 TTL_SECONDS = 24 * 60 * 60
 """A safety net: the launcher deletes its jobs itself."""
@@ -53,30 +57,41 @@ def job_name(spec: JobSpec) -> str:
     return f"{kept}-{digest}-{spec.task}"
 
 
-def build(spec: JobSpec, config: Config, kfp_run_id: str = "") -> dict[str, Any]:
-    """The PyTorchJob that runs `spec`, ready for the API server. Raises LaunchError where it cannot work."""
+def build(spec: JobSpec, config: Config, kfp_run_id: str = "", owner: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The PyTorchJob that runs `spec`, ready for the API server. Raises LaunchError where it cannot work.
+
+    Args:
+        spec: The job.
+        config: Its configuration.
+        kfp_run_id: The Kubeflow run that it belongs to, for a label.
+        owner: An owner reference: with the owner the job goes.
+    """
     from kubeflow.training import models
 
     settings = config.launch.kubernetes
-    _require_reachable(config)
+    require_reachable(config)
     job = models.KubeflowOrgV1PyTorchJob(
         api_version=API_VERSION,
         kind=KIND,
-        metadata={"name": job_name(spec), "labels": _labels(spec, settings, kfp_run_id)},
+        metadata={"name": job_name(spec), "labels": _job_labels(spec, settings, kfp_run_id)},
         spec=models.KubeflowOrgV1PyTorchJobSpec(
             nproc_per_node=str(spec.processes_per_node),
             run_policy=models.KubeflowOrgV1RunPolicy(
-                clean_pod_policy="Running", ttl_seconds_after_finished=TTL_SECONDS
+                clean_pod_policy="Running",
+                ttl_seconds_after_finished=TTL_SECONDS,
+                suspend=True if settings.queue else None,  # the queue lets it go
             ),
             pytorch_replica_specs={
                 "Worker": models.KubeflowOrgV1ReplicaSpec(
-                    replicas=spec.nodes, restart_policy="ExitCode", template=_template(spec, settings, kfp_run_id)
+                    replicas=spec.nodes, restart_policy="ExitCode", template=_template(spec, settings)
                 )
             },
         ),
     )
     document = _plain(job)
-    document["metadata"]["annotations"] = {DIGEST_ANNOTATION: storage.digest_json(document)[:16]}
+    document["metadata"]["annotations"] = {DIGEST_ANNOTATION: storage.digest_json(document["spec"])[:16]}
+    if owner is not None:
+        document["metadata"]["ownerReferences"] = [owner]
     return document
 
 
@@ -89,39 +104,27 @@ def _plain(job: Any) -> dict[str, Any]:
     return document
 
 
-def _require_reachable(config: Config) -> None:
-    """Refuses what pods cannot reach: a folder or an sqlite file of this machine."""
-    if storage.is_local(config.run.storage_root) and not config.launch.kubernetes.volumes:
-        raise LaunchError(
-            "worker pods cannot reach a folder of this machine",
-            where="run.storage_root",
-            value=config.run.storage_root,
-            fix="use an object store (s3://…), or mount a volume there by launch.kubernetes.volumes",
-        )
-    if not config.tracking.uri.startswith(("http://", "https://")):
-        raise LaunchError(
-            "worker pods cannot reach an sqlite file of this machine",
-            where="tracking.uri",
-            value=config.tracking.uri,
-            fix="use an MLflow server, http://…",
-        )
-
-
 def label_value(text: str) -> str:
     """A text as the value of a Kubernetes label."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("-_.")
 
 
-def _labels(spec: JobSpec, settings: KubernetesConfig, kfp_run_id: str) -> dict[str, str]:
-    labels = {RUN_LABEL: label_value(RunPaths(spec.run_uri).run_id), TASK_LABEL: spec.task}
-    if kfp_run_id:
-        labels[KFP_RUN_LABEL] = label_value(kfp_run_id)
-    if settings.queue:
-        labels["kueue.x-k8s.io/queue-name"] = settings.queue
-    return labels
+def _labels(spec: JobSpec) -> dict[str, str]:
+    """Of the job and of its pods, to which the operator copies none."""
+    return {RUN_LABEL: label_value(RunPaths(spec.run_uri).run_id), TASK_LABEL: spec.task}
 
 
-def _template(spec: JobSpec, settings: KubernetesConfig, kfp_run_id: str) -> dict[str, Any]:
+def _job_labels(spec: JobSpec, settings: KubernetesConfig, kfp_run_id: str) -> dict[str, str]:
+    """Labels of the job alone; they are not part of its specification."""
+    optional = {
+        KFP_RUN_LABEL: label_value(kfp_run_id),
+        QUEUE_LABEL: settings.queue,
+        PRIORITY_LABEL: settings.queue_priority,
+    }
+    return {**_labels(spec), **{label: value for label, value in optional.items() if value}}
+
+
+def _template(spec: JobSpec, settings: KubernetesConfig) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "containers": [_container(spec, settings)],
         "automountServiceAccountToken": False,
@@ -138,6 +141,7 @@ def _template(spec: JobSpec, settings: KubernetesConfig, kfp_run_id: str) -> dic
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
             {"name": "scratch", "emptyDir": {}},
+            *_ca_volumes(settings),
             *settings.volumes,
         ],
         "topologySpreadConstraints": [
@@ -151,13 +155,13 @@ def _template(spec: JobSpec, settings: KubernetesConfig, kfp_run_id: str) -> dic
     }
     if settings.node_selector:
         pod["nodeSelector"] = settings.node_selector
+    if settings.affinity:
+        pod["affinity"] = settings.affinity
     if settings.priority_class:
         pod["priorityClassName"] = settings.priority_class
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    # The operator does not copy a job's labels to its pods; the queue's label belongs to the job alone.
-    labels = {key: value for key, value in _labels(spec, settings, kfp_run_id).items() if "kueue" not in key}
-    return {"metadata": {"labels": labels, "annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod}
+    return {"metadata": {"labels": _labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod}
 
 
 def _container(spec: JobSpec, settings: KubernetesConfig) -> dict[str, Any]:
@@ -169,6 +173,7 @@ def _container(spec: JobSpec, settings: KubernetesConfig) -> dict[str, Any]:
         ADDRESS_ENV: f"{job_name(spec)}-worker-0",
         "HOME": "/tmp",
         "PYTHONUNBUFFERED": "1",
+        **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
     }
     return {
         "name": "pytorch",  # the operator's webhook wants this name
@@ -178,8 +183,9 @@ def _container(spec: JobSpec, settings: KubernetesConfig) -> dict[str, Any]:
         "env": [
             *({"name": name, "value": value} for name, value in sorted(environment.items())),
             {"name": NODE_RANK_ENV, "valueFrom": {"fieldRef": {"fieldPath": REPLICA_INDEX}}},
+            {"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         ],
-        "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in SECRETS],
+        "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in settings.secrets],
         "resources": {"limits": limits, "requests": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -190,9 +196,14 @@ def _container(spec: JobSpec, settings: KubernetesConfig) -> dict[str, Any]:
         "volumeMounts": [
             {"name": "shared-memory", "mountPath": "/dev/shm"},
             {"name": "scratch", "mountPath": "/tmp"},
+            *([{"name": "ca", "mountPath": CA_FOLDER, "readOnly": True}] if settings.ca_bundle else []),
             *settings.volume_mounts,
         ],
     }
+
+
+def _ca_volumes(settings: KubernetesConfig) -> list[dict[str, Any]]:
+    return [{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []
 
 
 def _lost_node_tolerations() -> list[dict[str, Any]]:

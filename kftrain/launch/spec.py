@@ -19,6 +19,12 @@ NODE_RANK_ENV = "KFTRAIN_NODE_RANK"
 ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
 """Where the workers of several nodes meet: the name of node 0."""
 
+NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
+"""The machine that a worker pod runs on; errors name it."""
+
+LAUNCHER_TIMEOUT_ENV = "KFTRAIN_LAUNCHER_TIMEOUT_SECONDS"
+"""A job whose launcher is silent for so long commits and ends; absent: nobody watches, a laptop may sleep."""
+
 RENDEZVOUS_PORT = 23456
 """The port there; the training operator opens it on every pod."""
 

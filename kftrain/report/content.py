@@ -65,6 +65,8 @@ class Section:
     tables: Sequence[Table] = ()
     command: str = ""
     """A command to run next."""
+    log: Sequence[str] = ()
+    """The last lines of a log."""
     facts: Sequence[Fact] = ()
     """Provenance: what exactly this is a report of."""
 

@@ -12,16 +12,18 @@ from kftrain.report.content import Fact, Section
 
 
 def section(error: Mapping[str, Any], stage: str, run_uri: str) -> Section:
-    """The section of a failed stage, from its `error.json` (see `errors.error_to_dict`); fields may be missing."""
+    """The section of a failed stage, from its `error.json` (see `stages.failure`); fields may be missing."""
     what = _text(error, "what") or _text(error, "line") or "it left no message"
     advice, command = next_step(error, run_uri)
+    found = error.get("failure") or {}
     return Section(
         title="Failure",
         headline=f"{wording.label(stage) or 'The run'} failed: {_ended(what)}",
         tone="bad",
-        sentences=[advice],
+        sentences=[sentence for sentence in (_text(found, "advice"), advice) if sentence],
         command=command,
-        facts=[fact for fact in _facts(error, stage, run_uri) if fact.value],
+        log=[wording.clean(line) for line in found.get("last_lines") or ()],
+        facts=[fact for fact in (*_facts(error, stage, run_uri), *_places(found)) if fact.value],
     )
 
 
@@ -63,6 +65,17 @@ def _facts(error: Mapping[str, Any], stage: str, run_uri: str) -> list[Fact]:
         Fact("Kind", _text(error, "kind")),
         Fact("Exit code", str(_exit_code(error)), _meaning(_exit_code(error))),
         Fact("Run", run_uri, code=True),
+    ]
+
+
+def _places(found: Mapping[str, Any]) -> list[Fact]:
+    """What the launcher found out about a job: see `contracts.FailureSummary`."""
+    rank = found.get("rank")
+    return [
+        Fact("Class", _text(found, "failure_class")),
+        Fact("First failing rank", "" if rank is None else str(rank)),
+        Fact("Node", _text(found, "node"), code=True),
+        Fact("Pod", _text(found, "pod"), code=True),
     ]
 
 

@@ -26,6 +26,8 @@ def render(section: Section) -> str:
     blocks += [escape(sentence) for sentence in section.sentences if sentence]
     if section.command:
         blocks.append(f"```\n{_code_text(section.command)}\n```")
+    if section.log:
+        blocks.append("\n".join(["```", *map(_code_text, section.log), "```"]))
     blocks += [_figures(section.figures)] if section.figures else []
     tables = [chart.table for chart in section.charts if chart.table is not None] + list(section.tables)
     blocks += [_table(table) for table in tables if len(table.columns) <= MAX_COLUMNS]

@@ -24,10 +24,10 @@ def delete_jobs(config: Config, paths: RunPaths) -> list[str]:
     from kftrain.launch.pytorchjob import RUN_LABEL, label_value
 
     cluster = Cluster(config.launch.kubernetes.namespace)
-    names = cluster.list_job_names(f"{RUN_LABEL}={label_value(paths.run_id)}")
-    for name in names:
-        cluster.delete_job(name)
-    return [f"job {name}" for name in names]
+    jobs = [job["metadata"] for job in cluster.list_jobs(f"{RUN_LABEL}={label_value(paths.run_id)}")]
+    for job in jobs:
+        cluster.delete_job(job["name"], job["uid"])
+    return [f"job {job['name']}" for job in jobs]
 
 
 def remove_temporary_files(config: Config, paths: RunPaths) -> list[str]:

@@ -9,15 +9,16 @@ from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
-from kftrain.stages import failure, resolve, tracked
+from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.pods import TaskConfig
 
 
-def evaluate(run_uri: str, progress: Progress = to_log) -> Outcome:
+def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | None = None) -> Outcome:
     """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("evaluate", progress):
-        config = resolve.load_config(run_uri)
+        config = pods.apply(resolve.load_config(run_uri), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
         completion = contracts.read(Completion, paths.complete, LaunchError)
         digest = evaluation_digest(config, completion.dataset_digest)

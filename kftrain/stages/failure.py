@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +16,9 @@ from typing import Any
 from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
+from kftrain.launch.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.stages import lifetime, tracked
-
-TERMINATION_LOG = "/dev/termination-log"
-"""What Kubernetes shows as the reason why a container ended; there only in a pod."""
-
-TERMINATION_BYTES = 1000
-"""Kubernetes keeps 4096 bytes per container, 12 KiB per pod."""
 
 
 @contextlib.contextmanager
@@ -32,12 +26,14 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
     """Runs a stage of a run: an older error.json goes, a failure writes a new one and is raised again."""
     with announced(stage, progress):
         storage.remove(paths.error)
+        storage.remove(paths.failure)
         try:
             with lifetime.signals_as_errors():
                 yield
         except BaseException as error:
-            storage.publish_json(paths.error, document(stage, error))
-            tracked.mark_failed(paths, config, error, progress)
+            found = storage.read_json_if_exists(paths.failure)
+            storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
+            tracked.mark_failed(paths, config, error, found, progress)
             raise
 
 
@@ -49,7 +45,7 @@ def announced(stage: str, progress: Progress) -> Iterator[None]:
         yield
     except BaseException as error:
         found = document(stage, error)
-        _terminate(str(found["line"]))
+        leave_message(str(found["line"]))
         progress(ERROR_LINE + json.dumps(found))
         raise
 
@@ -64,9 +60,3 @@ def read(paths: RunPaths) -> dict[str, Any] | None:
     found = storage.read_json_if_exists(paths.error)
     assert found is None or isinstance(found, dict), found
     return found
-
-
-def _terminate(line: str) -> None:
-    if os.access(TERMINATION_LOG, os.W_OK):
-        with contextlib.suppress(OSError), open(TERMINATION_LOG, "w") as stream:
-            stream.write(line[:TERMINATION_BYTES])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kftrain import errors, report, storage
+from kftrain import errors, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import KftrainError, LaunchError
@@ -29,6 +29,8 @@ def finish(
     try:
         config = resolve.resolve_config(text, {"storage_root": storage_root})
         paths = RunPaths.of(config.run.storage_root, resolve.make_run_id(resume_run, job_id, config.run.name))
+        if storage.exists(paths.config):  # with the knobs of the pipeline run in it
+            config = resolve.load_config(paths.uri)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
     for removed in cleanup.clean_up(config, paths):
@@ -57,10 +59,13 @@ def _failed(error: dict[str, Any], run_uri: str) -> Outcome:
 
 
 def _unexplained(state: str) -> dict[str, Any]:
-    """For a step that was stopped from outside: deleted, out of memory, out of time."""
-    return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
+    """For a step that was stopped from outside: terminated, deleted, out of memory, out of time."""
+    found = launch.explain_pipeline_run()
+    if found is None:
+        return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
+    return {**failure.document("run", LaunchError(found.line)), "failure": found.to_dict()}
 
 
 def _close(paths: RunPaths, config: Config, error: dict[str, Any], progress: Progress) -> None:
     """Ends the MLflow run, which a step that was killed has left open."""
-    tracked.mark_failed(paths, config, errors.error_from_dict(error), progress)
+    tracked.mark_failed(paths, config, errors.error_from_dict(error), error.get("failure"), progress)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from kftrain import contracts, errors, storage, tracking
 from kftrain.config import Config
@@ -38,13 +39,20 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
     return mlflow_run_id
 
 
-def mark_failed(paths: RunPaths, config: Config, error: BaseException, progress: Progress) -> None:
-    """Closes the MLflow run, if there is one, with the reason as a tag. That MLflow is down is no second failure."""
-    line = str(errors.error_to_dict(error)["line"])
+def mark_failed(
+    paths: RunPaths, config: Config, error: BaseException, failure: Mapping[str, Any] | None, progress: Progress
+) -> None:
+    """Closes the MLflow run, if there is one, with the reason as tags. That MLflow is down is no second failure.
+
+    `failure`: what the launcher found out about a job, see `contracts.FailureSummary`.
+    """
+    tags = {"kftrain.error": str(errors.error_to_dict(error)["line"])}
+    if failure:
+        tags["kftrain.failure_class"] = str(failure["failure_class"])
     try:
         mlflow_run_id = read(paths)
         if mlflow_run_id:
-            tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), {"kftrain.error": line})
+            tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), tags)
     except KftrainError as second:
         progress(f"the MLflow run could not be marked as failed: {second.line}")
 

@@ -9,16 +9,17 @@ from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import CheckpointError
 from kftrain.progress import Progress, to_log
-from kftrain.stages import failure, resolve, tracked
+from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.pods import TaskConfig
 
 
-def train(run_uri: str, progress: Progress = to_log) -> Outcome:
+def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | None = None) -> Outcome:
     """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
-        config = resolve.load_config(run_uri)
+        config = pods.apply(resolve.load_config(run_uri), paths, task_config)
     with failure.reported("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
         completion = _existing(paths, config.training_digest(shards.dataset_digest))

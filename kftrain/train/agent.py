@@ -1,17 +1,26 @@
 """torchrun, with the exit code of the process that failed first.
 
 `torchrun` itself ends with 1 whatever its workers ended with, and the training operator takes 1 for a permanent
-failure. This runs the very same code and maps the outcome.
+failure. This runs the very same code and maps the outcome. It also speaks for a process that was killed: it knows
+which one that was.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
+from kftrain import storage
+from kftrain.errors import RetryableError
 from kftrain.processes import die_with_parent, shell_code
+from kftrain.train import verdict
+from kftrain.train.supervisor import ERROR_FILE_ENV
 
 
 def main(arguments: list[str]) -> int:
@@ -20,9 +29,25 @@ def main(arguments: list[str]) -> int:
     try:
         run(get_args_parser().parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return shell_code(failure.exitcode)
+        return _explained(error)
+    except SignalException as error:
+        return 128 + error.sigval
+    except (dist.DistError, RendezvousError) as error:  # the nodes did not find each other
+        reason = " ".join(str(error).split())[:160]
+        lost = RetryableError(f"{verdict.LOST_PEER}: {reason}")
+        storage.publish_json(os.environ[ERROR_FILE_ENV], lost.to_dict())
+        return lost.exit_code
     return 0
+
+
+def _explained(error: ChildFailedError) -> int:
+    """Writes the error of the process that was the cause, if it could not do so itself; returns its code."""
+    error_file = os.environ[ERROR_FILE_ENV]
+    failures = [verdict.Failure(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()]
+    found, document = verdict.cause(failures, storage.read_json_if_exists(error_file))
+    if document is not None:
+        storage.publish_json(error_file, document)
+    return shell_code(found.returncode)
 
 
 if __name__ == "__main__":

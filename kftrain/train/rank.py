@@ -3,6 +3,9 @@
 Its exit code is the error's own. The first process of a node that fails writes its error to the file that the
 supervisor named, by exclusive creation: those that fail afterwards, because their peer is gone, come too late to hide
 the cause.
+
+torch is imported late: what it prints or raises on the way in belongs into the process's log, and a SIGTERM while it
+is read is noted.
 """
 
 from __future__ import annotations
@@ -14,18 +17,21 @@ import sys
 import traceback
 
 import click
-import torch
-import torch.distributed as dist
 
-from kftrain import config, storage
-from kftrain.config import Config
+from kftrain import storage
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, ConfigError, KftrainError, RetryableError, error_to_dict
+from kftrain.launch.completion import load_config
 from kftrain.processes import die_with_parent
+from kftrain.train import output
 from kftrain.train.signals import StopRequest
 from kftrain.train.supervisor import ERROR_FILE_ENV
+from kftrain.train.verdict import LOST_PEER
 
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL|ProcessGroup|TCPStore|store", re.IGNORECASE)
+
+_OUTAGE = re.compile("Connect|Timeout")
+"""Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away."""
 
 
 @click.command()
@@ -35,36 +41,30 @@ _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL|Proces
 def main(task: str, run_uri: str, digest: str) -> None:
     """One process of a job."""
     die_with_parent()
+    output.redirect()
     try:
-        with StopRequest().on_sigterm() as stop:
-            _run(task, RunPaths(run_uri), digest, stop)
+        if task == "train":
+            _train(RunPaths(run_uri), digest)
+        else:
+            _evaluate(RunPaths(run_uri), digest)
     except Exception as error:  # noqa: BLE001 - the last line of defence of a process: report, then exit with the right code
         sys.exit(report(error))
 
 
-def load_config(paths: RunPaths, digest: str) -> Config:
-    """The run's resolved configuration. Raises ConfigError if it is not the one that the job was started for."""
-    resolved = config.parse(storage.read_text(paths.config), where=paths.config)
-    if resolved.digest() != digest:
-        raise ConfigError(
-            "config.yaml is not the one this job was started for",
-            where=paths.config,
-            value=resolved.digest()[:16],
-            fix="the job needs the same version of kftrain as its launcher",
-        )
-    return resolved
-
-
-def _run(task: str, paths: RunPaths, digest: str, stop: StopRequest) -> None:
-    resolved = load_config(paths, digest)
-    if task == "train":
+def _train(paths: RunPaths, digest: str) -> None:
+    with StopRequest().on_sigterm() as stop:
+        resolved = load_config(paths, digest)
         from kftrain.train.session import train
 
         train(paths, resolved, stop)
-    else:
-        from kftrain.evaluate.session import evaluate
 
-        evaluate(paths, resolved)
+
+def _evaluate(paths: RunPaths, digest: str) -> None:
+    """Has nothing to commit, so SIGTERM simply ends it."""
+    resolved = load_config(paths, digest)
+    from kftrain.evaluate.session import evaluate
+
+    evaluate(paths, resolved)
 
 
 def report(error: Exception) -> int:
@@ -76,12 +76,17 @@ def report(error: Exception) -> int:
             storage.create_json(os.environ[ERROR_FILE_ENV], document)
     if known is None:
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"rank {document['rank']}: {document['line']}\n")
+    sys.stderr.write(f"kftrain: error: {document['line']}\n")
     return known.exit_code if known else BUG_CODE
 
 
 def classify(error: BaseException) -> KftrainError | None:
     """The expected failure behind an exception; None for a bug."""
+    if "torch" not in sys.modules:  # it failed before, and torch may be what cannot be imported
+        return error if isinstance(error, KftrainError) else None
+    import torch
+    import torch.distributed as dist
+
     cause = error.__cause__ if isinstance(error, KftrainError) and error.__cause__ else error
     if isinstance(cause, torch.OutOfMemoryError):
         return ConfigError(
@@ -89,8 +94,14 @@ def classify(error: BaseException) -> KftrainError | None:
         )
     lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _LOST_PEER.search(str(cause)))
     if lost and not isinstance(error, RetryableError):
-        return RetryableError(f"lost contact with another process: {str(cause).splitlines()[0][:160]}")
-    return error if isinstance(error, KftrainError) else None
+        return RetryableError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
+    if isinstance(error, KftrainError):
+        return error
+    if any(_OUTAGE.search(kind.__name__) for kind in type(error).__mro__):
+        return RetryableError(
+            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        )
+    return None
 
 
 if __name__ == "__main__":

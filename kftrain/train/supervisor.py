@@ -2,10 +2,13 @@
 
 It starts torchrun (without restarts of its own: a restart is a new attempt, from the last commit), passes SIGTERM on to
 the workers alone, so that they commit a checkpoint and end by themselves, and exits with a code that says whether
-another attempt makes sense.
+another attempt makes sense: 0 only where the file that proves the job complete is there.
 
 torchrun is not told about the SIGTERM: it would give its workers 30 seconds and then kill them, in the middle of a
-checkpoint.
+checkpoint. Only before it has started any is it ended itself.
+
+On the first node it also watches the launcher: when that one is silent for too long, the job is stopped as if it were
+preempted, and ends for good.
 """
 
 from __future__ import annotations
@@ -13,29 +16,52 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import cast
 
 import psutil
 
-from kftrain import storage
+from kftrain import attempts, storage
+from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import FIRST_RETRYABLE_CODE
-from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
-from kftrain.processes import die_with_parent, shell_code
+from kftrain.errors import KftrainError, Preempted, RetryableError
+from kftrain.launch.completion import is_complete, load_config
+from kftrain.launch.heartbeat import LauncherWatch
+from kftrain.launch.outage import retryable, tolerated
+from kftrain.launch.spec import (
+    ADDRESS_ENV,
+    LAUNCHER_TIMEOUT_ENV,
+    NODE_NAME_ENV,
+    NODE_RANK_ENV,
+    RENDEZVOUS_PORT,
+    JobTask,
+)
+from kftrain.launch.termination import leave_message
+from kftrain.processes import die_with_parent
+from kftrain.progress import to_log
+from kftrain.train import verdict
+from kftrain.train.output import OUTPUT_ENV, Output, shortened
+from kftrain.train.verdict import Document
 
 RANK_MODULE = "kftrain.train.rank"
+AGENT_MODULE = "kftrain.train.agent"
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
 """Where the first failing process of a node writes its error."""
 
 RETRY_SECONDS = 0.2
 """Between two looks for workers that have not started yet when SIGTERM arrives."""
+
+FIRST_NODE_POLL_SECONDS = 2.0
+FIRST_NODE_MISSES = 3
+"""How many looks in a row must find the first node gone: a name may not resolve for a moment."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,61 @@ class Rendezvous:
     def from_environment(cls, nodes: int) -> Rendezvous:
         """Of a job with so many nodes, as the launcher described it in the environment."""
         return cls(nodes, int(os.environ.get(NODE_RANK_ENV, "0")), os.environ.get(ADDRESS_ENV, ""))
+
+    def first_node_answers(self) -> bool:
+        """Whether torchrun still runs on the first node, where the others met."""
+        try:
+            socket.create_connection((self.address, RENDEZVOUS_PORT), timeout=FIRST_NODE_POLL_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Share:
+    """One node's share of a job."""
+
+    task: JobTask
+    paths: RunPaths
+    digest: str
+    """Of the configuration that the job was started for."""
+    processes: int
+    rendezvous: Rendezvous = Rendezvous()
+    launcher_timeout_seconds: float | None = None
+    """How long the launcher may be silent; None: nobody watches it."""
+
+    @classmethod
+    def from_environment(cls, task: str, run_uri: str, digest: str, processes: int, nodes: int) -> Share:
+        """Of a job as its launcher described it on the command line and in the environment."""
+        timeout = os.environ.get(LAUNCHER_TIMEOUT_ENV)
+        return cls(
+            task=cast(JobTask, task),
+            paths=RunPaths(run_uri),
+            digest=digest,
+            processes=processes,
+            rendezvous=Rendezvous.from_environment(nodes),
+            launcher_timeout_seconds=float(timeout) if timeout else None,
+        )
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node's processes."""
+        first = self.rendezvous.node_rank * self.processes
+        return range(first, first + self.processes)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole job."""
+        return self.rendezvous.nodes * self.processes
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the process that completes the job is on this node."""
+        return self.rendezvous.node_rank == 0
+
+    def rank_arguments(self) -> list[str]:
+        """Arguments of each process."""
+        return ["--task", self.task, "--run-uri", self.paths.uri, "--digest", self.digest]
 
 
 def torchrun_arguments(rendezvous: Rendezvous, processes: int, rank_arguments: list[str]) -> list[str]:
@@ -70,70 +151,188 @@ def torchrun_arguments(rendezvous: Rendezvous, processes: int, rank_arguments: l
 class Supervisor:
     """Runs one node's share of a job."""
 
-    def __init__(self, paths: RunPaths, arguments: list[str], processes: int) -> None:
-        self._paths, self._arguments = paths, arguments
-        self._num_threads = max(1, (os.cpu_count() or 1) // processes)
+    def __init__(self, share: Share) -> None:
+        self._share, self._paths = share, share.paths
         self._agent: subprocess.Popen[bytes] | None = None
-        self._stopping = False
+        self._told: set[psutil.Process] = set()
+        self._stopping = self._killed = False
+        self._silent_seconds = 0.0
+        """For how long the launcher has been silent, once that is too long."""
+        self._ended = threading.Event()
 
     def run(self) -> int:
-        """Returns the exit code of this node's share: that of the first failure, or 0."""
+        """Returns the exit code of this node's share: that of the first failure; 0 where the job is complete."""
         die_with_parent()
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            with retryable("the run cannot be read", self._paths.uri):
+                config = load_config(self._paths, self._share.digest)
+                complete = is_complete(self._share.task, self._paths, config)
+                logs = self._logs_uri()
+            if complete:
+                to_log("already complete: nothing to do")
+                return 0
+            error = self._run_processes(config, logs)
+            if error is None and not self._share.is_first:
+                self._wait_for_first_node(config)
+        except KftrainError as found:
+            error = found.to_dict()
+            self._announce(error)
+        return int(error["exit_code"]) if error else 0
+
+    def _logs_uri(self) -> str:
+        """Where this share's logs go. An attempt that fails before its claim shares the folder with the next one."""
+        if self._share.task == "train":
+            return storage.join(self._paths.logs, f"attempt-{attempts.last_attempt(self._paths) + 1}")
+        return storage.join(self._paths.logs, "evaluation")
+
+    def _run_processes(self, config: Config, logs: str) -> Document | None:
+        """Runs torchrun to its end; leaves error and logs behind, the error first: there may be little time."""
+        if self._stopping:
+            raise Preempted("stopped before it had started")
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             error_file = Path(folder) / "error.json"
-            environment = {"OMP_NUM_THREADS": str(self._num_threads), **os.environ, ERROR_FILE_ENV: str(error_file)}
-            command = [sys.executable, "-m", "kftrain.train.agent", *self._arguments]
-            self._agent = subprocess.Popen(command, env=environment)
-            if self._stopping:
-                self._stop_workers()
-            code = shell_code(self._agent.wait())
-            return self._explained(code, error_file) if code else 0
+            with Output(Path(folder), self._share.ranks, named=self._share.world_size > 1) as output:
+                returncode = self._run_torchrun(output.folder, error_file)
+            error = self._explained(returncode, error_file, config)
+            if error is not None:
+                self._announce(error)
+            for path in output.logs.values():
+                _publish_log(path, storage.join(logs, path.name))
+        return error
 
-    def _explained(self, code: int, error_file: Path) -> int:
-        """Publishes the first error of this node's processes; its code wins over those of its peers."""
-        document = storage.read_json_if_exists(str(error_file))
-        if document is None:
-            name = signal.Signals(code - 128).name if 128 < code < 192 else f"exit code {code}"
-            document = {"kind": "", "exit_code": code, "line": f"a process ended by {name} without a word"}
-        self._publish(document)
-        return int(document["exit_code"])
-
-    def _publish(self, document: dict[str, Any]) -> None:
-        """Leaves the job's error. Of several nodes' the first stays, unless that one only lost a peer."""
+    def _run_torchrun(self, folder: Path, error_file: Path) -> int:
+        share = self._share
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.processes)),
+            **os.environ,
+            ERROR_FILE_ENV: str(error_file),
+            OUTPUT_ENV: str(folder),
+        }
+        arguments = torchrun_arguments(share.rendezvous, share.processes, share.rank_arguments())
+        self._agent = subprocess.Popen([sys.executable, "-m", AGENT_MODULE, *arguments], env=environment)
+        if self._stopping:
+            self._stop_ranks()
+        if share.is_first and share.launcher_timeout_seconds:
+            watch = LauncherWatch(self._paths, share.launcher_timeout_seconds)
+            threading.Thread(target=self._watch, args=(watch,), daemon=True, name="launcher-watch").start()
         try:
-            storage.create_json(self._paths.error, document)
-        except FileExistsError:
-            existing = storage.read_json(self._paths.error)
-            if existing["exit_code"] >= FIRST_RETRYABLE_CODE > document["exit_code"]:
-                storage.publish_json(self._paths.error, document)
+            return self._agent.wait()
+        finally:
+            self._ended.set()
+
+    def _explained(self, returncode: int, error_file: Path, config: Config) -> Document | None:
+        """The error of this node's processes; None where there is none, which only the first node has to prove."""
+        error = storage.read_json_if_exists(str(error_file))
+        if error is None and returncode:
+            error = verdict.silent_end(returncode)
+        stopped = error is None or error["exit_code"] == Preempted.exit_code
+        if (stopped or self._killed) and self._is_complete(config):
+            return None
+        if error is None:
+            what = "all processes ended with 0, but the job is not complete"
+            return RetryableError(what, where=self._paths.uri).to_dict() if self._share.is_first else None
+        if self._silent_seconds:
+            return verdict.of_silent_launcher(error, self._silent_seconds, self._killed)
+        return verdict.of_stopped_share(error) if self._stopping else error
+
+    def _is_complete(self, config: Config) -> bool:
+        """Whether the job is known to be complete."""
+        with tolerated("whether the job is complete is not known"):
+            return is_complete(self._share.task, self._paths, config)
+        return False
+
+    def _wait_for_first_node(self, config: Config) -> None:
+        """Returns when the job is complete. Raises Preempted, or RetryableError when the first node is gone.
+
+        It exports alone. A node that had left by then could not help when the first one is lost before it is through.
+        """
+        misses = 0
+        while True:
+            misses = 0 if self._share.rendezvous.first_node_answers() else misses + 1
+            if self._is_complete(config):
+                return
+            if self._stopping:
+                raise Preempted("stopped before the first node had completed the job")
+            if misses == FIRST_NODE_MISSES:
+                raise RetryableError(f"{verdict.LOST_PEER}: the first node went before it had completed the job")
+            time.sleep(FIRST_NODE_POLL_SECONDS)
+
+    def _announce(self, error: Document) -> None:
+        """Says why this share failed: on the console, to Kubernetes, in error.json."""
+        node = os.environ.get(NODE_NAME_ENV) or socket.gethostname()
+        where = {"node": node, "node_rank": self._share.rendezvous.node_rank, "pod": socket.gethostname()}
+        who = f"node {node}, rank {error['rank']}" if "rank" in error else f"node {node}"
+        sys.stderr.write(f"{who}: {error['line']}\n")
+        leave_message(str(error["line"]))
+        with tolerated("error.json could not be written"):
+            _publish_error(self._paths.error, {**error, **where})
+
+    def _watch(self, watch: LauncherWatch) -> None:
+        """Asks the job to stop when its launcher has been silent for too long, and ends it if it does not."""
+        while not watch.poll():
+            if self._ended.wait(watch.interval_seconds):
+                return
+        to_log(f"the launcher has been silent for {watch.timeout_seconds:g} s: stopping")
+        self._silent_seconds = watch.timeout_seconds
+        self._ask_to_stop()
+        if not self._ended.wait(watch.timeout_seconds) and self._agent is not None:
+            self._killed = True
+            self._agent.kill()  # and with it all processes
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stopping = True
-        self._stop_workers()
+        self._ask_to_stop()
 
-    def _stop_workers(self) -> None:
-        """Sends SIGTERM to the workers; to those that are still starting, as soon as they can take it."""
+    def _ask_to_stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        """Sends SIGTERM to each worker once; to those that are still starting, as soon as they can take it."""
         agent = self._agent
-        if agent is None or agent.poll() is not None:
+        if agent is None or agent.poll() is not None or self._ended.is_set():
             return
-        ranks = _ranks_below(agent.pid)
-        for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.terminate()
-        if not ranks:
-            timer = threading.Timer(RETRY_SECONDS, self._stop_workers)
-            timer.daemon = True
-            timer.start()
+        for process in _ranks_below(agent.pid) or ([] if self._told else _existing(agent.pid)):
+            if process not in self._told:
+                self._told.add(process)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
+        timer = threading.Timer(RETRY_SECONDS, self._stop_ranks)
+        timer.daemon = True
+        timer.start()
+
+
+def _publish_error(uri: str, error: Document) -> None:
+    """Leaves the job's error. Of several nodes' the first stays, unless that one was no cause."""
+    try:
+        storage.create_json(uri, error)
+    except FileExistsError:
+        if verdict.outranks(error, storage.read_json(uri)):
+            storage.publish_json(uri, error)
+
+
+def _publish_log(path: Path, uri: str) -> None:
+    """Adds a log to what is there from an earlier start."""
+    with tolerated(f"{path.name} could not be published"):
+        before = storage.read_bytes(uri) if storage.exists(uri) else b""
+        storage.publish(uri, shortened(before + path.read_bytes()))
+
+
+def _existing(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid)]
+    return []
 
 
 def _ranks_below(pid: int) -> list[psutil.Process]:
-    """The worker processes that torchrun, process `pid`, has started."""
+    """The worker processes that torchrun, process `pid`, has started. One that is not yet executed looks like it."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if RANK_MODULE in child.cmdline():
+                command = child.cmdline()
+                if RANK_MODULE in command and AGENT_MODULE not in command:
                     found.append(child)
     return found

@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, two_pr
     victim.write_bytes(content)
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "__1_0.distcp: a file is damaged" in done.stderr
+    assert "__1_0.distcp: a file is damaged" in done.stdout
     assert f"going on after step {newest.step - 5}" in done.stdout
     assert jobs.losses(paths) == two_processes[1]
 

@@ -26,6 +26,8 @@ evaluate: {interval_steps: 0, num_bootstrap: 100}
 launch: {processes_per_node: 2, timeout_seconds: 60}
 """
 
+TESTS = Path(__file__).parents[1]
+
 WORDS = ("the", "of", "and", "shard", "rank", "loss", "step", "epoch", "gradient", "batch", "tensor", "mesh", "commit")
 
 
@@ -51,16 +53,23 @@ def make_run(root, overrides=(), run_id="r"):
     return paths, resolved
 
 
-def worker_command(paths, resolved, task="train", processes=2):
-    arguments = ["--task", task, "--run-uri", paths.uri, "--digest", resolved.digest(), "--processes", str(processes)]
-    return [sys.executable, "-m", "kftrain", "worker", *arguments]
+def worker_command(paths, resolved, task="train", processes=2, nodes=1):
+    arguments = ["--task", task, "--run-uri", paths.uri, "--digest", resolved.digest()]
+    sizes = ["--processes", str(processes), "--nodes", str(nodes)]
+    return [sys.executable, "-m", "kftrain", "worker", *arguments, *sizes]
 
 
-def run_worker(paths, resolved, task="train", processes=2, **environment):
+def worker_environment(environment):
+    """Of a worker in a test: one thread, and modules of tests can be imported."""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+
+
+def run_worker(paths, resolved, task="train", processes=2, nodes=1, **environment):
     """Runs one node's share to its end; returns the completed process with its output as text."""
     return subprocess.run(
-        worker_command(paths, resolved, task, processes),
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        worker_command(paths, resolved, task, processes, nodes),
+        env=worker_environment(environment),
         capture_output=True,
         text=True,
         timeout=120,
@@ -68,11 +77,11 @@ def run_worker(paths, resolved, task="train", processes=2, **environment):
     )
 
 
-def start_worker(paths, resolved, processes=2):
-    """Starts a training; its stdout is a pipe of lines."""
+def start_worker(paths, resolved, processes=2, task="train", nodes=1, **environment):
+    """Starts one node's share; its stdout is a pipe of lines."""
     return subprocess.Popen(
-        worker_command(paths, resolved, "train", processes),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        worker_command(paths, resolved, task, processes, nodes),
+        env=worker_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

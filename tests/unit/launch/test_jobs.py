@@ -122,6 +122,16 @@ def test_a_worker_that_dies_without_a_word_is_named_by_its_code(paths, monkeypat
         jobs.run_training(paths, RESOLVED)
 
 
+def test_a_worker_that_was_stopped_before_it_could_say_so_was_preempted(paths, monkeypatch):
+    class Stopped(ScriptedLauncher):
+        def run(self, job):
+            return 143
+
+    monkeypatch.setattr(jobs, "build_launcher", lambda resolved: Stopped(paths, [], interrupted=True))
+    with pytest.raises(Preempted, match="stopped before it had started"):
+        jobs.run_training(paths, RESOLVED)
+
+
 def test_the_local_backend_refuses_several_nodes():
     with pytest.raises(LaunchError, match="one node"):
         build_launcher(config.parse("launch: {nodes: 2}"))

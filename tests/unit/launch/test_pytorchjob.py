@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import config
+from kftrain import config, storage
 from kftrain.contracts import RunPaths
 from kftrain.errors import LaunchError
 from kftrain.launch import pytorchjob, spec
@@ -31,10 +31,21 @@ launch:
 """
 
 
-def build(text=TEXT, run_id="lm-0123456789ab", overrides=()):
+OWNER = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow", "uid": "0123", "controller": False}
+
+
+def build(text=TEXT, run_id="lm-0123456789ab", overrides=(), kfp_run_id="kfp-run-id", owner=None):
     resolved = config.parse(text, list(overrides))
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    return pytorchjob.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, "kfp-run-id")
+    return pytorchjob.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
+
+
+def pod_of(job):
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+
+
+def digest_of(job):
+    return job["metadata"]["annotations"][pytorchjob.DIGEST_ANNOTATION]
 
 
 def test_the_job_is_the_golden_one():
@@ -49,7 +60,7 @@ def test_the_job_is_valid_against_the_operators_definition():
 
     definition = yaml.safe_load(CRD.read_text())
     schema = next(v for v in definition["spec"]["versions"] if v["name"] == "v1")["schema"]["openAPIV3Schema"]
-    jsonschema.validate(build(), forbid_unknown(schema))
+    jsonschema.validate(build(owner=OWNER), forbid_unknown(schema))
 
 
 def forbid_unknown(schema):
@@ -67,7 +78,7 @@ def forbid_unknown(schema):
 
 
 def test_a_pod_asks_for_nothing_that_the_restricted_standard_forbids():
-    pod = build()["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod = pod_of(build(overrides=["launch.kubernetes.ca_bundle=ours"]))["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -125,10 +136,65 @@ def test_a_mounted_volume_may_hold_the_runs():
     volumes = "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: runs}}]"
     mounts = "launch.kubernetes.volume_mounts=[{name: data, mountPath: /data}]"
     job = build(overrides=["run.storage_root=/data/root", volumes, mounts])
-    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod = pod_of(job)["spec"]
     assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
 
 
 def test_processes_follow_the_gpus_of_a_node():
     assert spec.processes_per_node(config.parse(TEXT)) == 4
     assert spec.processes_per_node(config.parse(TEXT, ["launch.kubernetes.gpus_per_node=0"])) == 2
+
+
+def test_the_digest_is_that_of_the_specification_alone():
+    """The same job is adopted by another pipeline run and under another owner."""
+    job = build()
+    assert digest_of(job) == storage.digest_json(job["spec"])[:16]
+    assert digest_of(build(kfp_run_id="another", owner=OWNER)) == digest_of(job)
+    assert digest_of(build(overrides=["launch.kubernetes.memory=8Gi"])) != digest_of(job)
+
+
+def test_a_job_belongs_to_its_owner():
+    assert build(owner=OWNER)["metadata"]["ownerReferences"] == [OWNER]
+    assert "ownerReferences" not in build()["metadata"]
+
+
+def test_labels_of_queue_and_pipeline_run_belong_to_the_job_alone():
+    """Kueue would manage a pod that bears a queue's label on its own."""
+    job = build(overrides=["launch.kubernetes.queue_priority=urgent"])
+    own = {pytorchjob.RUN_LABEL: "lm-0123456789ab", pytorchjob.TASK_LABEL: "train"}
+    queue = {
+        pytorchjob.QUEUE_LABEL: "team",
+        pytorchjob.PRIORITY_LABEL: "urgent",
+        pytorchjob.KFP_RUN_LABEL: "kfp-run-id",
+    }
+    assert pod_of(job)["metadata"]["labels"] == own
+    assert job["metadata"]["labels"] == own | queue
+
+
+def test_a_job_with_a_queue_starts_when_it_is_admitted():
+    assert build()["spec"]["runPolicy"]["suspend"] is True
+    assert "suspend" not in build(TEXT.replace("queue: team", ""))["spec"]["runPolicy"]
+
+
+def test_a_worker_knows_its_rank_and_its_machine():
+    (container,) = pod_of(build())["spec"]["containers"]
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"] if "valueFrom" in e}
+    assert fields == {
+        spec.NODE_RANK_ENV: "metadata.labels['training.kubeflow.org/replica-index']",
+        spec.NODE_NAME_ENV: "spec.nodeName",
+    }
+
+
+def test_certificates_of_ones_own_are_mounted_and_named():
+    pod = pod_of(build(overrides=["launch.kubernetes.ca_bundle=ours"]))["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "ca", "configMap": {"name": "ours"}} in pod["volumes"]
+    assert {"name": "ca", "mountPath": pytorchjob.CA_FOLDER, "readOnly": True} in container["volumeMounts"]
+    values = {e["name"]: e.get("value") for e in container["env"]}
+    assert {values[name] for name in pytorchjob.CA_VARIABLES} == {f"{pytorchjob.CA_FOLDER}/ca.crt"}
+
+
+def test_secrets_that_do_not_exist_are_left_out():
+    (container,) = pod_of(build(overrides=["launch.kubernetes.secrets=[one, two]"]))["spec"]["containers"]
+    named = [(entry["secretRef"]["name"], entry["secretRef"]["optional"]) for entry in container["envFrom"]]
+    assert named == [("one", True), ("two", True)]

@@ -7,6 +7,7 @@ import pytest
 from kftrain import errors, storage, tracking
 from kftrain.contracts import RunPaths
 from kftrain.errors import DataError, InterruptedByUser, Preempted, TrackingError, error_from_dict
+from kftrain.launch import termination
 from kftrain.stages import failure, lifetime, tracked
 
 
@@ -17,7 +18,7 @@ def run(tmp_path, monkeypatch):
 
     paths, lines, ended = RunPaths(f"{tmp_path}/runs/r"), [], []
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
-    monkeypatch.setattr(failure, "TERMINATION_LOG", str(tmp_path / "termination-log"))
+    monkeypatch.setattr(termination, "TERMINATION_LOG", str(tmp_path / "termination-log"))
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
     return paths, digits_config(tmp_path), lines, ended
 
@@ -77,7 +78,7 @@ def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run,
     (tmp_path / "termination-log").touch()
     fail(run, DataError("x" * 5000))
     message = (tmp_path / "termination-log").read_text()
-    assert message.startswith("xxx") and len(message) == failure.TERMINATION_BYTES
+    assert message.startswith("xxx") and len(message) == termination.TERMINATION_BYTES
 
 
 def test_sigterm_becomes_an_error_that_is_reported(run):

@@ -7,6 +7,7 @@ from kftrain.errors import ConfigError, RetryableError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.train.rank import classify, report
 from kftrain.train.supervisor import ERROR_FILE_ENV, Rendezvous, torchrun_arguments
+from kftrain.train.verdict import only_lost_a_peer
 
 
 def raised_in_user_code(cause):
@@ -28,6 +29,7 @@ def raised_in_user_code(cause):
 def test_a_lost_peer_is_retryable_also_inside_a_forward_pass(cause):
     assert isinstance(classify(cause), RetryableError)
     assert isinstance(classify(raised_in_user_code(cause)), RetryableError)
+    assert only_lost_a_peer(classify(cause).to_dict())
 
 
 def test_out_of_gpu_memory_is_permanent_and_says_what_to_do():
@@ -42,6 +44,21 @@ def test_the_users_own_exception_stays_the_users():
     assert "ValueError: my own" in error.line and "test_rank.py" in error.line
 
 
+class EndpointConnectionError(Exception):
+    """As an object store's driver raises it: no OSError."""
+
+
+@pytest.mark.parametrize(
+    "cause", [EndpointConnectionError("no answer"), TimeoutError("slow"), ConnectionResetError("gone")]
+)
+def test_storage_that_is_away_is_worth_another_attempt_and_a_users_own_error_of_that_kind_is_not(cause):
+    error = classify(cause)
+    assert isinstance(error, RetryableError) and type(cause).__name__ in error.line
+    assert not only_lost_a_peer(error.to_dict())
+    assert isinstance(classify(raised_in_user_code(cause)), UserCodeError)
+    assert classify(PermissionError("no")) is None
+
+
 def test_a_bug_of_ours_is_not_dressed_up():
     assert classify(KeyError("x")) is None
 
@@ -53,7 +70,7 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
     assert report(RetryableError("second")) == 138
     document = storage.read_json(str(tmp_path / "error.json"))
     assert (document["line"], document["rank"], document["exit_code"]) == ("first", 3, 10)
-    assert capsys.readouterr().err.splitlines() == ["rank 3: first", "rank 3: second"]
+    assert capsys.readouterr().err.splitlines() == ["kftrain: error: first", "kftrain: error: second"]
 
 
 def test_several_nodes_meet_at_a_static_address():

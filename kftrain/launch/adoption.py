@@ -1,0 +1,140 @@
+"""Create a job or adopt the one that is there: at most one live job for each run and task, whoever asks how often.
+
+The name follows from run and task alone, so the API server itself lets only one be created. What stands under that
+name decides: the very same specification is adopted, a job that is being deleted or has ended is waited for and
+replaced, and any other one is refused with the difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from kftrain.errors import LaunchError
+from kftrain.launch.observation import parse_pod
+from kftrain.launch.pytorchjob import DIGEST_ANNOTATION
+from kftrain.progress import to_log
+
+POLL_SECONDS = 1.0
+GOING_SECONDS = 900.0
+"""How long an older job and its pods may take to go: a pod has its grace, and its node may be slow."""
+
+OWNER_SECONDS = 0.5
+"""How long the garbage collector takes to find a job whose owner does not exist: some 20 ms on a quiet cluster."""
+
+SUSPEND = "spec.runPolicy.suspend:"
+"""Queues and people change it: no difference of ours."""
+
+MAX_SHOWN = 8
+MAX_CHARACTERS = 160
+
+
+class Jobs(Protocol):
+    """What is asked of the cluster."""
+
+    namespace: str
+
+    def create_job(self, document: dict[str, Any]) -> str | None: ...  # noqa: D102
+    def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
+    def delete_job(self, name: str, uid: str = "") -> None: ...  # noqa: D102
+    def list_pods(self, job_name: str) -> list[dict[str, Any]]: ...  # noqa: D102
+
+
+def create_or_adopt(
+    cluster: Jobs, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
+) -> str | None:
+    """The uid of the one live job of this specification, created now or found. Raises LaunchError.
+
+    None: `is_stopped` said so while an older job was still going.
+    """
+    name = document["metadata"]["name"]
+    deadline, said = time.monotonic() + GOING_SECONDS, False
+    while not is_stopped():
+        existing = cluster.read_job(name)
+        if existing is None and not _pods_at_work(cluster, name):
+            uid = cluster.create_job(document)
+            if uid is not None:
+                return _created(cluster, document, uid)
+            existing = cluster.read_job(name)
+        if existing is not None and not _is_over(existing):
+            _require_same(document, existing, cluster.namespace)
+            to_log(f"job {name} is there already: following it")
+            return str(existing["metadata"]["uid"])
+        if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+            cluster.delete_job(name, existing["metadata"]["uid"])
+        if not said:
+            said = True
+            to_log(f"job {name}: waiting for an older job of this run and its pods to go")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                "the pods of an older job of this run do not go",
+                where=f"job {name} in namespace {cluster.namespace}",
+                fix="see which node they are on: kftrain status",
+            )
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def any_pods(cluster: Jobs, name: str) -> bool:
+    """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
+    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
+
+
+def _pods_at_work(cluster: Jobs, name: str) -> bool:
+    return any(not parse_pod(pod, 0.0).ended for pod in cluster.list_pods(name))
+
+
+def _created(cluster: Jobs, document: dict[str, Any], uid: str) -> str:
+    """The uid of a job that was just created; an owner that does not exist takes it away at once."""
+    name = document["metadata"]["name"]
+    if "ownerReferences" in document["metadata"]:
+        time.sleep(OWNER_SECONDS)
+    found = cluster.read_job(name)
+    if found is None or found["metadata"]["uid"] != uid:
+        owner = document["metadata"].get("ownerReferences", [{}])[0].get("name", "")
+        why = f"its owner, Workflow {owner}, is gone" if owner else "by somebody"
+        raise LaunchError(
+            f"the job was deleted right after it was created: {why}",
+            where=f"job {name} in namespace {cluster.namespace}",
+            fix="start the pipeline run again with resume_run",
+        )
+    return uid
+
+
+def _is_over(job: Mapping[str, Any]) -> bool:
+    """Whether a job is being deleted or has ended: it will do nothing more."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    ended = {c["type"] for c in conditions if c["status"] == "True"} & {"Failed", "Succeeded"}
+    return "deletionTimestamp" in job["metadata"] or bool(ended)
+
+
+def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace: str) -> None:
+    """Raises LaunchError where a living job of this name has another specification."""
+    digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
+    if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
+        return
+    changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
+    shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
+    raise LaunchError(
+        f"a job of this run with another specification is at work: {shown}",
+        where=f"job {wanted['metadata']['name']} in namespace {namespace}",
+        fix="wait for it, or end it: kftrain cancel RUN",
+    )
+
+
+def differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
+    """Where `found` is not what is wanted, as `path: found -> wanted`; what the API server added does not count."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        for key, value in wanted.items():
+            yield from differences(value, found.get(key), f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for index, value in enumerate(wanted):
+            yield from differences(value, found[index], f"{path}[{index}]")
+    elif wanted != found:
+        yield f"{path}: {_shortened(found)} -> {_shortened(wanted)}"
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

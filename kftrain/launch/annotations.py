@@ -1,0 +1,13 @@
+"""What launchers and people leave on a job, beside the digest of its specification."""
+
+STATE_ANNOTATION = "kftrain.io/state"
+"""The state and its reasons, as the launcher prints them."""
+
+PROGRESS_ANNOTATION = "kftrain.io/progress"
+"""The last line about a step."""
+
+SEEN_ANNOTATION = "kftrain.io/seen"
+"""When its launcher last looked at it."""
+
+SUSPENDED_ANNOTATION = "kftrain.io/suspended"
+"""Set by `kftrain suspend`, with the time; taken away by `kftrain resume`."""

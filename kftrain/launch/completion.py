@@ -1,0 +1,76 @@
+"""What proves that a job is done: COMPLETE.json, or the metrics of all that was to be scored.
+
+Launchers ask after a job has ended, workers before they start: one that is started again at the very end must not
+wait for peers that are gone.
+"""
+
+from __future__ import annotations
+
+from kftrain import config as configuration
+from kftrain import contracts, storage
+from kftrain.config import Config
+from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.errors import ConfigError, EvaluationError, LaunchError
+from kftrain.launch.spec import JobTask
+
+
+def load_config(paths: RunPaths, digest: str) -> Config:
+    """The run's resolved configuration. Raises ConfigError if it is not the one that the job was started for."""
+    try:
+        text = storage.read_text(paths.config)
+    except FileNotFoundError as error:
+        raise ConfigError("not a run: it has no config.yaml", where=paths.uri, fix="check the run's URI") from error
+    resolved = configuration.parse(text, where=paths.config)
+    if resolved.digest() != digest:
+        raise ConfigError(
+            "config.yaml is not the one this job was started for",
+            where=paths.config,
+            value=resolved.digest()[:16],
+            fix="the job needs the same version of kftrain as its launcher",
+        )
+    return resolved
+
+
+def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
+    """Whether everything that a job was to produce is there and of this very job."""
+    try:
+        if task == "train":
+            read_completion(paths, config)
+        else:
+            read_evaluations(contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError))
+    except (LaunchError, EvaluationError):
+        return False
+    return True
+
+
+def read_completion(paths: RunPaths, config: Config) -> Completion:
+    """The verified completion of a training. Raises LaunchError where it is missing or of another training."""
+    completion = contracts.read(Completion, paths.complete, LaunchError)
+    if completion.step != config.train.steps or completion.training_digest != _training_digest(paths, config):
+        raise LaunchError(
+            "COMPLETE.json is of another training", where=paths.complete, value=completion.step, fix="start a new run"
+        )
+    return completion
+
+
+def read_evaluations(request: EvaluationRequest) -> list[Evaluation]:
+    """The evaluations of all targets, in order. Raises EvaluationError where one is missing or of something else."""
+    return [_read_evaluation(target, request.evaluation_digest) for target in request.targets]
+
+
+def metrics_uri(target: EvaluationTarget) -> str:
+    """Where a target's evaluation lies."""
+    return storage.join(target.output_uri, "metrics.json")
+
+
+def _read_evaluation(target: EvaluationTarget, evaluation_digest: str) -> Evaluation:
+    evaluation = contracts.read(Evaluation, metrics_uri(target), EvaluationError)
+    if (evaluation.evaluation_digest, evaluation.export_digest) != (evaluation_digest, target.export_digest):
+        raise EvaluationError(
+            "metrics.json is of another evaluation", where=target.output_uri, fix="delete it and evaluate again"
+        )
+    return evaluation
+
+
+def _training_digest(paths: RunPaths, config: Config) -> str:
+    return config.training_digest(storage.read_json(paths.shards)["dataset_digest"])

@@ -1,0 +1,17 @@
+"""What a launcher raises when it gives a job up itself."""
+
+from __future__ import annotations
+
+from kftrain.contracts import FailureSummary
+from kftrain.errors import LaunchError
+from kftrain.launch.diagnosis import ADVICE
+from kftrain.launch.states import FailureClass
+
+
+class JobFailedError(LaunchError):
+    """The launcher gave a job up, for a reason of a known class."""
+
+    def __init__(self, what: str, kind: FailureClass, *, where: str, found: FailureSummary | None = None) -> None:
+        super().__init__(what, where=where, fix=ADVICE[kind])
+        self.kind, self.found = kind, found
+        """`found` is the summary of the last attempt, where attempts have failed."""

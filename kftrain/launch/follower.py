@@ -1,0 +1,193 @@
+"""Sees one job to its end: looks, says what has changed, and gives up what makes no sense to wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.contracts import FailureSummary, RunPaths
+from kftrain.launch import diagnosis, observation, states
+from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
+from kftrain.launch.clock import Clock, Limits
+from kftrain.launch.endings import Budget, Endings
+from kftrain.launch.failures import JobFailedError
+from kftrain.launch.kubernetes_api import Cluster
+from kftrain.launch.logs import Logs
+from kftrain.launch.observation import Observation, Pod
+from kftrain.launch.outage import tolerated
+from kftrain.launch.spec import JobSpec
+from kftrain.launch.states import Assessment, FailureClass, State
+from kftrain.progress import to_log
+
+ANNOTATE_SECONDS = 30.0
+EXPLAIN_SECONDS = 3.0
+"""Between two looks at the sources that only explain."""
+
+WATCH_PAUSE_SECONDS = 1.0
+NOTICE_SECONDS = 60.0
+"""How long after the timeout of their collective operations workers that have lost a peer have ended, too."""
+
+
+class Follower:
+    """One job of this launcher, from its creation or adoption on."""
+
+    def __init__(
+        self, cluster: Cluster, config: Config, spec: JobSpec, name: str, uid: str, wake: threading.Event
+    ) -> None:
+        settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
+        self._cluster, self._spec, self._paths, self._name, self._uid = cluster, spec, paths, name, uid
+        self._limits = Limits(
+            settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
+        )
+        self._logs = Logs(cluster, spec.nodes)
+        self._endings, self._wake = Endings(config.launch.timeout_seconds + NOTICE_SECONDS), wake
+        self._budget, self._claimed_by = Budget(config.launch.max_restarts_without_progress, paths), -1
+        self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
+        self._explained_at = self._annotated_at = float("-inf")
+        self._events: Sequence[observation.Event] = ()
+        self._lost_nodes: frozenset[str] = frozenset()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name=f"watch of {name}").start()
+
+    def look(self) -> State:
+        """One look at the job; returns its state. Raises JobFailedError for what makes no sense to wait for."""
+        seen = self._observe()
+        for pod in seen.pods:
+            self._endings.note(pod, time.monotonic())
+        self._logs.follow(seen.pods)
+        assessment = states.assess(seen)
+        now = time.monotonic()
+        self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
+        self._show(assessment)
+        if assessment.state in (State.SUCCEEDED, State.FAILED):
+            self._logs.finish({pod.uid for pod in seen.pods if pod.ended})
+            return assessment.state
+        self._give_up_if_hopeless(assessment)
+        self._give_up_if_spent(seen)
+        self._give_up_if_late(assessment, seen)
+        self._release(seen)
+        self._annotate()
+        return assessment.state
+
+    def close(self) -> None:
+        """Ends the watch and the logs, once the pods are gone."""
+        self._closed.set()
+        self._logs.close()
+
+    def diagnose(self) -> FailureSummary:
+        """Why it failed, as far as pods, logs and the workers' own error tell."""
+        error = None
+        with tolerated("the workers' error could not be read"):
+            error = storage.read_json_if_exists(self._paths.error)
+        tails = {index: self._logs.tail(index) for index in range(self._spec.nodes)}
+        return diagnosis.diagnose(self._spec.task, error, self._endings.last(), tails)
+
+    def _observe(self) -> Observation:
+        now = time.time()
+        item = self._cluster.read_job(self._name)
+        job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._uid else None
+        pods = sorted(
+            (observation.parse_pod(pod, now) for pod in self._cluster.list_pods(self._name)), key=lambda pod: pod.index
+        )
+        self._explain(pods)
+        raw = self._cluster.find_workload(self._uid) if job and job.has_queue and job.suspended else None
+        return Observation(
+            job=job,
+            pods=pods,
+            events=self._events,
+            workload=observation.parse_workload(raw) if raw else None,
+            sees_workloads=self._cluster.sees_workloads,
+            lost_nodes=self._lost_nodes,
+            step=self._logs.step,
+            target_step=self._logs.target_step,
+            claimed=self._claimed_by == self._budget.num_looks,
+        )
+
+    def _explain(self, pods: Sequence[Pod]) -> None:
+        """Asks for events and nodes, only while something waits, and not at every look."""
+        if time.monotonic() - self._explained_at < EXPLAIN_SECONDS:
+            return
+        self._explained_at = time.monotonic()
+        waits = len(pods) < self._spec.nodes or any(not pod.has_log for pod in pods)
+        self._events = [observation.parse_event(e) for e in self._cluster.list_warnings()] if waits else ()
+        doubtful = {pod.node for pod in pods if pod.node and (pod.overdue_seconds or (pod.running and not pod.ready))}
+        nodes = ((name, self._cluster.read_node(name)) for name in sorted(doubtful))
+        self._lost_nodes = frozenset(name for name, node in nodes if node and observation.node_is_lost(node))
+
+    def _show(self, assessment: Assessment) -> None:
+        self._state = assessment.state
+        if assessment.text != self._shown:
+            self._shown = assessment.text
+            self._annotated_at = float("-inf")
+            to_log(f"{self._name}: {assessment.text}")
+
+    def _give_up_if_hopeless(self, assessment: Assessment) -> None:
+        if assessment.state is State.GONE:
+            raise self._failed("somebody deleted the job", FailureClass.DELETED)
+        if assessment.hopeless is not None:
+            raise self._failed(assessment.hopeless.text, assessment.hopeless.failure_class)
+
+    def _give_up_if_spent(self, seen: Observation) -> None:
+        """Where pods end again and again without a new checkpoint: the operator itself would go on for ever."""
+        failed = 0
+        with tolerated("the attempts could not be counted"):
+            failed = self._budget.spent(self._endings.bad(), seen.pods)
+        if failed:
+            found = self.diagnose()
+            text = f"{failed} attempts in a row without a new checkpoint, at last: {found.line}"
+            raise self._failed(text, FailureClass(found.failure_class), found)
+
+    def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
+        exceeded = self._clock.exceeded(self._limits)
+        if not exceeded or (assessment.state is State.RENDEZVOUS and self._is_claimed()):
+            return
+        first = next(iter(assessment.reasons), None)
+        running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.nodes} workers run" if seen.pods else ""
+        why = f": {first.text}" if first else ""
+        kind = first.failure_class if first else FailureClass.DEADLINE
+        raise self._failed(f"{assessment.state.value} for longer than {exceeded}{running}{why}", kind)
+
+    def _is_claimed(self) -> bool:
+        """Whether training has begun though no step was seen: logs may be out of reach, and steps take long."""
+        claimed = True  # while storage is down nothing is known
+        with tolerated("the attempts could not be read"):
+            claimed = self._budget.has_claim()
+            self._claimed_by = self._budget.num_looks if claimed else -1
+        return claimed
+
+    def _release(self, seen: Observation) -> None:
+        """Takes pods of dead nodes off the API server, so that they can be replaced elsewhere."""
+        for pod in states.stuck_pods(seen):
+            if self._cluster.force_delete_pod(pod.name, pod.uid):
+                to_log(f"{pod.name} was taken off node {pod.node}, which is dead")
+
+    def _annotate(self) -> None:
+        """Leaves state and progress on the job, where `kftrain status` and kubectl show them."""
+        if time.monotonic() - self._annotated_at < ANNOTATE_SECONDS:
+            return
+        self._annotated_at = time.monotonic()
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        annotations = {
+            SEEN_ANNOTATION: now,
+            STATE_ANNOTATION: self._shown,
+            PROGRESS_ANNOTATION: self._logs.progress,
+        }
+        self._cluster.annotate_job(self._name, annotations)
+
+    def _failed(self, what: str, kind: FailureClass, found: FailureSummary | None = None) -> JobFailedError:
+        where = f"job {self._name} in namespace {self._cluster.namespace}"
+        return JobFailedError(what, kind, where=where, found=found)
+
+    def _watch(self) -> None:
+        """Notes how pods end: under `restartPolicy: ExitCode` a failed pod is replaced within a tenth of a second."""
+        while not self._closed.is_set():
+            for item in self._cluster.watch_pods(self._name):
+                if self._closed.is_set():
+                    return
+                if self._endings.note(observation.parse_pod(item, time.time()), time.monotonic()):
+                    self._wake.set()
+            self._closed.wait(WATCH_PAUSE_SECONDS)

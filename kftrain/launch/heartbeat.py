@@ -1,0 +1,112 @@
+"""The launcher's heartbeat, `<run>/launcher.json`: a job whose launcher is gone must not hold GPUs for ever.
+
+The clocks of two machines differ, so the time in the file is for people. What counts is that its content changes, by
+the clock of whoever watches. Storage that is down says nothing about the launcher: the count stops for as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from kftrain import storage
+from kftrain.contracts import RunPaths
+from kftrain.launch.outage import tolerated
+
+INTERVAL_SECONDS = 60.0
+"""Between two beats."""
+
+LOOKS_PER_TIMEOUT = 20
+"""How often a watch looks within its timeout."""
+
+MISSING = b""
+"""Stands for the content of a file that is not there: a launcher that never wrote is silent too."""
+
+END_SECONDS = 10.0
+"""How long the end of a launcher waits for a beat that is being written."""
+
+
+class Heartbeat:
+    """Within the block, a thread writes the file at once and then at every interval.
+
+    A write that fails is tried again at the next interval. The file stays: a launcher that ended has left no job.
+    """
+
+    def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self._uri, self._interval_seconds = paths.launcher, interval_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(END_SECONDS)
+
+    def _run(self) -> None:
+        for sequence in itertools.count(1):
+            document = {"sequence": sequence, "host": socket.gethostname(), "time": time.time()}
+            with tolerated("the launcher's heartbeat could not be written"):
+                storage.publish_json(self._uri, document)
+            if self._ended.wait(self._interval_seconds):
+                return
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long a launcher has been silent."""
+
+    seconds: float = 0.0
+    content: bytes = MISSING
+    """What the file held when it was read last."""
+    read_at: float | None = None
+    """When that was; None: the last look failed, and the time since the one before does not count."""
+
+    def after(self, content: bytes | None, start: float, end: float) -> Silence:
+        """After one more look, which lasted from `start` to `end`; None: the file could not be read.
+
+        The time that a look takes does not count either: a mount may hang for an hour and then show old content.
+        """
+        if content is None:
+            return replace(self, read_at=None)
+        if content != self.content:
+            return Silence(0.0, content, end)
+        passed = 0.0 if self.read_at is None else start - self.read_at
+        return Silence(self.seconds + passed, content, end)
+
+
+class LauncherWatch:
+    """A worker's watch of its launcher."""
+
+    def __init__(self, paths: RunPaths, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._uri, self._clock, self._silence = paths.launcher, clock, Silence()
+
+    @property
+    def interval_seconds(self) -> float:
+        """How long to wait between two looks."""
+        return self.timeout_seconds / LOOKS_PER_TIMEOUT
+
+    def poll(self) -> bool:
+        """Looks once; whether the launcher has been silent for the timeout."""
+        start = self._clock()
+        content = self._read()
+        self._silence = self._silence.after(content, start, self._clock())
+        return self._silence.seconds >= self.timeout_seconds
+
+    def _read(self) -> bytes | None:
+        with tolerated("the launcher's heartbeat could not be read"):
+            try:
+                return storage.read_bytes(self._uri)
+            except FileNotFoundError:
+                return MISSING
+        return None

@@ -1,0 +1,206 @@
+"""The logs of a job's pods, on one stream: followed across restarts, connected again by time, every line once.
+
+Memory is bounded: `Cluster` cuts a line at 16 KiB, of each worker the last lines are kept. So is the rate: what a
+worker prints beyond 200 lines in a second is counted instead of shown; the complete logs lie in the run's folder.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+from kftrain.errors import KftrainError
+from kftrain.launch.observation import Pod
+from kftrain.progress import STEP, to_log, unmarked
+
+RECONNECT_SECONDS = 1.0
+MAX_LINES_PER_SECOND = 200
+TAIL_LINES = 40
+JOIN_SECONDS = 5.0
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
+"""RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
+
+
+class LogSource(Protocol):
+    """Where logs come from: the cluster."""
+
+    def read_pod(self, name: str) -> dict[str, Any] | None:
+        """A pod as it is now; None where it is gone."""
+        ...
+
+    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Any:
+        """Lines with their times, until the connection or the log ends; without `follow`, what there is now.
+
+        Each ends with a newline, except where the last one is torn.
+        """
+        ...
+
+
+class Logs:
+    """What the pods of one job print."""
+
+    def __init__(
+        self, source: LogSource, num_workers: int, write: Callable[[str], None] | None = None, follow: bool = True
+    ) -> None:
+        self._source, self._prefixed, self._follow = source, num_workers > 1, follow
+        self._write = write or _to_stdout
+        self._lock = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._tails: dict[int, deque[str]] = {}
+        self.progress = ""
+        """The last line about a step, without its mark."""
+        self.step = 0
+        """The last step that the present attempt has shown."""
+        self.target_step = 0
+
+    def follow(self, pods: Sequence[Pod]) -> None:
+        """Follows each pod that has a log and is not followed yet. A pod that takes another's place begins anew."""
+        for pod in pods:
+            if not pod.has_log or pod.uid in self._threads:
+                continue
+            with self._lock:
+                self._tails[pod.index] = deque(maxlen=TAIL_LINES)
+                if pod.index == 0:
+                    self.step = 0
+            thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
+            self._threads[pod.uid] = thread
+            thread.start()
+
+    def finish(self, uids: Collection[str] | None = None) -> None:
+        """Waits a moment for the ends of the logs of these pods, or of all."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        for uid, thread in list(self._threads.items()):
+            if uids is None or uid in uids:
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Nothing is connected again; waits a moment for the ends of the logs."""
+        self._closed.set()
+        self.finish()
+
+    def tail(self, index: int) -> list[str]:
+        """The last lines of a worker."""
+        with self._lock:
+            return list(self._tails.get(index, ()))
+
+    def _run(self, pod: Pod) -> None:
+        try:
+            self._read_to_end(pod)
+        except KftrainError as error:
+            if not self._closed.is_set():
+                to_log(f"warning: the log of {pod.name} is no longer shown: {error.line}")
+
+    def _read_to_end(self, pod: Pod) -> None:
+        """Until the pod's container has ended. A log that ended once is asked again: a connection may have broken."""
+        gauge, place = _Gauge(), _Place()
+        while not self._closed.is_set():
+            found = self._source.read_pod(pod.name)
+            if found is None or found["metadata"]["uid"] != pod.uid:
+                break
+            ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not self._follow
+            place.resume()
+            for raw in self._source.log_lines(pod.name, place.since, self._follow):
+                if raw.endswith(b"\n") or ended:  # a torn line comes again, whole
+                    line = place.pass_by(raw.decode(errors="replace").rstrip("\n"))
+                    if line is not None:
+                        self._take(pod, line, gauge)
+            if ended:
+                break
+            self._closed.wait(RECONNECT_SECONDS)
+        self._say_left_out(pod, gauge.left_out())
+
+    def _take(self, pod: Pod, line: str, gauge: _Gauge) -> None:
+        text = unmarked(line)
+        step = STEP.search(text) if text is not None else None
+        with self._lock:
+            self._tails[pod.index].append(line)
+            if text is not None and step is not None:
+                self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
+            if not gauge.is_same_second(time.monotonic()):
+                self._say_left_out(pod, gauge.left_out())
+            if gauge.admits() or step is not None:
+                self._write(self._prefix(pod) + line)
+
+    def _say_left_out(self, pod: Pod, count: int) -> None:
+        if count:
+            self._write(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
+
+    def _prefix(self, pod: Pod) -> str:
+        return f"worker-{pod.index}: " if self._prefixed else ""
+
+
+class _Place:
+    """How far a log has been read. `sinceTime` is inclusive, and many lines may bear the same nanosecond."""
+
+    def __init__(self) -> None:
+        self.since = ""
+        """The newest time so far."""
+        self._newest: tuple[int, int] = (0, 0)
+        self._num_newest = self._num_to_skip = 0
+        self._resuming = False
+
+    def resume(self) -> None:
+        """The log is read again from `since` on."""
+        self._resuming, self._num_to_skip = True, self._num_newest
+
+    def pass_by(self, raw: str) -> str | None:
+        """The line without its time; None where it was passed before, or is not the container's but the kubelet's."""
+        stamp, _, line = raw.partition(" ")
+        time_ = moment(stamp)
+        if time_ is None:
+            return None
+        if self._resuming and (time_ < self._newest or (time_ == self._newest and self._num_to_skip)):
+            self._num_to_skip -= time_ == self._newest
+            return None
+        self._resuming = False
+        if time_ > self._newest:
+            self.since, self._newest, self._num_newest = stamp, time_, 1
+        elif time_ == self._newest:
+            self._num_newest += 1
+        return line
+
+
+class _Gauge:
+    """Counts the lines of the present second."""
+
+    def __init__(self) -> None:
+        self._second, self._count = float("-inf"), 0
+
+    def is_same_second(self, now: float) -> bool:
+        """Whether the second that is being counted goes on; otherwise `left_out` begins a new one."""
+        if now - self._second < 1.0:
+            return True
+        self._second = now
+        return False
+
+    def left_out(self) -> int:
+        """How many lines of the counted second were not shown; the count begins anew."""
+        left_out, self._count = max(0, self._count - MAX_LINES_PER_SECOND), 0
+        return left_out
+
+    def admits(self) -> bool:
+        """Whether one more line is shown."""
+        self._count += 1
+        return self._count <= MAX_LINES_PER_SECOND
+
+
+def moment(stamp: str) -> tuple[int, int] | None:
+    """A time of the kubelet as seconds since the epoch and nanoseconds; None where the text is no such time."""
+    found = _STAMP.fullmatch(stamp)
+    if found is None:
+        return None
+    second = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
+    return int(second.timestamp()), int(f"{found[2] or '0':0<9}")
+
+
+def _to_stdout(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

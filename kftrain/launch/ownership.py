@@ -1,0 +1,49 @@
+"""Who a job belongs to: the Workflow of the pipeline run that the launcher's pod is a step of.
+
+A run that is deleted takes its Workflow along, and Kubernetes then deletes what the Workflow owns: within seconds no
+pod of the job is left, whatever the launcher was doing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+POD_NAME_ENV = "KFP_POD_NAME"
+"""Kubeflow tells every step the name of its pod."""
+
+RUN_ID_LABEL = "pipeline/runid"
+
+
+class PodReader(Protocol):
+    """What is asked of the cluster."""
+
+    namespace: str
+    own_namespace: str
+
+    def read_pod(self, name: str) -> dict[str, Any] | None:
+        """A pod of `namespace`; None where it is gone."""
+        ...
+
+
+def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
+    """The owner reference for a job of this launcher, and Kubeflow's run id; None and '' outside a pipeline.
+
+    The uid is read from the API server now: a job whose owner does not exist is deleted within milliseconds. A job in
+    another namespace than the step's can have no owner there.
+    """
+    name = os.environ.get(POD_NAME_ENV, "")
+    if not name or cluster.own_namespace != cluster.namespace:
+        return None, ""
+    pod = cluster.read_pod(name)
+    if pod is None:
+        return None, ""
+    metadata = pod["metadata"]
+    owner = next((o for o in metadata.get("ownerReferences", []) if o["kind"] == "Workflow"), None)
+    return _reference(owner) if owner else None, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
+
+
+def _reference(owner: dict[str, Any]) -> dict[str, Any]:
+    """`blockOwnerDeletion` stays false: a step may not set finalizers of Workflows."""
+    kept = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+    return {**kept, "controller": False, "blockOwnerDeletion": False}

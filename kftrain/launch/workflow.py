@@ -1,0 +1,59 @@
+"""What the Workflow of a pipeline run says about steps that could not say anything themselves.
+
+Kubeflow keeps neither exit codes nor messages of its steps, but Argo does: in the Workflow's nodes, which a step may
+read. The exit handler asks it about steps that were terminated, ran out of memory or never got an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kftrain.contracts import FailureSummary
+from kftrain.errors import BUG_CODE, KftrainError, Preempted
+from kftrain.launch import ownership
+from kftrain.launch.diagnosis import ADVICE
+from kftrain.launch.kubernetes_api import SERVICE_ACCOUNT, Cluster
+from kftrain.launch.states import FailureClass
+from kftrain.progress import to_log
+
+SIGNS: tuple[tuple[str, FailureClass], ...] = (
+    ("OOMKilled", FailureClass.HOST_MEMORY),
+    ("longer than the specified deadline", FailureClass.DEADLINE),
+    ("ImagePull", FailureClass.IMAGE),
+    ("pod deleted", FailureClass.PREEMPTED),
+)
+"""What Argo's messages contain, and what it means."""
+
+
+def explain_pipeline_run() -> FailureSummary | None:
+    """Why the pipeline run that this step belongs to failed; None outside a pipeline, or where nothing is known."""
+    if not SERVICE_ACCOUNT.exists():
+        return None
+    try:
+        cluster = Cluster()
+        owner, _ = ownership.find_owner(cluster)
+        workflow = cluster.read_workflow(owner["name"]) if owner else None
+    except KftrainError as error:
+        to_log(f"warning: the Workflow cannot be asked: {error.line}")
+        return None
+    return explain(workflow) if workflow else None
+
+
+def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
+    """Why a Workflow failed, from its nodes; None where no pod of it did."""
+    if workflow.get("spec", {}).get("activeDeadlineSeconds") == 0:
+        line = "somebody terminated the run in the Kubeflow UI"
+        return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
+    nodes = (workflow.get("status") or {}).get("nodes", {}).values()
+    failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") in ("Failed", "Error")]
+    if not failed:
+        return None
+    first = min(failed, key=lambda node: str(node.get("finishedAt") or "9"))
+    message = str(first.get("message") or "no message")
+    kind = next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
+    return _summary(kind, f"step {first.get('displayName', '')}: {message}", str(first.get("id", "")), BUG_CODE)
+
+
+def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:
+    return FailureSummary(task="run", failure_class=kind.value, line=line, exit_code=code, pod=pod, advice=ADVICE[kind])

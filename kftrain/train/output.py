@@ -1,0 +1,183 @@
+"""What the processes of a node print: to the console, line by line and with their rank, and complete into files.
+
+Each process writes both its streams into one pipe, in the order in which it writes them, and the supervisor reads all
+pipes in one thread. Nothing is torn or held back: torchrun's own `--tee` writes from a thread per stream into one
+buffer, which on two processes tears lines, and shows them seconds later wherever the console is no terminal. A full
+disk costs the files, never the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import selectors
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kftrain.progress import to_log
+
+OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
+"""Folder of the pipes, each called by its process's local rank."""
+
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 14
+"""What is longer without a newline goes to the console in pieces."""
+
+MAX_LOG_BYTES = 64 << 20
+"""A log that grows beyond loses its middle: PID 1 of a pod must fill neither memory nor disk."""
+
+MIDDLE = b"\n[the middle of this log was left out: it was too long]\n"
+
+LOOK_SECONDS = 0.1
+"""How long the end of the processes may go unnoticed by the reading thread."""
+
+DRAIN_SECONDS = 5.0
+"""How long what is still in the pipes is read, if something that outlived its process goes on writing."""
+
+
+def redirect() -> None:
+    """Sends all that this process prints, from Python and from C, into its pipe, if a supervisor reads one."""
+    folder = os.environ.get(OUTPUT_ENV)
+    if not folder:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe = os.open(os.path.join(folder, os.environ["LOCAL_RANK"]), os.O_WRONLY)
+    os.dup2(pipe, 1)
+    os.dup2(pipe, 2)
+    os.close(pipe)
+    for stream in (sys.stdout, sys.stderr):  # each line at once, for a process that is killed, and in one piece
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def shortened(content: bytes, limit: int = MAX_LOG_BYTES) -> bytes:
+    """A log of at most `limit` bytes: what is longer keeps its first and last quarter of them."""
+    if len(content) <= limit:
+        return content
+    head, _, _ = content[: limit // 4].partition(MIDDLE)
+    return head + MIDDLE + content[-(limit // 4) :]
+
+
+class Output:
+    """Within the block, what the processes print is shown and kept.
+
+    Args:
+        folder: An empty folder for pipes and files.
+        ranks: The ranks of this node's processes, in the order of their local ranks.
+        named: Whether each line on the console begins with its rank.
+    """
+
+    def __init__(self, folder: Path, ranks: range, named: bool) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="output")
+        self.folder = folder
+        self.logs = {rank: folder / f"rank-{rank}.log" for rank in ranks}
+        """Rank -> its file: bit by bit what the process printed."""
+        self._sources = [
+            _Source(folder / str(local_rank), log, f"[rank {rank}] ".encode() if named else b"")
+            for local_rank, (rank, log) in enumerate(self.logs.items())
+        ]
+
+    def __enter__(self) -> Output:
+        for source in self._sources:
+            self._selector.register(source.pipe, selectors.EVENT_READ, source)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._selector.close()
+        for source in self._sources:
+            source.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._read(LOOK_SECONDS)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._read(0.0) and time.monotonic() < deadline:
+            pass
+
+    def _read(self, timeout_seconds: float) -> bool:
+        """Takes what is in the pipes, waiting for it if need be; whether there was anything."""
+        ready = self._selector.select(timeout_seconds)
+        for key, _ in ready:
+            key.data.read()
+        return bool(ready)
+
+
+class _Source:
+    """One process's pipe, its file, and the line that it has begun."""
+
+    def __init__(self, pipe: Path, log: Path, prefix: bytes) -> None:
+        os.mkfifo(pipe)
+        # Open for writing too: a pipe without a writer would be at its end, again and again.
+        self.pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        self._log, self._prefix, self._begun = _Log(log), prefix, b""
+
+    def read(self) -> None:
+        data = os.read(self.pipe, READ_BYTES)
+        self._log.write(data)
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > MAX_LINE_BYTES:
+            lines.append(self._begun)
+            self._begun = b""
+        self._show(lines)
+
+    def close(self) -> None:
+        os.close(self.pipe)
+        self._log.close()
+        if self._begun:
+            self._show([self._begun])
+
+    def _show(self, lines: list[bytes]) -> None:
+        _to_console(b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+class _Log:
+    """A file of bounded size."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("w+b", buffering=0)
+        self._path, self._size, self._broken = path, 0, False
+
+    def write(self, data: bytes) -> None:
+        if self._broken:
+            return
+        try:
+            self._stream.write(data)
+            self._size += len(data)
+            if self._size > MAX_LOG_BYTES:
+                self._shorten()
+        except OSError as error:
+            self._broken = True
+            to_log(f"warning: {self._path.name} ends here: {error}")
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _shorten(self) -> None:
+        self._stream.seek(0)
+        kept = shortened(self._stream.read())
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._stream.write(kept)
+        self._size = len(kept)
+
+
+def _to_console(data: bytes) -> None:
+    """Writes whole lines. A console that has gone away must not stop the processes: they would wait for a reader."""
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,8 @@
+"""Stands in for torchrun under a real supervisor: runs the Python that `FAKE_AGENT` holds."""
+
+import os
+
+from kftrain.processes import die_with_parent
+
+die_with_parent()
+exec(os.environ["FAKE_AGENT"])

@@ -1,0 +1,82 @@
+"""A launcher at work against the scripted API server, with clocks that run fast."""
+
+import threading
+import time
+
+from kftrain.contracts import RunPaths
+from kftrain.launch import adoption, cluster, follower, kubernetes_api, logs, patience
+from kftrain.launch.cluster import ClusterLauncher
+
+JOB = "r-train"
+"""The job of run `r`."""
+
+WORKERS = [f"{JOB}-worker-0", f"{JOB}-worker-1"]
+
+FAST = {
+    adoption: {"POLL_SECONDS": 0.02, "OWNER_SECONDS": 0.05},
+    cluster: {"POLL_SECONDS": 0.02},
+    follower: {"EXPLAIN_SECONDS": 0.0, "WATCH_PAUSE_SECONDS": 0.02, "ANNOTATE_SECONDS": 0.05},
+    kubernetes_api: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
+    logs: {"RECONNECT_SECONDS": 0.02, "JOIN_SECONDS": 2.0},
+    patience: {
+        "FIRST_DELAY_SECONDS": 0.01,
+        "MAX_DELAY_SECONDS": 0.05,
+        "SAID_AFTER_SECONDS": 0.0,
+        "SLICE_SECONDS": 0.02,
+        "OUTAGE_SECONDS": 10.0,
+        "HURRIED_SECONDS": 0.3,
+    },
+}
+
+
+def wait_until(condition, seconds=10.0):
+    """Waits for a condition that other threads bring about; returns its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+    return value
+
+
+class Launch:
+    """A launcher in a thread of its own, and what it has printed."""
+
+    def __init__(self, resolved, job_spec, capsys):
+        self.launcher = ClusterLauncher(resolved)
+        self.paths = RunPaths(job_spec.run_uri)
+        self._capsys, self._output = capsys, ""
+        self._result = []
+        self._thread = threading.Thread(target=self._run, args=(job_spec,), daemon=True)
+        self._thread.start()
+
+    def _run(self, job_spec):
+        try:
+            self._result.append(self.launcher.run(job_spec))
+        except BaseException as error:  # noqa: BLE001 - `finish` raises it
+            self._result.append(error)
+
+    @property
+    def output(self):
+        """Everything that was printed so far."""
+        self._output += self._capsys.readouterr().out
+        return self._output
+
+    @property
+    def is_running(self):
+        """Whether it has not returned yet."""
+        return not self._result
+
+    def wait_for(self, part):
+        """Waits for something to be printed; fails with what was printed instead."""
+        deadline = time.monotonic() + 10
+        while part not in self.output:
+            assert self.is_running and time.monotonic() < deadline, f"{part!r} never came:\n{self.output}{self._result}"
+            time.sleep(0.005)
+
+    def finish(self):
+        """Its exit code once it has returned; raises what it raised."""
+        self._thread.join(20)
+        assert self._result, f"the launcher does not end:\n{self.output}"
+        if isinstance(self._result[0], BaseException):
+            raise self._result[0]
+        return self._result[0]

@@ -1,0 +1,61 @@
+"""Language modeling whose processes do what the environment says: print, sleep, die, or leave without a word.
+
+`SCRIPT` is JSON: step of the process (from 0) -> what it does before that step's loss.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from kftrain.tasks.language_modeling import LanguageModeling
+
+
+class ScriptedTask(LanguageModeling):
+    def __init__(self, *, sequence_length: int = 32, tokenizer: str = "bytes") -> None:
+        super().__init__(sequence_length=sequence_length, tokenizer=tokenizer)
+        self.script = json.loads(os.environ.get("SCRIPT", "{}"))
+        self.num_losses = 0
+
+    def model_arguments(self):
+        if self.num_losses:  # after the last step: the export asks
+            time.sleep(self.script.get("export_seconds", 0))
+        return super().model_arguments()
+
+    def loss(self, model, batch, weight):
+        time.sleep(self.script.get("step_seconds", 0))
+        if self.script.get("chatter"):
+            chatter(self.num_losses)
+        if self.script.get("rank", 0) == int(os.environ["RANK"]) and self.script.get("step") == self.num_losses:
+            globals()[self.script["do"]]()
+        self.num_losses += 1
+        return super().loss(model, batch, weight)
+
+    def statistics(self, model, batch):
+        if self.script.get("statistics_seconds"):
+            print("slow statistics")
+            time.sleep(self.script["statistics_seconds"])
+        return super().statistics(model, batch)
+
+
+def chatter(step):
+    """A line in pieces, a line from below Python, both streams, and a line that never ends."""
+    rank = os.environ["RANK"]
+    for index in range(50):
+        print("rank", rank, "step", step, "line", index)
+        sys.stderr.write(f"rank {rank} warns {step} {index}\n")
+    os.write(1, f"rank {rank} from C {step}\n".encode())
+    sys.stdout.write(f"rank {rank} waits ...")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    os._exit(0)
+
+
+def fail():
+    raise ValueError("scripted")

@@ -1,0 +1,249 @@
+"""Pods that fail and are replaced: what counts against the budget, and what is found out about the last one."""
+
+import time
+
+import pytest
+from helpers.launching import JOB, WORKERS, wait_until
+
+from kftrain import attempts, storage
+from kftrain.contracts import RunPaths
+from kftrain.errors import DataError, LaunchError, RetryableError
+from kftrain.launch import follower
+from kftrain.launch.endings import Budget, Endings, committed_step
+from kftrain.launch.observation import Pod
+
+
+def commit(paths, step, attempt=1):
+    """What a committed checkpoint looks like from outside."""
+    storage.publish(storage.join(paths.checkpoints, f"step-{step:08d}-a{attempt}", "COMMITTED"), "digest\n")
+
+
+def fail(namespace, name=WORKERS[0], code=139, **ending):
+    """The operator replaces a pod within a tenth of a second, if the launcher has not given the job up."""
+    with namespace.changed:
+        if namespace.jobs():
+            namespace.end_pod(name, code, **ending)
+            namespace.recreate(name)
+
+
+def settle(one, namespace):
+    """Waits until the launcher has looked at what there is now, from the first to the last."""
+    looks = namespace.num_looks
+    wait_until(lambda: namespace.num_looks >= looks + 2 or not one.is_running)
+
+
+def test_fault_30_pods_that_end_again_and_again_are_given_up(training, namespace):
+    """The operator counts nothing under ExitCode. Nothing was claimed here: each of them ended before that."""
+    fail(namespace)
+    settle(training, namespace)
+    assert training.is_running, "one failure is within the budget"
+    fail(namespace)
+    with pytest.raises(LaunchError) as caught:
+        training.finish()
+    assert "2 attempts in a row without a new checkpoint, at last: r-train-worker-0 ended with 139" in caught.value.line
+    assert storage.read_json(training.paths.failure)["exit_code"] == 13
+
+
+def test_fault_30_a_new_checkpoint_resets_the_count(training, namespace):
+    """Also for the pods that fail a moment after the first one of their attempt."""
+    for step in (5, 10, 15):
+        fail(namespace)
+        settle(training, namespace)
+        commit(training.paths, step)
+        fail(namespace)
+        settle(training, namespace)
+        fail(namespace, WORKERS[1], RetryableError.exit_code)
+        settle(training, namespace)
+        assert training.is_running
+    fail(namespace)
+    settle(training, namespace)
+    fail(namespace)
+    with pytest.raises(LaunchError, match="2 attempts in a row"):
+        training.finish()
+
+
+def test_a_checkpoint_without_its_marker_is_no_progress(training, namespace):
+    fail(namespace)
+    settle(training, namespace)
+    storage.publish(storage.join(training.paths.checkpoints, "step-00000005-a1", "manifest.json"), "{}")
+    fail(namespace)
+    with pytest.raises(LaunchError, match="2 attempts in a row"):
+        training.finish()
+
+
+def test_fault_30_claims_tell_of_failures_that_nobody_saw(launch, server, namespace):
+    """Without a watch a pod that is replaced at once is never seen as failed; its successor's claim is."""
+    server.fail("GET", "watch=true", 403, times=float("inf"))
+    one = launch()
+    attempts.claim(one.paths, 0, 4)
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    settle(one, namespace)
+    with pytest.raises(LaunchError, match="2 attempts in a row without a new checkpoint"):
+        for _ in range(6):
+            attempts.claim(one.paths, 0, 4)
+            fail(namespace)
+            settle(one, namespace)
+        one.finish()
+
+
+def test_claims_of_earlier_launches_do_not_count(launch, namespace, make_job):
+    paths = RunPaths(make_job()[1].run_uri)
+    for _ in range(5):
+        attempts.claim(paths, 0, 4)
+    one = launch()
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    attempts.claim(paths, 0, 4)
+    fail(namespace)
+    settle(one, namespace)
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted", "node lost"])
+def test_pods_that_are_taken_away_do_not_count_nor_do_their_peers(how, training, namespace):
+    for _ in range(4):
+        with namespace.changed:
+            if how == "evicted":
+                why = ("DisruptionTarget", "True", "EvictionByEvictionAPI")
+                namespace.set_pod(WORKERS[1], conditions=[why], phase="Running", running={})
+                fail(namespace, WORKERS[1], 137)
+            elif how == "deleted":
+                namespace.delete("pods", WORKERS[1])
+                namespace.run_pods(JOB)
+            else:
+                why = ("DisruptionTarget", "True", "DeletionByTaintManager")
+                namespace.set_pod(WORKERS[1], conditions=[why], phase="Running", running={})
+                namespace.delete("pods", WORKERS[1], options={"gracePeriodSeconds": 0})
+                namespace.run_pods(JOB)
+        settle(training, namespace)
+        fail(namespace, WORKERS[0], RetryableError.exit_code)
+        settle(training, namespace)
+    namespace.finish(JOB)
+    assert training.finish() == 0
+
+
+def test_fault_60_suspensions_do_not_count(training, namespace):
+    """Also where pods were killed at the end of their grace."""
+    for _ in range(3):
+        namespace.holds_pods = True
+        namespace.suspend(JOB)
+        for name in WORKERS:
+            namespace.end_pod(name, 137)
+        namespace.release_pods()
+        namespace.holds_pods = False
+        wait_until(lambda: not namespace.pods())
+        namespace.suspend(JOB, False)
+        namespace.run_pods(JOB)
+        settle(training, namespace)
+    namespace.finish(JOB)
+    assert training.finish() == 0
+
+
+# -- what is found out ------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_only_the_watch_has_seen_is_diagnosed(training, namespace):
+    """The pod is replaced within the same moment, and its peers only say that they lost a connection."""
+    storage.publish_json(training.paths.error, RetryableError("lost a peer").to_dict())
+    namespace.write(WORKERS[1], "allocating everything")
+    settle(training, namespace)
+    for _ in range(2):
+        fail(namespace, WORKERS[1], 137, reason="OOMKilled")
+        settle(training, namespace)
+    with pytest.raises(LaunchError, match="at last: r-train-worker-1 was killed: it used more memory than its limit"):
+        training.finish()
+    failure = storage.read_json(training.paths.failure)
+    assert failure["failure_class"] == "out of memory on the host"
+    assert (failure["pod"], failure["exit_code"]) == (WORKERS[1], 13)
+    assert "launch.kubernetes.memory" in failure["advice"]
+    assert storage.read_json(training.paths.error)["line"] == failure["line"]
+
+
+def test_what_happened_long_ago_explains_nothing_any_more(launch, namespace, monkeypatch):
+    """A worker ran out of memory, training went on; much later another one crashes."""
+    monkeypatch.setattr(follower, "NOTICE_SECONDS", 0.0)
+    one = launch("train", "launch.timeout_seconds=0.3", "launch.max_restarts_without_progress=5")
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    fail(namespace, WORKERS[1], 137, reason="OOMKilled")
+    settle(one, namespace)
+    time.sleep(0.4)
+    namespace.end_pod(WORKERS[0], 139)
+    namespace.condition(JOB, "Failed")
+    assert one.finish() == 139
+    assert storage.read_json(one.paths.failure)["pod"] == WORKERS[0]
+
+
+def test_of_each_worker_the_last_ending_counts(training, namespace):
+    """The first attempt ran out of memory, the second one meets something else."""
+    fail(namespace, WORKERS[1], 137, reason="OOMKilled")
+    settle(training, namespace)
+    with namespace.changed:
+        fail(namespace, WORKERS[0], 139)
+        fail(namespace, WORKERS[1], RetryableError.exit_code)
+    settle(training, namespace)
+    with pytest.raises(LaunchError, match="at last: r-train-worker-0 ended with 139"):
+        training.finish()
+
+
+def test_the_permanent_error_is_the_cause_not_what_its_peers_met_first(training, namespace):
+    storage.publish_json(training.paths.error, DataError("shard 7 is damaged").to_dict())
+    with namespace.changed:
+        namespace.end_pod(WORKERS[0], RetryableError.exit_code)
+        namespace.end_pod(WORKERS[1], DataError.exit_code)
+        namespace.condition(JOB, "Failed")
+    assert training.finish() == DataError.exit_code
+    assert storage.read_json(training.paths.failure)["line"] == "shard 7 is damaged"
+
+
+def test_a_command_that_is_not_in_the_image_is_named_as_such(training, namespace):
+    """Kubernetes ends it with 128, which the operator takes for retryable."""
+    for _ in range(2):
+        fail(namespace, code=128, reason="StartError", message='exec: "kftrain": not found')
+        settle(training, namespace)
+    with pytest.raises(LaunchError, match='exec: "kftrain": not found'):
+        training.finish()
+    assert storage.read_json(training.paths.failure)["failure_class"] == "image"
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_an_ending_keeps_what_is_known_of_it():
+    endings = Endings(10.0)
+    assert not endings.note(Pod("p", "u", 0, running=True), 0.0)
+    assert endings.note(Pod("p", "u", 0, running=True, terminating=True), 1.0)
+    assert not endings.note(Pod("p", "u", 0, running=True, terminating=True), 1.0)
+    assert endings.note(Pod("p", "u", 0, exit_code=137, terminating=True), 1.0)
+    assert not endings.note(Pod("p", "u", 0, exit_code=137), 2.0)
+    (pod,) = endings.bad()
+    assert (pod.exit_code, pod.disruption) == (137, "deleted")
+    endings.note(Pod("q", "v", 1, exit_code=0), 3.0)
+    endings.note(Pod("q", "w", 1, exit_code=1), 4.0)
+    endings.note(Pod("q", "x", 1, exit_code=2), 11.0)
+    assert [pod.uid for pod in endings.bad()] == ["u", "w", "x"]
+    assert [pod.uid for pod in endings.last()] == ["u", "x"]
+    endings.note(Pod("q", "y", 1, exit_code=3), 12.0)
+    assert [pod.uid for pod in endings.bad()] == ["w", "x", "y"], "the first one lies too far back"
+
+
+def test_the_newest_committed_step_is_found(tmp_path, make_job):
+    paths = RunPaths(str(tmp_path / "runs" / "x"))
+    assert committed_step(paths) == -1
+    commit(paths, 5)
+    commit(paths, 10, attempt=3)
+    storage.publish(storage.join(paths.checkpoints, "step-00000015-a3", "manifest.json"), "{}")
+    assert committed_step(paths) == 10
+
+
+def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
+    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    ended = [Pod("p", "u", 0, exit_code=139)]
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "list_names", lambda uri: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            budget.spent(ended, [])
+    assert budget.spent(ended, []) == 1
+    assert budget.spent(ended, []) == 0, "nothing new"

@@ -1,0 +1,92 @@
+import pytest
+from helpers.documents import completion_of, digits_config, evaluation_of
+
+from kftrain import storage
+from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.errors import ConfigError, EvaluationError
+from kftrain.launch.completion import is_complete, load_config, metrics_uri, read_evaluations
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a configuration and a pointer to shards: nothing is done yet."""
+    resolved = digits_config(tmp_path)
+    paths = RunPaths.of(resolved.run.storage_root, "r")
+    storage.publish(paths.config, resolved.to_yaml())
+    storage.publish_json(paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    return paths, resolved
+
+
+def test_a_training_is_complete_with_the_completion_of_this_very_training(run):
+    paths, resolved = run
+    assert not is_complete("train", paths, resolved)
+    storage.publish_json(paths.complete, completion_of(paths, resolved, "d").to_dict())
+    assert is_complete("train", paths, resolved)
+
+
+@pytest.mark.parametrize("changes", [{"step": 19}, {"training_digest": "another"}])
+def test_a_completion_of_something_else_completes_nothing(run, changes):
+    paths, resolved = run
+    storage.publish_json(paths.complete, completion_of(paths, resolved, "d", **changes).to_dict())
+    assert not is_complete("train", paths, resolved)
+
+
+def test_a_damaged_completion_completes_nothing(run):
+    paths, resolved = run
+    storage.publish(paths.complete, '{"schema_version": 1, "run_id"')
+    assert not is_complete("train", paths, resolved)
+
+
+@pytest.fixture
+def request_of(run):
+    """Asks for two evaluations; returns the request and what one of them would be."""
+    paths, resolved = run
+    completion = completion_of(paths, resolved, "d")
+    evaluation = evaluation_of(resolved, completion)
+    targets = [
+        EvaluationTarget(
+            export_uri=completion.export_uri,
+            export_digest=completion.export_digest,
+            checkpoint_digest=completion.checkpoint_digest,
+            output_uri=f"{paths.uri}/evaluation/{name}",
+        )
+        for name in ("challenger", "champion")
+    ]
+    request = EvaluationRequest(evaluation_digest=evaluation.evaluation_digest, targets=targets)
+    storage.publish_json(paths.evaluation_request, request.to_dict())
+    return request, evaluation
+
+
+def test_an_evaluation_is_complete_when_all_its_targets_have_metrics(run, request_of):
+    paths, resolved = run
+    request, evaluation = request_of
+    for target in request.targets:
+        assert not is_complete("evaluate", paths, resolved)
+        storage.publish_json(metrics_uri(target), evaluation.to_dict())
+    assert is_complete("evaluate", paths, resolved)
+    assert read_evaluations(request) == [evaluation, evaluation]
+
+
+@pytest.mark.parametrize("changes", [{"evaluation_digest": "another"}, {"export_digest": "another"}])
+def test_metrics_of_something_else_complete_nothing(run, request_of, changes):
+    paths, resolved = run
+    request, evaluation = request_of
+    for target in request.targets:
+        storage.publish_json(metrics_uri(target), evaluation.model_copy(update=changes).to_dict())
+    assert not is_complete("evaluate", paths, resolved)
+    with pytest.raises(EvaluationError, match="of another evaluation"):
+        read_evaluations(request)
+
+
+def test_an_evaluation_that_nobody_asked_for_is_not_complete(run):
+    assert not is_complete("evaluate", *run)
+
+
+def test_a_worker_takes_the_configuration_that_its_job_was_started_for_and_no_other(run):
+    paths, resolved = run
+    assert load_config(paths, resolved.digest()) == resolved
+    with pytest.raises(ConfigError, match=r"config\.yaml is not the one this job was started for"):
+        load_config(paths, "another")
+    storage.remove(paths.config)
+    with pytest.raises(ConfigError, match=r"it has no config\.yaml"):
+        load_config(paths, resolved.digest())

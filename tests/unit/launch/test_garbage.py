@@ -1,0 +1,54 @@
+"""Which jobs nobody will take away."""
+
+import pytest
+
+from kftrain.launch.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
+from kftrain.launch.control import why_garbage
+
+NOW = 1_800_000_000.0
+HOUR = 3600.0
+
+
+def stamp(hours_ago):
+    from datetime import datetime, timezone
+
+    return datetime.fromtimestamp(NOW - hours_ago * HOUR, timezone.utc).isoformat(timespec="seconds")
+
+
+def job(created=100.0, seen=None, owner=False, conditions=(), **annotations):
+    found = {"name": "r-train", "uid": "u", "creationTimestamp": stamp(created), "annotations": annotations}
+    if seen is not None:
+        found["annotations"][SEEN_ANNOTATION] = stamp(seen)
+    if owner:
+        found["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
+    status = {"conditions": [{"type": name, "status": "True"} for name in conditions]}
+    return {"metadata": found, "spec": {}, "status": status}
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed", "Error"])
+def test_a_job_of_a_pipeline_run_that_has_ended(phase):
+    assert why_garbage(job(seen=0, owner=True), phase, NOW) == f"its pipeline run has ended: {phase}"
+    assert why_garbage(job(seen=0, owner=True), "Running", NOW) == ""
+
+
+def test_a_job_that_has_ended_and_whose_launcher_does_not_look_any_more():
+    assert why_garbage(job(seen=2, conditions=["Failed"]), "", NOW) == "it has ended: Failed"
+    assert why_garbage(job(seen=0.5, conditions=["Failed"]), "", NOW) == ""
+
+
+def test_a_job_that_no_launcher_looks_at():
+    assert why_garbage(job(seen=3, owner=True), "Running", NOW) == "no launcher has looked at it for 3 h"
+    assert why_garbage(job(seen=1, owner=True), "Running", NOW) == ""
+    assert why_garbage(job(created=3, owner=True), "Running", NOW) != ""
+
+
+def test_a_laptop_may_sleep_over_a_weekend():
+    assert why_garbage(job(seen=72), "", NOW) == ""
+    assert why_garbage(job(seen=24 * 8), "", NOW) == "no launcher has looked at it for 192 h"
+
+
+def test_what_a_person_has_suspended_stays_and_what_goes_is_left_alone():
+    assert why_garbage(job(seen=24 * 30, **{SUSPENDED_ANNOTATION: "2026"}), "", NOW) == ""
+    going = job(seen=24 * 30)
+    going["metadata"]["deletionTimestamp"] = stamp(1)
+    assert why_garbage(going, "Failed", NOW) == ""

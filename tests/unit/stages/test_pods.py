@@ -1,0 +1,43 @@
+"""Settings of a pipeline's task reach the workers of its job."""
+
+from types import SimpleNamespace
+
+from kftrain import config, storage
+from kftrain.contracts import RunPaths
+from kftrain.stages import pods, resolve
+
+NOTHING = {"node_selector": None, "tolerations": None, "affinity": None, "volumes": None, "volume_mounts": None}
+TOLERATION = {"key": "gpu", "operator": "Exists"}
+
+
+def task_config(**settings):
+    return SimpleNamespace(**{**NOTHING, **settings}, resources={"limits": {"cpu": "1"}}, env=[{"name": "A"}])
+
+
+def test_what_is_set_on_the_task_joins_the_configuration():
+    own = config.parse("launch: {kubernetes: {node_selector: {a: b}, tolerations: [{key: own}], cpu: 3}}")
+    changed = pods.with_task_config(
+        own,
+        task_config(
+            node_selector={"c": "d"},
+            tolerations=[TOLERATION, {"key": "own"}],
+            affinity={"nodeAffinity": {}},
+            volumes=[{"name": "v"}],
+            volume_mounts=[{"name": "v", "mountPath": "/v"}],
+        ),
+    ).launch.kubernetes
+    assert changed.node_selector == {"a": "b", "c": "d"}
+    assert changed.tolerations == ({"key": "own"}, TOLERATION)
+    assert changed.affinity == {"nodeAffinity": {}}
+    assert (changed.volumes, changed.volume_mounts) == (({"name": "v"},), ({"name": "v", "mountPath": "/v"},))
+    assert changed.cpu == "3", "the step's own resources are not the workers'"
+
+
+def test_it_is_saved_for_the_workers_once_and_a_retry_changes_nothing(tmp_path):
+    paths = RunPaths.of(str(tmp_path), "r")
+    storage.publish(paths.config, config.parse("").to_yaml())
+    first = pods.apply(resolve.load_config(paths.uri), paths, task_config(tolerations=[TOLERATION]))
+    again = pods.apply(resolve.load_config(paths.uri), paths, task_config(tolerations=[TOLERATION]))
+    assert first == again == resolve.load_config(paths.uri)
+    assert first.launch.kubernetes.tolerations == (TOLERATION,)
+    assert pods.apply(first, paths, task_config()) == pods.apply(first, paths, None) == first
