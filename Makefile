@@ -10,6 +10,7 @@ BASE ?= python:3.11-slim
 KUBECONFIG ?=
 LOAD ?=
 BUILD_FLAGS ?=
+DISTURB ?=
 E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
@@ -46,7 +47,8 @@ images:  ## kftrain-trainer and kftrain-steps
 	for name in trainer steps; do $(ENGINE) build --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
 
 e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says why it is skipped
-	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)"
+	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)" \
+	  --disturb "$(DISTURB)"
 
 e2e-full:  ## everything there
 	$(MAKE) e2e E2E=tests/e2e

@@ -82,12 +82,14 @@ class Command:
 
 @contextlib.contextmanager
 def running(*arguments, folder="."):
-    """A command that goes on in the background, and does not survive the block."""
+    """A command that goes on in the background, and does not survive the block; its output stays in the folder."""
     command = Command(*arguments, folder=folder)
     try:
         yield command
     finally:
         command.kill()
+        with (Path(folder) / f"{arguments[0]}.log").open("a") as log:
+            log.write(command.output)
 
 
 def kftrain(*arguments, folder=".", code=0, seconds=600):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from e2e.images import Builder
+from e2e.kfp_step import Steps
 from e2e.namespace import Namespace, held_images
 from e2e.operator_control import Operator
 from helpers.mlflow_server import Server
@@ -21,6 +22,7 @@ OPTIONS = {
     "--base": "base image",
     "--load": "command that puts an image archive into the cluster",
     "--build-flags": "further arguments of the image build",
+    "--disturb": "script that breaks and mends the cluster, for what `make e2e-full` adds",
     "--kfp-namespace": "where Kubeflow Pipelines is installed, by default: kubeflow",
 }
 
@@ -117,10 +119,17 @@ def compiled(images, tmp_path_factory):
 
 
 @pytest.fixture
-def settings(namespace, images, mlflow_uri, tmp_path):
+def kfp_steps(kfp_namespace, compiled):
+    """Steps of one pipeline run."""
+    with Steps.of_one_run(kfp_namespace, compiled) as found:
+        yield found
+
+
+@pytest.fixture
+def settings(namespace, images, mlflow_uri):
     """Overrides of a small training on the cluster, by key."""
     return {
-        "run.storage_root": f"s3://{BUCKET}/{tmp_path.name}",
+        "run.storage_root": f"s3://{BUCKET}/root",
         "tracking.uri": mlflow_uri,
         "launch.backend": "pytorchjob",
         "launch.kubernetes.namespace": namespace.name,

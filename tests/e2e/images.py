@@ -29,10 +29,12 @@ class Builder:
     flags: str = ""
     """Further arguments of `<engine> build`."""
     cache: Path = ROOT / ".e2e"
+    root: Path = ROOT
+    """The source tree."""
 
     def ensure(self, name: str, held: set[str]) -> str:
         """The image `name` of the present code, built, and loaded where the nodes do not hold it; returns its tag."""
-        dependencies = self._build(name, "dependencies")
+        dependencies = self.dependencies(name)
         image = self._build(name)
         if image in held:
             return image
@@ -40,6 +42,10 @@ class Builder:
             self._load(self._archive(dependencies, f"kftrain-0-{name}"))
         self._load(self._archive(image, f"kftrain-1-{name}", without=dependencies))
         return image
+
+    def dependencies(self, name: str) -> str:
+        """The image below the code of image `name`, built."""
+        return self._build(name, "dependencies")
 
     def derive(self, name: str, dockerfile: str, context: str, base: str) -> str:
         """A user's image, built from the image `base` of ours, loaded; returns its tag."""
@@ -57,10 +63,10 @@ class Builder:
         self.cache.mkdir(exist_ok=True)
         identity = self.cache / "identity"
         layers = ["--layers"] if self.engine == "buildah" else []
-        _call([self.engine, "build", *layers, "--iidfile", str(identity), *shlex.split(self.flags), *arguments])
+        self._call([self.engine, "build", *layers, "--iidfile", str(identity), *shlex.split(self.flags), *arguments])
         digest = identity.read_text().strip().removeprefix("sha256:")
         tag = f"localhost/kftrain-{name}:{digest[:12]}"
-        _call([self.engine, "tag", digest, tag])
+        self._call([self.engine, "tag", digest, tag])
         return tag
 
     def _archive(self, image: str, file_name: str, without: str = "") -> Path:
@@ -68,7 +74,7 @@ class Builder:
         archive = self.cache / f"{file_name}.tar"
         archive.unlink(missing_ok=True)
         if self.engine != "buildah":
-            _call([self.engine, "save", "-o", str(archive), image])
+            self._call([self.engine, "save", "-o", str(archive), image])
             return archive
         descriptor, blobs = self._layout(image)
         held = set(self._layout(without)[1][1:]) if without else set()
@@ -83,7 +89,7 @@ class Builder:
 
     def _layout(self, image: str) -> tuple[dict, list[str]]:
         """The image in an OCI layout, where no layer is compressed twice: its descriptor, its blobs."""
-        _call(["buildah", "push", "--quiet", image, f"oci:{self._folder}:{image}"])
+        self._call(["buildah", "push", "--quiet", image, f"oci:{self._folder}:{image}"])
         index = json.loads((self._folder / "index.json").read_text())
         found = next(m for m in index["manifests"] if m["annotations"][REFERENCE] == image)
         manifest = json.loads((self._folder / "blobs/sha256" / found["digest"].removeprefix("sha256:")).read_text())
@@ -94,16 +100,15 @@ class Builder:
         return self.cache / "layout"
 
     def _load(self, archive: Path) -> None:
-        _call([*shlex.split(self.load_command), str(archive)])
+        self._call([*shlex.split(self.load_command), str(archive)])
         archive.unlink()
+
+    def _call(self, command: list[str]) -> None:
+        done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{shlex.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
 def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
     entry = tarfile.TarInfo(name)
     entry.size = len(text)
     tar.addfile(entry, io.BytesIO(text.encode()))
-
-
-def _call(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}: {done.stdout[-4000:]}"

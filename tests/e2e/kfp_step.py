@@ -5,9 +5,13 @@ is `pipeline-runner`; the pod is owned by a Workflow. What the backend's own lau
 written to the pod's disk instead of being uploaded.
 """
 
+import contextlib
 import json
+import secrets
 
 import yaml
+from e2e.namespace import wait_until
+from kubernetes.client.exceptions import ApiException
 
 OUTPUTS = "/tmp/kfp"
 WORKFLOWS = ("argoproj.io", "v1alpha1")
@@ -99,3 +103,45 @@ def _secret_environment(settings):
         for pair in secret["keyToEnv"]:
             reference = {"name": secret["secretName"], "key": pair["secretKey"], "optional": secret["optional"]}
             yield {"name": pair["envVar"], "valueFrom": {"secretKeyRef": reference}}
+
+
+class Steps:
+    """Steps of one pipeline run: pods that one Workflow owns."""
+
+    def __init__(self, namespace, compiled):
+        self.name = f"e2e-{secrets.token_hex(3)}"
+        self.namespace, self._compiled, self._count = namespace, compiled, 0
+        self.workflow = create_workflow(namespace, self.name)
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_one_run(cls, namespace, compiled):
+        """Steps whose Workflow, and with it everything of theirs, is deleted in the end."""
+        found = cls(namespace, compiled)
+        try:
+            yield found
+        finally:
+            with contextlib.suppress(ApiException):  # a test may have deleted it
+                delete_workflow(namespace, found.name)
+
+    def start(self, step, parameters):
+        """Starts a step; returns its pod's name."""
+        self._count += 1
+        pod = f"{self.name}-{step}-{self._count}"
+        body = step_pod(self._compiled, step, parameters, self.workflow, pod)
+        self.namespace.core.create_namespaced_pod(self.namespace.name, body)
+        return pod
+
+    def wait_for(self, pod, part, seconds=240):
+        wait_until(lambda: part in self.namespace.log(pod), seconds, f"{part!r} in the log of {pod}")
+
+    def finish(self, pod, phase="Succeeded", seconds=600):
+        """Waits for the step's end; returns its log."""
+        ended = wait_until(lambda: self._ended(pod), seconds, f"the end of {pod}")
+        log = self.namespace.log(pod)
+        assert ended == phase, log
+        return log
+
+    def _ended(self, pod):
+        phase = self.namespace.pods()[pod].status.phase
+        return phase if phase in ("Succeeded", "Failed") else None

@@ -17,6 +17,11 @@ class Operator:
         self._namespace = found[0].metadata.namespace
         self._labels = ",".join(f"{k}={v}" for k, v in found[0].spec.selector.match_labels.items())
 
+    @property
+    def node_name(self):
+        """Where it runs."""
+        return self._pods()[0].spec.node_name
+
     def restart(self):
         """Deletes its pod; the deployment makes another."""
         for pod in self._pods():

@@ -1,5 +1,7 @@
 """What a job survives and what it does not: exit codes, memory, a worker, an operator and a launcher that go away."""
 
+from pathlib import Path
+
 import pytest
 from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
@@ -21,7 +23,7 @@ def faulty_image(builder, images):
 @pytest.fixture
 def faulty(settings, faulty_image, monkeypatch, tmp_path):
     """Settings of a training whose task fails; `fault` and its other options are still to be set."""
-    monkeypatch.setenv("PYTHONPATH", "tests/e2e")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     return {
         **settings,
         **ONE,
@@ -29,6 +31,7 @@ def faulty(settings, faulty_image, monkeypatch, tmp_path):
         "launch.kubernetes.trainer_image": faulty_image,
         "launch.max_restarts_without_progress": 1,
         "launch.kubernetes.memory": "1Gi",
+        "train.steps": 40,
     }
 
 
@@ -53,11 +56,11 @@ def test_an_error_of_the_users_code_is_permanent_and_named(faulty, namespace, tm
 
 @pytest.mark.parametrize("fault", ["retryable", "terminate"])
 def test_a_passing_fault_costs_one_attempt(fault, faulty, tmp_path):
-    marker = f"{faulty['run.storage_root']}/marker-{fault}"
+    marker = f"{faulty['run.storage_root']}/{tmp_path.name}-{fault}"
     run_uri = start({**faulty, "task.fault": fault, "task.marker": marker}, tmp_path)
     kftrain("train", run_uri, folder=tmp_path)
     assert attempts.last_attempt(RunPaths(run_uri)) == 2
-    assert sorted(losses(RunPaths(run_uri))) == list(range(1, 101))
+    assert sorted(losses(RunPaths(run_uri))) == list(range(1, 41))
 
 
 def test_memory_is_named_after_the_budget_of_attempts(faulty, namespace, tmp_path):

@@ -40,10 +40,10 @@ WAITING = {
 @pytest.mark.parametrize("case", WAITING)
 def test_the_reason_is_printed_and_the_job_is_given_up(case, settings, namespace, tmp_path):
     changes, part, later = WAITING[case]
-    limit = {"launch.kubernetes.start_timeout_seconds": 30}
+    limit = {"launch.kubernetes.start_timeout_seconds": 20}
     run_uri = kftrain("shard", *options({**settings, **changes, **limit}), folder=tmp_path)["run_uri"]
     with running("train", run_uri, folder=tmp_path) as command:
-        command.wait_for("1 x 2 processes")
+        command.wait_for("-train in namespace")
         start = time.monotonic()
         command.wait_for(part, 60)
         assert time.monotonic() - start < PRINT_SECONDS + later
