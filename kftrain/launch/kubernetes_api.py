@@ -128,8 +128,11 @@ class Cluster:
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         query = [("labelSelector", f"{JOB_NAME_LABEL}={job_name}"), ("watch", "true"), ("timeoutSeconds", "55")]
         for line in self._stream("watch pods", path, query):
-            event = json.loads(line) if line.endswith(b"\n") else {}
-            if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn
+                return
+            if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                 yield event["object"]
 
     def read_pod(self, name: str) -> Object | None:
@@ -226,9 +229,10 @@ class Cluster:
     ) -> Any:
         """What a source says that may be forbidden, absent or silent: None then.
 
-        It is asked for so many seconds. None: as long as what matters, and its silence raises LaunchError like that.
+        It is asked for so many seconds, and in a hurry not at all. None: as long as what matters, and its silence
+        raises LaunchError like that.
         """
-        if verb in self._forbidden:
+        if verb in self._forbidden or (seconds is not None and self.patience.hurried()):
             return None
         self._silent.discard(verb)
         try:

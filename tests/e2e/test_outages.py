@@ -44,7 +44,9 @@ def test_the_api_server_is_away_for_a_minute(settings, namespace, disturb, tmp_p
 
 
 def test_a_dead_node_is_named_and_costs_one_attempt(settings, namespace, operator, disturb, tmp_path):
-    pairs = {**settings, **SLOW, "launch.nodes": 2, "launch.timeout_seconds": 60, "train.steps": 400}
+    # Small enough that both workers and the operators fit on the node that is left.
+    small = {"launch.kubernetes.cpu": "400m", "launch.kubernetes.termination_grace_seconds": 20}
+    pairs = {**settings, **SLOW, **small, "launch.nodes": 2, "launch.timeout_seconds": 60, "train.steps": 200}
     run_uri = kftrain("shard", *options(pairs), folder=tmp_path)["run_uri"]
     with running("train", run_uri, folder=tmp_path) as command:
         command.wait_for("checkpoint at step 10 started", 300)

@@ -11,7 +11,7 @@ from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
 from kftrain.errors import ConfigError, LaunchError
-from kftrain.launch import adoption, cluster, control, kubernetes_api, ownership, patience, pytorchjob
+from kftrain.launch import adoption, cluster, control, kubernetes_api, logs, ownership, patience, pytorchjob
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.cluster import ClusterLauncher
 from kftrain.launch.kubernetes_api import Cluster
@@ -264,13 +264,16 @@ def test_a_job_that_somebody_replaced_is_not_taken_for_ours(training, namespace,
     namespace.delete("pytorchjobs", JOB)
 
 
-def test_the_launcher_returns_when_the_pods_are_gone(training, namespace):
+def test_the_launcher_returns_when_the_pods_are_gone(training, server, namespace, monkeypatch):
+    """Until then their logs are shown, over connections that break, too."""
+    monkeypatch.setattr(logs, "JOIN_SECONDS", 0.1)
     namespace.holds_pods = True
     namespace.condition(JOB, "Failed")
     wait_until(lambda: not namespace.jobs())
+    server.cut_streams()
     namespace.write(WORKERS[0], "checkpoint committed on the way out")
     training.wait_for("checkpoint committed on the way out")
-    time.sleep(0.1)
+    time.sleep(0.4)
     assert training.is_running
     namespace.release_pods()
     assert training.finish() == 1
@@ -324,6 +327,7 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
     """It must not wait for the end of the outage: whoever stopped it kills it half a minute later."""
     monkeypatch.setattr(patience, "OUTAGE_SECONDS", 600.0)
     monkeypatch.setattr(patience, "CALL_TIMEOUT_SECONDS", (1.0, 1.0))
+    monkeypatch.setattr(patience, "MAX_DELAY_SECONDS", 60.0)
     one = launch()
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
@@ -341,6 +345,16 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
     server.is_away = server.is_silent = False
     server._faults.clear()
     namespace.delete("pytorchjobs", JOB)
+
+
+def test_in_a_hurry_nothing_is_asked_that_only_explains(server, fast):
+    """Each answer might take as long as a call may: together longer than there is time."""
+    one = Cluster()
+    one.patience.hurried = lambda: True
+    one.annotate_job(JOB, {})
+    assert (one.list_warnings(), one.read_node("n"), one.find_workload("u")) == ([], None, None)
+    assert not one.force_delete_pod("p", "u") and server.requests == []
+    assert one.read_job(JOB) is None and len(server.requests) == 1
 
 
 def test_a_launcher_whose_work_fails_for_another_reason_deletes_the_job_too(launch, namespace, monkeypatch):

@@ -86,9 +86,12 @@ def test_what_is_forbidden_costs_one_warning(call, launch, server, namespace):
     namespace.run_pods(JOB)
     namespace.set_pod(WORKERS[0], conditions=[("Ready", "False")], phase="Running", running={})
     one.wait_for("may not ")
+    looks = namespace.num_looks
+    wait_until(lambda: namespace.num_looks > looks + 4)
     namespace.finish(JOB)
     assert one.finish() == 0
     assert one.output.count("may not ") == 1, one.output
+    assert server.num_failures <= 2, "it is not asked again, by neither of two logs"
 
 
 def test_what_is_refused_for_good_is_an_error_at_once(launch, server, namespace):
@@ -134,7 +137,7 @@ def test_a_server_that_asks_to_wait_is_asked_again_when_it_said(server, fast, mo
     slept = []
     monkeypatch.setattr(patience.Patience, "_sleep", lambda self, seconds: slept.append(seconds))
     server.fail("GET", "/pytorchjobs", 429, Retry_After="1")
-    server.fail("GET", "/pytorchjobs", 429, Retry_After="3600")
+    server.fail("GET", "/pytorchjobs", 429, Retry_After="20")
     assert Cluster().read_job("x") is None
     assert slept == [1.0, 1.5]
     assert len(server.requests) == 3

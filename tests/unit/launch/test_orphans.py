@@ -251,7 +251,7 @@ def worlds(tmp_path, monkeypatch, make_job):
 
 
 scripts = st.lists(st.sampled_from(EVENTS), max_size=12)
-others = st.lists(st.sampled_from(["", "terminate", "503", "lost"]), max_size=8)
+others = st.lists(st.sampled_from(["", "delete", "terminate", "503", "lost"]), max_size=8)
 at = st.integers(0, 12)
 
 
