@@ -30,6 +30,9 @@ ABANDONED_SECONDS = 7 * 24 * 3600.0
 """A job whose launcher runs somewhere else: a laptop may sleep over a weekend."""
 
 POLL_SECONDS = 1.0
+GOING_SECONDS = 600.0
+"""How long cancelled pods may take: their grace, and a slow node."""
+
 ENDED_PHASES = frozenset(("Succeeded", "Failed", "Error"))
 
 
@@ -74,7 +77,15 @@ def cancel(cluster: Cluster, run: str) -> list[str]:
         metadata = job["metadata"]
         cluster.delete_job(metadata["name"], metadata["uid"])
         names.append(str(metadata["name"]))
+    deadline = time.monotonic() + GOING_SECONDS
     while any(any_pods(cluster, name) for name in names):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                "the job is deleted, but its pods do not go: their node may be dead",
+                where=f"namespace {cluster.namespace}",
+                value=run,
+                fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
+            )
         time.sleep(POLL_SECONDS)
     return names
 
@@ -175,6 +186,7 @@ def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observati
         workload=observation.parse_workload(workload) if workload else None,
         step=step,
         target_step=target,
+        sees_workloads=cluster.sees_workloads,
     )
     assessment = states.assess(seen)
     wanted = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
@@ -192,14 +204,28 @@ def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observati
 
 def _set_suspended(cluster: Cluster, job: Mapping[str, Any], since: str | None) -> str:
     """The annotation first: a launcher that follows the job must know that a person did it."""
-    metadata, suspended = job["metadata"], since is not None
-    cluster.patch_job(metadata["name"], {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}})
-    workload = cluster.find_workload(metadata["uid"]) if observation.parse_job(job, 0.0).has_queue else None
-    if workload is not None:  # Kueue undoes what is done to its jobs behind its back
-        cluster.patch_workload(workload["metadata"]["name"], {"spec": {"active": not suspended}})
+    name, suspended = str(job["metadata"]["name"]), since is not None
+    workload = _workload_name(cluster, job)
+    cluster.patch_job(name, {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}})
+    if workload:  # Kueue undoes what is done to its jobs behind its back
+        cluster.patch_workload(workload, {"spec": {"active": not suspended}})
     else:
-        cluster.patch_job(metadata["name"], {"spec": {"runPolicy": {"suspend": suspended}}})
-    return str(metadata["name"])
+        cluster.patch_job(name, {"spec": {"runPolicy": {"suspend": suspended}}})
+    return name
+
+
+def _workload_name(cluster: Cluster, job: Mapping[str, Any]) -> str:
+    """Kueue's Workload of a job; empty where it has no queue. Raises LaunchError where it cannot be found."""
+    if not observation.parse_job(job, 0.0).has_queue:
+        return ""
+    workload = cluster.find_workload(job["metadata"]["uid"])
+    if workload is None:
+        raise LaunchError(
+            "its Workload cannot be found, by which Kueue is told",
+            where=f"job {job['metadata']['name']} in namespace {cluster.namespace}",
+            fix="see that you may list workloads.kueue.x-k8s.io, and try again",
+        )
+    return str(workload["metadata"]["name"])
 
 
 def _workflow_name(job: Mapping[str, Any]) -> str:

@@ -11,11 +11,10 @@ from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
 from kftrain.errors import ConfigError, LaunchError
-from kftrain.launch import adoption, cluster, control, kubernetes_api, logs, ownership, patience, pytorchjob
+from kftrain.launch import adoption, cluster, control, kubernetes_api, logs, patience, pytorchjob
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.cluster import ClusterLauncher
 from kftrain.launch.kubernetes_api import Cluster
-from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV
 
 
 def create(namespace, make_job, **metadata):
@@ -164,62 +163,6 @@ def test_pods_that_never_go_are_an_error(launch, namespace, make_job, monkeypatc
     with pytest.raises(LaunchError, match="the pods of an older job of this run do not go"):
         launch().finish()
     namespace.release_pods()
-
-
-# -- who owns it ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def step_pod(namespace, monkeypatch):
-    """This process is a step of a pipeline run, in the same namespace."""
-    connect = Cluster.__init__
-
-    def in_cluster(self, *arguments):
-        connect(self, *arguments)
-        self.own_namespace = NAME
-
-    monkeypatch.setattr(Cluster, "__init__", in_cluster)
-    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
-    uid = namespace.create("workflows", {"metadata": {"name": "flow"}})["metadata"]["uid"]
-    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow", "uid": uid, "controller": True}
-    metadata = {"name": "step", "labels": {ownership.RUN_ID_LABEL: "kfp-1"}, "ownerReferences": [owner]}
-    status = {"phase": "Running"}
-    namespace.create("pods", {"metadata": metadata, "spec": {}, "status": status})
-    yield namespace.objects["pods"]["step"]
-    namespace.objects["pods"].pop("step", None)
-
-
-def test_fault_58_a_job_belongs_to_the_workflow_of_its_step_and_goes_with_it(step_pod, launch, namespace):
-    one = launch()
-    wait_until(namespace.jobs)
-    namespace.run_pods(JOB)
-    job = namespace.get("pytorchjobs", JOB)
-    (owner,) = job["metadata"]["ownerReferences"]
-    assert owner == {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "name": "flow",
-        "uid": step_pod["metadata"]["ownerReferences"][0]["uid"],
-        "controller": False,
-        "blockOwnerDeletion": False,
-    }
-    assert job["metadata"]["labels"][pytorchjob.KFP_RUN_LABEL] == "kfp-1"
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert {"name": LAUNCHER_TIMEOUT_ENV, "value": "1800"} in container["env"]
-    one.wait_for("Rendezvous")
-    namespace.delete("workflows", "flow")
-    assert (namespace.jobs(), namespace.pods()) == ([], [])
-    with pytest.raises(LaunchError, match="somebody deleted the job"):
-        one.finish()
-
-
-def test_an_owner_that_is_gone_is_named(step_pod, launch, namespace):
-    del namespace.objects["workflows"]["flow"]
-    one = launch()
-    with pytest.raises(LaunchError, match="right after it was created: its owner, Workflow flow, is gone"):
-        one.finish()
-    assert namespace.created == [JOB]
-    del namespace.objects["pods"]["step"]
 
 
 # -- how it ends ------------------------------------------------------------------------------------------------------

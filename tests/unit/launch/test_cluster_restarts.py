@@ -1,5 +1,6 @@
 """Pods that fail and are replaced: what counts against the budget, and what is found out about the last one."""
 
+import threading
 import time
 
 import pytest
@@ -7,8 +8,16 @@ from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import DataError, LaunchError, RetryableError
-from kftrain.launch import follower
+from kftrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    LaunchError,
+    RetryableError,
+    UserCodeError,
+)
+from kftrain.launch import follower, run_training
 from kftrain.launch.endings import Budget, Endings, committed_step
 from kftrain.launch.observation import Pod
 
@@ -139,6 +148,36 @@ def test_fault_60_suspensions_do_not_count(training, namespace):
         settle(training, namespace)
     namespace.finish(JOB)
     assert training.finish() == 0
+
+
+# -- how it ends ------------------------------------------------------------------------------------------------------
+
+
+def test_fault_28_a_job_that_succeeded_without_its_proof_is_a_failure(server, fast, make_job, namespace):
+    """A rank that exits 0 early makes a job Succeeded; only COMPLETE.json makes it a success."""
+    resolved, training = make_job()
+
+    def succeed():
+        wait_until(namespace.jobs)
+        namespace.finish(JOB)
+
+    thread = threading.Thread(target=succeed)
+    thread.start()
+    with pytest.raises(LaunchError, match="is missing; run the stage"):
+        run_training(RunPaths(training.run_uri), resolved)
+    thread.join()
+    assert (namespace.created, namespace.jobs()) == ([JOB], [])
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError, UserCodeError, DivergedError])
+def test_fault_29_the_code_of_a_permanent_error_arrives_as_it_is(kind, training, namespace):
+    """torchrun would make 1 of each of them."""
+    storage.publish_json(training.paths.error, kind("what").to_dict())
+    namespace.end_pod(WORKERS[0], kind.exit_code)
+    namespace.condition(JOB, "Failed")
+    assert training.finish() == kind.exit_code
+    assert storage.read_json(training.paths.failure)["exit_code"] == kind.exit_code
+    assert storage.read_json(training.paths.error)["kind"] == kind.__name__
 
 
 # -- what is found out ------------------------------------------------------------------------------------------------

@@ -74,3 +74,18 @@ def test_gc_deletes_the_job_of_a_pipeline_run_that_has_ended_and_no_other(traini
 def test_a_run_without_a_job_is_an_error_that_names_those_with_one(training):
     assert "this run has no job (got 'x'); runs with jobs: r" in kftrain("cancel", "x", code=13)
     training.launcher.interrupted = True
+
+
+def test_a_queued_job_is_suspended_through_its_workload(launch, namespace):
+    one = launch(queue="research")
+    wait_until(namespace.jobs)
+    assert "its Workload cannot be found" in kftrain("suspend", "r", code=13)
+    assert SUSPENDED_ANNOTATION not in namespace.get("pytorchjobs", JOB)["metadata"]["annotations"]
+    namespace.queue(JOB)
+    kftrain("suspend", "r")
+    (workload,) = namespace.objects["workloads"].values()
+    assert workload["spec"]["active"] is False, "by its Workload, since Kueue undoes anything else"
+    one.wait_for("suspended: kftrain resume lets it go on")
+    kftrain("resume", "r")
+    assert workload["spec"]["active"] is True
+    one.launcher.interrupted = True
