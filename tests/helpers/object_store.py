@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import s3fs
+
 BUCKET = "kftrain-tests"
 
 
@@ -26,7 +28,8 @@ class ObjectStore:
         self._process = None
 
     def start(self):
-        """Returns when the bucket is there."""
+        """Returns when the bucket is there. This process forgets the servers that it has talked to before."""
+        s3fs.S3FileSystem.clear_instance_cache()
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         script = f"import s3fs; s3fs.S3FileSystem().mkdir({BUCKET!r})"
         deadline = time.monotonic() + 60
