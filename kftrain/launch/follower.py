@@ -58,7 +58,6 @@ class Follower:
         seen = self._observe()
         for pod in seen.pods:
             self._endings.note(pod, time.monotonic())
-        self._logs.follow(seen.pods)
         assessment = states.assess(seen)
         now = time.monotonic()
         self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
@@ -93,6 +92,7 @@ class Follower:
         pods = sorted(
             (observation.parse_pod(pod, now) for pod in self._cluster.list_pods(self._name)), key=lambda pod: pod.index
         )
+        self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
         raw = self._cluster.find_workload(self._uid) if job and job.has_queue and job.suspended else None
         return Observation(
