@@ -90,25 +90,6 @@ def test_creation_waits_for_the_operator(faulty, operator, tmp_path):
         command.finish()
 
 
-@pytest.mark.parametrize("state", ["Pulling", "Training", "Committing"])
-def test_a_job_that_is_cancelled_leaves_nothing(state, faulty, namespace, tmp_path):
-    pairs = {**faulty, "task.slow_seconds": 0.2}
-    if state == "Pulling":
-        pairs["launch.kubernetes.trainer_image"] = "localhost/none:1"
-    run_uri = start(pairs, tmp_path)
-    with running("train", run_uri, folder=tmp_path) as command:
-        if state == "Pulling":
-            command.wait_for("Pulling")
-        else:
-            command.wait_for("checkpoint at step 10 started")
-        if state == "Committing":
-            namespace.delete_pod(next(iter(namespace.workers())))
-        kftrain("cancel", run_uri, "-n", namespace.name)
-        command.finish(code=13)
-    assert "somebody deleted the job" in command.output
-    assert namespace.jobs() == {} and wait_until(lambda: not namespace.workers(), 30, "the end of the pods")
-
-
 def test_a_suspended_job_goes_on_where_it_was(faulty, namespace, tmp_path):
     run_uri = start({**faulty, "task.slow_seconds": 0.2}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
