@@ -34,6 +34,9 @@ SLICE_SECONDS = 0.2
 PASSING = frozenset((429, 500, 502, 503, 504))
 """500 too: the training operator's webhook answers with it while the operator is away."""
 
+UNAUTHORIZED = 401
+"""Passes where the credentials were accepted before: a token that is being replaced, an authenticator that is away."""
+
 MESSAGE_CHARACTERS = 500
 
 
@@ -44,7 +47,7 @@ class Patience:
         self.hurried: Callable[[], bool] = lambda: False
         """Whether this process was told to stop."""
         self._api_exception, self._warn = api_exception, warn
-        self._lock, self._said = threading.Lock(), False
+        self._lock, self._said, self._accepted = threading.Lock(), False, False
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Calls until there is an answer that stands. Raises the ApiException of it, or LaunchError after an outage."""
@@ -60,13 +63,14 @@ class Patience:
             try:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
-                if error.status not in PASSING:  # type: ignore[attr-defined]
+                if not self._passes(error.status):  # type: ignore[attr-defined]
                     self._answers_again(failed)
                     raise
                 problem, asked = message_of(error), retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
+                self._accepted = True
                 self._answers_again(failed)
                 return answer
             failed, away_seconds = True, time.monotonic() - began
@@ -79,6 +83,11 @@ class Patience:
                 self._does_not_answer(problem)
             self._sleep(max(asked, delay * random.uniform(0.5, 1.0)))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
+
+    def _passes(self, status: int) -> bool:
+        if status != UNAUTHORIZED:
+            self._accepted = True
+        return status in PASSING or (status == UNAUTHORIZED and self._accepted)
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps, only for a moment once there is hurry."""

@@ -23,7 +23,13 @@ LOST, RESET = "lost", "reset"
 """Faults of the connection: it breaks after the request took effect, or before."""
 
 WEBHOOK = 'Internal error occurred: failed calling webhook "validator.pytorchjob": no endpoints available'
-REASONS = {429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable", 403: "Forbidden"}
+REASONS = {
+    401: "Unauthorized",
+    429: "TooManyRequests",
+    500: "InternalError",
+    503: "ServiceUnavailable",
+    403: "Forbidden",
+}
 
 
 def kubeconfig(address):

@@ -101,6 +101,18 @@ def test_what_is_refused_for_good_is_an_error_at_once(launch, server, namespace)
     assert not namespace.created
 
 
+def test_credentials_that_were_accepted_before_are_tried_again(server, fast, namespace):
+    """A token that is replaced at that moment, or an authenticator that is away."""
+    cluster = Cluster()
+    server.fail("GET", "/pytorchjobs", 401)
+    with pytest.raises(LaunchError, match="401 Unauthorized"):
+        cluster.read_job("x")
+    assert cluster.read_job("x") is None
+    server.fail("GET", "/pytorchjobs", 401, times=3)
+    assert cluster.read_job("x") is None
+    assert server.num_failures_left() == 0
+
+
 def test_the_lost_answer_of_a_creation_makes_no_second_job(launch, server, namespace):
     server.fail("POST", "/pytorchjobs", LOST)
     one = launch()
