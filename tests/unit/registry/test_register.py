@@ -53,7 +53,7 @@ def test_registering_changes_neither_the_default_uri_nor_the_environment(finishe
     assert mlflow.get_tracking_uri() == "http://elsewhere"
 
 
-def test_registering_again_is_the_same_version_with_the_same_points(config, finished):
+def test_fault_63_registering_again_is_the_same_version_with_the_same_points(config, finished):
     import mlflow
 
     run = finished("one", 0.6)
