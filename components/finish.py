@@ -22,7 +22,7 @@ def finish(
     Args:
         config: The configuration, a YAML text.
         storage_root: The pipeline's parameter; wins over the configuration unless ''.
-        resume_run: Id of the run that was resumed; empty for a new one.
+        resume_run: The run that was resumed, its id or the URI of its folder; empty for a new one.
         job_id: Kubeflow's id of the pipeline run.
         status: How the other steps ended, filled in by Kubeflow.
         outcome: Whether the run succeeded, and why not.

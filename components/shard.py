@@ -39,7 +39,7 @@ def shard(
         promotion: `auto` or `manual`.
         trainer_image: Image of the worker pods.
         queue: Kueue LocalQueue that admits the jobs.
-        resume_run: Id of the run to go on with; empty starts a new one.
+        resume_run: The run to go on with, its id or the URI of its folder; empty starts a new one.
         job_id: Kubeflow's id of the pipeline run, out of which a new run gets its id.
         shards: Where the shards are and what they hold.
         metrics: Numbers of samples, shards and bytes.

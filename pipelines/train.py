@@ -77,7 +77,7 @@ def train_pipeline(
     """Trains a model from raw data; a parameter that is '' or 0 leaves what the configuration says.
 
     Args:
-        config: The configuration, a YAML text; empty takes every default.
+        config: The configuration, a YAML text; empty takes every default, or what the run to resume was configured with.
         source: Where samples come from.
         storage_root: Folder or object store URI below which shards and runs are kept.
         model_name: Name of the registered model.
@@ -88,7 +88,7 @@ def train_pipeline(
         promotion: `auto` or `manual`.
         trainer_image: Image of the worker pods.
         queue: Kueue LocalQueue that admits the jobs.
-        resume_run: Id of the run to go on with; empty starts a new one.
+        resume_run: The run to go on with, its id or the URI of its folder; empty starts a new one.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     finish_task = finish(config=config, storage_root=storage_root, resume_run=resume_run, job_id=job_id)

@@ -92,16 +92,7 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
     A run that is resumed without --config keeps the configuration that it has.
     """
     config = resolve.anchored(configuration.load(config_file, overrides), folder)
-    if not resume:
-        return config, ""
-    id_only = "/" not in resume
-    uri = RunPaths.of(config.run.storage_root, resolve.valid_run_id(resume)).uri if id_only else resume
-    paths = RunPaths(storage.absolute(uri, folder))
-    if not config_file:
-        saved = resolve.load_config(paths.uri).to_yaml()
-        config = resolve.anchored(configuration.parse(saved, overrides, where=paths.config), folder)
-    run = config.run.model_copy(update={"storage_root": paths.storage_root})
-    return config.model_copy(update={"run": run}), paths.run_id
+    return resolve.resumed(config, overrides, resume, folder, keep=not config_file) if resume else (config, "")
 
 
 def _write_inputs(folder: Path, config: Config, resume_run: str) -> tuple[Path, Path]:

@@ -48,7 +48,7 @@ def next_step(error: Mapping[str, Any], run_uri: str) -> tuple[str, str]:
 
 def _resuming(code: int, uri: str) -> str:
     """Why to resume, here or in the Kubeflow UI."""
-    there = f"In the Kubeflow UI, start a run with resume_run set to {uri.rsplit('/', 1)[-1]}."
+    there = f"In the Kubeflow UI, start a run with nothing but resume_run set to {uri}."
     if code >= FIRST_RETRYABLE_CODE:
         return f"The cause may be gone by now: the run goes on from its last committed checkpoint. {there}"
     if code == BUG_CODE:

@@ -27,8 +27,8 @@ def finish(
 ) -> Outcome:
     """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed."""
     try:
-        config = resolve.resolve_config(text, {"storage_root": storage_root})
-        paths = RunPaths.of(config.run.storage_root, resolve.make_run_id(resume_run, job_id, config.run.name))
+        config, resumed = resolve.resolve_run(text, {"storage_root": storage_root}, resume_run)
+        paths = RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
         if storage.exists(paths.config):  # with the knobs of the pipeline run in it
             config = resolve.load_config(paths.uri)
     except KftrainError as error:  # the first step has failed with the very same one

@@ -19,6 +19,13 @@ def require_remote(config: Config) -> None:
 
     The steps mount no volumes, not even those of the worker pods, so a folder is always one of this machine.
     """
+    if config.launch.backend == "local":
+        raise LaunchError(
+            f"{STEPS} have neither torch nor a GPU: they launch jobs",
+            where="launch.backend",
+            value="local",
+            fix="set it to pytorchjob",
+        )
     require_remote_storage(config, STEPS)
     require_tracking_server(config, STEPS)
     _require_remote_source(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +56,43 @@ class OpenedRun:
     """What the run was configured with when it was opened the last time; None: it is new."""
 
 
-def resolve_config(text: str, knobs: Mapping[str, str | int | float], base: str | Path = ".") -> Config:
-    """The configuration, with each knob that is not '' or 0 in place of its key, and with absolute paths.
+def resolve_run(
+    text: str, knobs: Mapping[str, str | int | float], resume_run: str, base: str | Path = "."
+) -> tuple[Config, str]:
+    """The configuration of a pipeline run, and the id of the run that it resumes; empty where it starts a new one.
+
+    Args:
+        text: YAML; empty takes the defaults, or what the run to resume was configured with.
+        knobs: Values of the pipeline's parameters; each that is not '' or 0 takes the place of its key.
+        resume_run: Id of the run, or URI of its folder.
+        base: Relative paths start there.
 
     Raises ConfigError.
     """
     overrides = [f"{KNOBS[knob]}={json.dumps(value)}" for knob, value in knobs.items() if value]
-    return anchored(configuration.parse(text, overrides), base)
+    config = anchored(configuration.parse(text, overrides), base)
+    return resumed(config, overrides, resume_run, base, keep=not text.strip()) if resume_run else (config, "")
+
+
+def resumed(config: Config, overrides: Sequence[str], run: str, base: str | Path, keep: bool) -> tuple[Config, str]:
+    """The configuration with which a run goes on, and its id.
+
+    Args:
+        config: As given. It says where runs are, in case `run` is only an id.
+        overrides: Like `train.steps=200`.
+        run: Id of the run, or URI of its folder.
+        base: Relative paths start there.
+        keep: No configuration was given: the run keeps its own, but for the overrides.
+
+    Raises ConfigError.
+    """
+    uri = run if "/" in run else RunPaths.of(config.run.storage_root, valid_run_id(run)).uri
+    paths = RunPaths(storage.absolute(uri, base))
+    if keep:
+        saved = load_config(paths.uri).to_yaml()
+        config = anchored(configuration.parse(saved, overrides, where=paths.config), base)
+    section = config.run.model_copy(update={"storage_root": paths.storage_root})
+    return config.model_copy(update={"run": section}), paths.run_id
 
 
 def anchored(config: Config, base: str | Path) -> Config:

@@ -29,9 +29,9 @@ def shard_from_pipeline(
 ) -> Outcome:
     """Shards for a pipeline run: a new training run named after `job_id`, or the one to resume."""
     with failure.announced("shard", progress):
-        config = resolve.resolve_config(text, knobs)
-        run_id = resolve.make_run_id(resume_run, job_id, config.run.name)
-    return shard(config, run_id, must_exist=bool(resume_run), progress=progress)
+        config, resumed = resolve.resolve_run(text, knobs, resume_run)
+        run_id = resolve.make_run_id(resumed, job_id, config.run.name)
+    return shard(config, run_id, must_exist=bool(resumed), progress=progress)
 
 
 def shard(config: Config, run_id: str, must_exist: bool = False, progress: Progress = to_log) -> Outcome:

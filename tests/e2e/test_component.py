@@ -68,8 +68,8 @@ def test_the_exit_handler_deletes_the_job_of_a_step_that_was_killed(kfp_steps, r
     status = {"state": "RUNNING", "pipelineJobResourceName": kfp_steps.name, "pipelineTaskName": "exit-handler-1"}
     parameters = {
         "config": "",
-        "storage_root": paths.storage_root,
-        "resume_run": paths.run_id,
+        "storage_root": "",
+        "resume_run": paths.uri,
         "job_id": kfp_steps.name,
         "status": status,
     }

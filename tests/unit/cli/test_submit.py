@@ -207,6 +207,7 @@ def test_a_login_page_is_not_taken_for_an_api_server(answer, server, call):
 @pytest.mark.parametrize(
     ("override", "where"),
     [
+        ("launch.backend=local", "launch.backend"),
         ("run.storage_root=/data/root", "run.storage_root"),
         ("tracking.uri=sqlite:///mlflow.db", "tracking.uri"),
         ("tracking.uri=http://ana:hunter2@mlflow:5000", "tracking.uri"),

@@ -406,7 +406,7 @@ def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice
 
 def test_a_failed_run_can_be_resumed_in_the_ui(error: dict[str, Any]) -> None:
     shown = Reader(report.failure_html(error, "train", "/data/runs/stdlib-lm-1")).shown
-    assert "start a run with resume_run set to stdlib-lm-1." in shown
+    assert "start a run with nothing but resume_run set to /data/runs/stdlib-lm-1." in shown
 
 
 def test_a_failure_without_any_field_is_still_reported() -> None:

@@ -12,10 +12,14 @@ def opened(tmp_path, *overrides, run_id="r-1", **options):
     return resolve.open_run(resolved, run_id, **options)
 
 
+def resolved_with(text, knobs, base="."):
+    return resolve.resolve_run(text, knobs, "", base)[0]
+
+
 def test_a_knob_left_empty_leaves_the_configuration_alone_and_any_other_wins():
     text = "train: {steps: 7}\nrun: {name: a}\noptimizer: {learning_rate: 0.5}"
     knobs = {"steps": 0, "learning_rate": 0.25, "model_name": "", "nodes": 0, "promotion": "manual"}
-    resolved = resolve.resolve_config(text, knobs)
+    resolved = resolved_with(text, knobs)
     assert resolved.train.steps == 7
     assert resolved.optimizer.learning_rate == 0.25
     assert (resolved.model_name, resolved.registry.promotion) == ("a", "manual")
@@ -23,7 +27,7 @@ def test_a_knob_left_empty_leaves_the_configuration_alone_and_any_other_wins():
 
 @pytest.mark.parametrize("value", ["a: b", "[1]", "null", 'with "quotes"', "#x", "{{x}}"])
 def test_a_knob_is_taken_literally_whatever_yaml_would_make_of_it(value):
-    assert resolve.resolve_config("", {"model_name": value}).model_name == value
+    assert resolved_with("", {"model_name": value}).model_name == value
 
 
 def test_every_knob_names_a_key_of_the_configuration():
@@ -37,19 +41,38 @@ def test_every_knob_names_a_key_of_the_configuration():
 
 def test_a_bad_knob_is_refused_with_its_key():
     with pytest.raises(ConfigError, match=r"train\.steps"):
-        resolve.resolve_config("", {"steps": -1})
+        resolved_with("", {"steps": -1})
+
+
+def test_a_run_goes_on_with_its_own_configuration_and_the_knobs_where_no_other_is_given(tmp_path):
+    paths = opened(tmp_path, "train.steps=7", "launch.nodes=3").paths
+    for run, knobs in ((paths.uri, {}), ("r-1", {"storage_root": str(tmp_path)})):
+        found, run_id = resolve.resolve_run("", {**knobs, "nodes": 2}, run)
+        assert (run_id, found.train.steps, found.launch.nodes) == ("r-1", 7, 2)
+        assert found.run.storage_root == str(tmp_path)
+
+
+def test_a_configuration_that_is_given_wins_over_that_of_the_run_but_not_over_where_it_is(tmp_path):
+    paths = opened(tmp_path, "train.steps=7").paths
+    found, run_id = resolve.resolve_run("train: {steps: 9}", {}, paths.uri)
+    assert (run_id, found.train.steps, found.run.storage_root) == ("r-1", 9, str(tmp_path))
+
+
+def test_a_run_that_is_not_there_cannot_go_on(tmp_path):
+    with pytest.raises(ConfigError, match="not a run"):
+        resolve.resolve_run("", {"storage_root": str(tmp_path)}, "r-2")
 
 
 def test_relative_paths_are_anchored_and_names_are_not(tmp_path):
     (tmp_path / "corpus").mkdir()
     text = "data: {{source: {0}}}\nrun: {{storage_root: store}}"
-    assert resolve.resolve_config(text.format("corpus"), {}, tmp_path).data.source == str(tmp_path / "corpus")
-    assert resolve.resolve_config(text.format("./x.jsonl"), {}, tmp_path).data.source == str(tmp_path / "x.jsonl")
+    assert resolved_with(text.format("corpus"), {}, tmp_path).data.source == str(tmp_path / "corpus")
+    assert resolved_with(text.format("./x.jsonl"), {}, tmp_path).data.source == str(tmp_path / "x.jsonl")
     for pattern in ("shard-{000..012}.tar", "in/{a,b}-{0..3}.tar", "./x.parquet"):
-        found = resolve.resolve_config(text.format(f"'{pattern}'"), {}, tmp_path).data.source
+        found = resolved_with(text.format(f"'{pattern}'"), {}, tmp_path).data.source
         assert found == str(tmp_path / pattern)
     for name in ("stdlib", "digits", "my_module:source", "s3://bucket/x", "typo"):
-        resolved = resolve.resolve_config(text.format(f"'{name}'"), {}, tmp_path)
+        resolved = resolved_with(text.format(f"'{name}'"), {}, tmp_path)
         assert resolved.data.source == name
         assert resolved.run.storage_root == str(tmp_path / "store")
 
