@@ -77,7 +77,7 @@ def train_pipeline(
     """Trains a model from raw data; a parameter that is '' or 0 leaves what the configuration says.
 
     Args:
-        config: The configuration, a YAML text; empty takes every default, or what the run to resume was configured with.
+        config: The configuration, a YAML text; empty takes the defaults, or that of the run to resume.
         source: Where samples come from.
         storage_root: Folder or object store URI below which shards and runs are kept.
         model_name: Name of the registered model.

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 import click
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options
