@@ -24,6 +24,12 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks this process to stop, besides Ctrl-C: SIGTERM, and a closed terminal unless `nohup` shields it."""
+    hangs_up = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGHUP) if hangs_up else (signal.SIGTERM,)
+
+
 def shell_code(returncode: int) -> int:
     """A `subprocess` return code as a shell shows it: death by signal N is 128 + N."""
     return 128 - returncode if returncode < 0 else returncode

@@ -2,6 +2,7 @@
 
 It leads a session of its own, so that Ctrl-C on the terminal reaches only us, and we decide: the first signal becomes
 SIGTERM for everybody (training commits a checkpoint), the second one SIGKILL. When it has ended nothing of it is left.
+A terminal that is closed counts as a signal, and so does an output that nobody reads any more.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from kftrain.processes import stop_signals
 from kftrain.stages.lifetime import PARENT_VARIABLE
 
 SIGNAL_CODE = 128
 """A program that a signal ended exits with this plus the signal's number."""
 
-STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything\n"
+STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything here\n"
+
+STOP_SECONDS = 330.0
+"""After an error of ours: as long as a launcher waits for the pods of a job that it has deleted, and a little more."""
 
 
 class PipelineProcess:
@@ -28,6 +34,8 @@ class PipelineProcess:
 
     def __init__(self, spec: Path, arguments: Path, root: Path, workdir: Path) -> None:
         self._signal = 0
+        self.killed = False
+        """Whether a second signal has killed it: what it had launched elsewhere may still be there."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kftrain.cli.runner", str(spec), str(arguments), str(root)],
             stdin=subprocess.DEVNULL,
@@ -54,13 +62,11 @@ class PipelineProcess:
                     on_line(line)
                 return self._process.wait()
             finally:
-                self._send(signal.SIGKILL)
-                self._process.wait()
-                self._process.stdout.close()
+                self._end()
 
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, *stop_signals())}
         try:
             yield
         finally:
@@ -69,9 +75,25 @@ class PipelineProcess:
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         if not self._signal:
-            os.write(2, STOPPING)  # not print: whatever is being printed was interrupted by this very handler
-        self._send(signal.SIGKILL if self._signal else signal.SIGTERM)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                os.write(2, STOPPING)  # not print: whatever is being printed was interrupted by this very handler
+        self.killed = bool(self._signal)
+        self._send(signal.SIGKILL if self.killed else signal.SIGTERM)
         self._signal = self._signal or number
+
+    def _end(self) -> None:
+        """Leaves nothing running. A pipeline that still runs, because a line could not be shown, is asked first."""
+        assert self._process.stdout is not None
+        if self._process.poll() is None:
+            self._send(signal.SIGTERM)
+            limit = threading.Timer(STOP_SECONDS, self._send, [signal.SIGKILL])
+            limit.start()
+            for _line in self._process.stdout:  # until it has ended: it may have much to say
+                pass
+            limit.cancel()
+        self._send(signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -51,6 +51,8 @@ def run_command(
             watched = Watched(shown, log)
             process = PipelineProcess(spec, arguments, Path(temporary) / "root", folder)
             code = process.follow(watched.on_line)
+    if process.killed and config.launch.backend != "local" and watched.run_uri:
+        click.echo(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}", err=True)
     return _conclude(watched, code, process.stop_code, log_path, folder)
 
 

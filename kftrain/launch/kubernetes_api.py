@@ -10,6 +10,7 @@ Answers are plain JSON; `observation.py` makes something of it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -28,6 +29,7 @@ WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 LIST_WORKLOADS = "list workloads.kueue.x-k8s.io"
+PATCH_JOBS = "patch pytorchjobs"
 CONTAINER = "pytorch"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -110,7 +112,7 @@ class Cluster:
         """Leaves something for people to read on a job, where that is possible now: nothing depends on it."""
         patch = {"metadata": {"annotations": dict(annotations)}}
         method = self._custom.patch_namespaced_custom_object
-        self._explain("patch pytorchjobs", 0.0, method, *self._at(JOBS), name, patch)
+        self._explain(PATCH_JOBS, 0.0, method, *self._at(JOBS), name, patch)
 
     def patch_workload(self, name: str, patch: Object) -> bool:
         """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
@@ -253,11 +255,11 @@ class Cluster:
         return found.get("items", found)
 
     def _say_forbidden(self, verb: str, error: Any) -> None:
-        """Warns once; what is forbidden is not asked again."""
+        """Warns once; what is forbidden is not asked again, except for what tells others that this launcher lives."""
         with self._lock:
             known = verb in self._said
             self._said.add(verb)
-            if error.status == FORBIDDEN:
+            if error.status == FORBIDDEN and verb != PATCH_JOBS:
                 self._forbidden.add(verb)
         if not known:
             why = "may not" if error.status == FORBIDDEN else f"{message_of(error)}: cannot"
@@ -265,7 +267,12 @@ class Cluster:
 
     def _json(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A typed call of the client, with its answer as JSON."""
-        return lambda *arguments, **options: json.loads(method(*arguments, _preload_content=False, **options).data)
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return json.loads(method(*arguments, _preload_content=False, **options).data)
+
+        return call
 
     def _stream(self, verb: str, path: str, query: list[tuple[str, str]], limit: int | None = None) -> Iterator[bytes]:
         """Lines of an answer that goes on, until it ends or the connection breaks: whoever reads asks again."""

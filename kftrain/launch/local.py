@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 
 from kftrain.launch.spec import JobSpec
-from kftrain.processes import shell_code
+from kftrain.processes import shell_code, stop_signals
 
 
 class LocalLauncher:
@@ -39,7 +39,7 @@ class LocalLauncher:
         """Handlers can be set in the main thread only; elsewhere whoever owns the process decides."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = (signal.SIGINT, *stop_signals())
         return {number: signal.signal(number, self._on_signal) for number in numbers}  # type: ignore[misc]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

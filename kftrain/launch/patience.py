@@ -34,8 +34,17 @@ SLICE_SECONDS = 0.2
 PASSING = frozenset((429, 500, 502, 503, 504))
 """500 too: the training operator's webhook answers with it while the operator is away."""
 
+BROKEN_TLS = 0
+"""The client's status for a TLS connection that broke: an API server that is being restarted behind a load balancer."""
+
 UNAUTHORIZED = 401
 """Passes where the credentials were accepted before: a token that is being replaced, an authenticator that is away."""
+
+FORBIDDEN, FORBIDDEN_SECONDS = 403, 60.0
+"""Passes within this time where the same call was allowed before: an API server that has just started, a webhook."""
+
+ALLOWED = frozenset((404, 409))
+"""Answers to a call that was allowed, besides success."""
 
 MESSAGE_CHARACTERS = 500
 
@@ -47,7 +56,8 @@ class Patience:
         self.hurried: Callable[[], bool] = lambda: False
         """Whether this process was told to stop."""
         self._api_exception, self._warn = api_exception, warn
-        self._lock, self._said, self._accepted = threading.Lock(), False, False
+        self._lock, self._said = threading.Lock(), False
+        self._allowed: set[tuple[str, ...]] = set()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Calls until there is an answer that stands. Raises the ApiException of it, or LaunchError after an outage."""
@@ -57,20 +67,21 @@ class Patience:
         """`call` with a limit of its own; 0: it is called once."""
         import urllib3
 
+        kind = _kind(method, arguments)
         began, delay, failed = time.monotonic(), FIRST_DELAY_SECONDS, False
         while True:
             asked = 0.0
             try:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
-                if not self._passes(error.status):  # type: ignore[attr-defined]
+                if time.monotonic() - began >= self._lasting_seconds(error, kind):
                     self._answers_again(failed)
                     raise
                 problem, asked = message_of(error), retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
-                self._accepted = True
+                self._allowed.add(kind)
                 self._answers_again(failed)
                 return answer
             failed, away_seconds = True, time.monotonic() - began
@@ -84,10 +95,19 @@ class Patience:
             self._sleep(max(asked, delay * random.uniform(0.5, 1.0)))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
 
-    def _passes(self, status: int) -> bool:
-        if status != UNAUTHORIZED:
-            self._accepted = True
-        return status in PASSING or (status == UNAUTHORIZED and self._accepted)
+    def _lasting_seconds(self, error: Any, kind: tuple[str, ...]) -> float:
+        """How long the server may go on to answer so before that stands; 0: it stands."""
+        if error.status in ALLOWED:
+            self._allowed.add(kind)
+        if error.status == BROKEN_TLS:
+            passes = bool(self._allowed) or "CERTIFICATE_VERIFY_FAILED" not in str(error.reason)
+        elif error.status == UNAUTHORIZED:
+            passes = bool(self._allowed)
+        elif error.status == FORBIDDEN:
+            return FORBIDDEN_SECONDS if kind in self._allowed else 0.0
+        else:
+            passes = error.status in PASSING
+        return float("inf") if passes else 0.0
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps, only for a moment once there is hurry."""
@@ -111,6 +131,11 @@ class Patience:
             said, self._said = self._said, False
         if said:
             self._warn("the API server answers again")
+
+
+def _kind(method: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """What a call does and to what: rights are given by kind."""
+    return (method.__name__, *(part for part in arguments[:4] if isinstance(part, str)))
 
 
 def message_of(error: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from kftrain.errors import InterruptedByUser, KftrainError, Preempted
+from kftrain.processes import stop_signals
 
 PARENT_VARIABLE = "KFTRAIN_PARENT_PID"
 """Process id of the `kftrain run` that a stage belongs to."""
@@ -37,7 +38,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def signals_as_errors() -> Iterator[None]:
-    """Within the block SIGTERM raises Preempted and Ctrl-C InterruptedByUser, so that a stage can say so.
+    """Within the block SIGTERM or SIGHUP raises Preempted, Ctrl-C InterruptedByUser, so that a stage can say so.
 
     A block that starts after the stop was asked for does not run at all.
     """
@@ -46,18 +47,19 @@ def signals_as_errors() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _raise_stopped)
+    before = {number: signal.signal(number, _raise_stopped) for number in stop_signals()}
     try:
         yield
     except KeyboardInterrupt as interrupt:
         raise InterruptedByUser("interrupted") from interrupt
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stopped() -> KftrainError:
     """What a stage ends with when it is asked to stop."""
-    return Preempted("stopped by SIGTERM", fix="resume the run")
+    return Preempted("stopped by a signal", fix="resume the run")
 
 
 def _raise_stopped(_signal: int, _frame: FrameType | None) -> None:

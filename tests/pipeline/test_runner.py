@@ -86,7 +86,7 @@ def test_arguments_arrive_as_they_were_given(tmp_path, folders):
     assert process.stop_code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folders, number, capfd):
     process = start(tmp_path, folders, 60.0)
 
@@ -102,6 +102,20 @@ def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folde
     assert not alive_in_session(process._process.pid)
     assert "stopping" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_output_that_nobody_reads_any_more_stops_the_step_too(tmp_path, folders):
+    process = start(tmp_path, folders, 60.0)
+
+    def broken_pipe(line):
+        if unmarked(line) == "ready":
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        process.follow(broken_pipe)
+    assert json.loads((folders[0] / "error.json").read_text())["exit_code"] == 143
+    assert (folders[0] / "cleaned").read_text() == "FAILED"
+    assert not alive_in_session(process._process.pid)
 
 
 def test_a_second_signal_kills_everything_at_once(tmp_path, folders):
