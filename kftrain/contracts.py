@@ -3,6 +3,7 @@
     <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate
     <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
     <root>/runs/<run>/config.yaml                                       launcher      -> workers
+    <root>/runs/<run>/configs/<config digest>.yaml                      launcher      -> workers of one job
     <root>/runs/<run>/launcher.json                                     launcher      -> workers (its heartbeat)
     <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
     <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)

@@ -79,19 +79,20 @@ def export_checkpoint(
     manifest, digest = commit.read_manifest(checkpoint_uri)
     uri = paths.export(digest)
     if not storage.exists(storage.join(uri, MANIFEST)):
+        storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with storage.new_folder(uri) as folder:
             _write_tensors(checkpoint_uri, folder)
             (folder / "config.json").write_text(storage.dump_json(config))
             (folder / "kftrain.json").write_text(storage.dump_json(description.to_dict()))
             files = {path.name: commit.entry_of(str(path)) for path in sorted(folder.iterdir())}
-            export = ExportManifest(
-                checkpoint_digest=digest,
-                training_digest=manifest.training_digest,
-                dataset_digest=manifest.dataset_digest,
-                step=manifest.step,
-                files=files,
-            )
-            (folder / MANIFEST).write_text(storage.dump_json(export.to_dict()))
+        export = ExportManifest(
+            checkpoint_digest=digest,
+            training_digest=manifest.training_digest,
+            dataset_digest=manifest.dataset_digest,
+            step=manifest.step,
+            files=files,
+        )
+        storage.publish_json(storage.join(uri, MANIFEST), export.to_dict())  # last: it says that the others are there
     return uri, export_digest(uri)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kftrain.cli.options import json_option
+from kftrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from kftrain.launch.kubernetes_api import Cluster
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
 namespace_option = click.option(
     "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
 )
-run_argument = click.argument("run")
+
+
+def _run_id(run: str) -> str:
+    """A run may be named by its id or by the URI of its folder."""
+    return run.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _one_run(context: click.Context, parameter: click.Parameter, run: str) -> str:
+    """The id of the run that is named: a variable that the shell does not know must not mean every run."""
+    run_id = _run_id(run)
+    if not run_id:
+        raise ConfigError("this names no run", where="RUN", value=run, fix="kftrain status lists those that have jobs")
+    return run_id
+
+
+run_argument = click.argument("run", callback=_one_run)
 
 
 @click.command("status")
@@ -43,13 +59,13 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
 @click.command("logs")
 @run_argument
 @click.option("--task", type=click.Choice(["train", "evaluate"]), default="train", show_default=True)
-@click.option("--follow", "-f", is_flag=True, help="Go on until the workers have ended.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
     from kftrain.launch import control
 
-    control.print_logs(_cluster(namespace), _run_id(run), task, follow, click.echo)
+    control.print_logs(_cluster(namespace), run, task, follow, click.echo)
 
 
 @click.command("cancel")
@@ -59,7 +75,7 @@ def cancel_command(run: str, namespace: str) -> None:
     """End the jobs of a RUN: workers commit a checkpoint, then every pod goes."""
     from kftrain.launch import control
 
-    _say("deleted", control.cancel(_cluster(namespace), _run_id(run)))
+    _say("deleted", control.cancel(_cluster(namespace), run))
 
 
 @click.command("suspend")
@@ -69,7 +85,7 @@ def suspend_command(run: str, namespace: str) -> None:
     """Take the pods of a RUN away after a commit; its launcher waits."""
     from kftrain.launch import control
 
-    _say("suspended", control.suspend(_cluster(namespace), _run_id(run)))
+    _say("suspended", control.suspend(_cluster(namespace), run))
 
 
 @click.command("resume")
@@ -79,7 +95,7 @@ def resume_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
     from kftrain.launch import control
 
-    _say("resumed", control.resume(_cluster(namespace), _run_id(run)))
+    _say("resumed", control.resume(_cluster(namespace), run))
 
 
 @click.command("gc")
@@ -100,11 +116,6 @@ def _cluster(namespace: str) -> Cluster:
     from kftrain.launch.kubernetes_api import Cluster
 
     return Cluster(namespace, warn=lambda line: click.echo(f"warning: {line}", err=True))
-
-
-def _run_id(run: str) -> str:
-    """A run may be named by its id or by the URI of its folder."""
-    return run.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _say(done: str, names: list[str]) -> None:

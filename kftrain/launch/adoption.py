@@ -3,17 +3,22 @@
 The name follows from run and task alone, so the API server itself lets only one be created. What stands under that
 name decides: the very same specification is adopted, a job that is being deleted or has ended is waited for and
 replaced, and any other one is refused with the difference.
+
+A launch that fails on the way leaves nothing behind: what it has created it deletes, also where the answer to the
+creation was lost.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from kftrain.errors import LaunchError
+from kftrain.launch.annotations import LAUNCH_ANNOTATION
 from kftrain.launch.observation import parse_pod
-from kftrain.launch.pytorchjob import DIGEST_ANNOTATION
+from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, RUN_LABEL
 from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
@@ -48,12 +53,60 @@ def create_or_adopt(
 
     None: `is_stopped` said so while an older job was still going.
     """
+    creation = _Creation(cluster, document)
+    try:
+        return _create_or_adopt(cluster, creation, is_stopped)
+    except LaunchError as error:
+        try:
+            creation.take_back()
+        except LaunchError as away:
+            raise _left_behind(creation.document, error) from away
+        raise
+
+
+def any_pods(cluster: Jobs, name: str) -> bool:
+    """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
+    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
+
+
+class _Creation:
+    """The creation of a job by this launch, which knows its own job by a mark: the answer may be lost."""
+
+    def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
+        metadata, self._mark = document["metadata"], uuid.uuid4().hex
+        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._mark}
+        self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
+        self._cluster, self._name = cluster, metadata["name"]
+        self._was_sent, self._uid = False, ""
+
+    def send(self) -> str | None:
+        """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
+        self._was_sent = True
+        uid = self._cluster.create_job(self.document)
+        self._uid = uid or ""
+        return uid
+
+    def take_back(self) -> None:
+        """Deletes the job, if this launch has created one. Raises LaunchError: then it may be there."""
+        uid = self._uid or (self._find() if self._was_sent else "")
+        if uid:
+            to_log(f"job {self._name}: this launch has failed: deleting what it has created")
+            self._cluster.delete_job(self._name, uid)
+
+    def _find(self) -> str:
+        found = self._cluster.read_job(self._name)
+        annotations = (found["metadata"].get("annotations") or {}) if found else {}
+        return str(found["metadata"]["uid"]) if found and annotations.get(LAUNCH_ANNOTATION) == self._mark else ""
+
+
+def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> str | None:
+    document = creation.document
     name = document["metadata"]["name"]
     deadline, said = time.monotonic() + GOING_SECONDS, False
     while not is_stopped():
         existing = cluster.read_job(name)
         if existing is None and not _pods_at_work(cluster, name):
-            uid = cluster.create_job(document)
+            uid = creation.send()
             if uid is not None:
                 return _created(cluster, document, uid)
             existing = cluster.read_job(name)
@@ -76,11 +129,6 @@ def create_or_adopt(
     return None
 
 
-def any_pods(cluster: Jobs, name: str) -> bool:
-    """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
-    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
-
-
 def _pods_at_work(cluster: Jobs, name: str) -> bool:
     return any(not parse_pod(pod, 0.0).ended for pod in cluster.list_pods(name))
 
@@ -100,6 +148,14 @@ def _created(cluster: Jobs, document: dict[str, Any], uid: str) -> str:
             fix="start the pipeline run again with resume_run",
         )
     return uid
+
+
+def _left_behind(document: Mapping[str, Any], error: LaunchError) -> LaunchError:
+    """The same error, of a launch that may have left its job."""
+    metadata = document["metadata"]
+    left = f"job {metadata['name']} may be there all the same: kftrain cancel {metadata['labels'][RUN_LABEL]}"
+    fix = f"{error.fix}; {left} deletes it" if error.fix else f"{left} deletes it"
+    return LaunchError(error.what, where=error.where, value=error.value, fix=fix)
 
 
 def _is_over(job: Mapping[str, Any]) -> bool:

@@ -6,6 +6,9 @@ STATE_ANNOTATION = "kftrain.io/state"
 PROGRESS_ANNOTATION = "kftrain.io/progress"
 """The last line about a step."""
 
+LAUNCH_ANNOTATION = "kftrain.io/launch"
+"""Who has created it: a number drawn by its launcher, which knows its own job by it."""
+
 SEEN_ANNOTATION = "kftrain.io/seen"
 """When its launcher last looked at it."""
 

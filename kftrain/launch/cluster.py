@@ -27,6 +27,7 @@ from kftrain.launch.kubernetes_api import Cluster
 from kftrain.launch.outage import tolerated
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.launch.states import State
+from kftrain.processes import stop_signals
 from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
@@ -59,7 +60,7 @@ class ClusterLauncher:
     def _run(self, spec: JobSpec) -> int:
         paths = RunPaths(spec.run_uri)
         owner, kfp_run_id = ownership.find_owner(self._cluster)
-        if owner is not None:
+        if self._cluster.own_namespace:
             timeout = {LAUNCHER_TIMEOUT_ENV: str(LAUNCHER_TIMEOUT_SECONDS)}
             spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
         document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
@@ -68,10 +69,10 @@ class ClusterLauncher:
             uid = create_or_adopt(self._cluster, document, lambda: self.interrupted)
             if uid is None:
                 return Preempted.exit_code
-            where = f"job {name} in namespace {self._cluster.namespace}"
-            to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
             follower = None
             try:
+                where = f"job {name} in namespace {self._cluster.namespace}"
+                to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
                 follower = Follower(self._cluster, self._config, spec, name, uid, self._wake)
                 return self._follow(follower, spec, paths)
             finally:
@@ -108,11 +109,11 @@ class ClusterLauncher:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the job; handlers can be set in the main thread only."""
+        """SIGTERM, Ctrl-C and a closed terminal end the job; handlers can be set in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *stop_signals())}
         try:
             yield
         finally:

@@ -1,10 +1,13 @@
-"""What proves that a job is done: COMPLETE.json, or the metrics of all that was to be scored.
+"""What a job is started with, its configuration, and what proves that it is done.
 
-Launchers ask after a job has ended, workers before they start: one that is started again at the very end must not
-wait for peers that are gone.
+That is COMPLETE.json with the export that it names, or the metrics of all that was to be scored. Launchers ask after a
+job has ended, workers before they start: one that is started again at the very end must not wait for peers that are
+gone.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 from kftrain import config as configuration
 from kftrain import contracts, storage
@@ -13,18 +16,29 @@ from kftrain.contracts import Completion, Evaluation, EvaluationRequest, Evaluat
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.launch.spec import JobTask
 
+EXPORT_MANIFEST = "manifest.json"
+"""The file that is written last into an export."""
+
+
+def keep_config(paths: RunPaths, config: Config) -> None:
+    """Keeps what a job is started for, for workers that are started again.
+
+    Whoever opens the run meanwhile with other launch settings writes a new config.yaml.
+    """
+    storage.publish(_kept_config(paths, config.digest()), config.to_yaml())
+
 
 def load_config(paths: RunPaths, digest: str) -> Config:
-    """The run's resolved configuration. Raises ConfigError if it is not the one that the job was started for."""
-    try:
-        text = storage.read_text(paths.config)
-    except FileNotFoundError as error:
-        raise ConfigError("not a run: it has no config.yaml", where=paths.uri, fix="check the run's URI") from error
-    resolved = configuration.parse(text, where=paths.config)
+    """The resolved configuration of a job. Raises ConfigError where the one that it was started for is not there.
+
+    A worker that somebody has started by hand takes the run's config.yaml.
+    """
+    uri, text = _config_text(paths, digest)
+    resolved = configuration.parse(text, where=uri)
     if resolved.digest() != digest:
         raise ConfigError(
             "config.yaml is not the one this job was started for",
-            where=paths.config,
+            where=uri,
             value=resolved.digest()[:16],
             fix="the job needs the same version of kftrain as its launcher",
         )
@@ -44,13 +58,23 @@ def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
 
 
 def read_completion(paths: RunPaths, config: Config) -> Completion:
-    """The verified completion of a training. Raises LaunchError where it is missing or of another training."""
+    """The verified completion of a training.
+
+    Raises LaunchError where it is missing or of another training, or where what it names is gone.
+    """
     completion = contracts.read(Completion, paths.complete, LaunchError)
     if completion.step != config.train.steps or completion.training_digest != _training_digest(paths, config):
         raise LaunchError(
             "COMPLETE.json is of another training", where=paths.complete, value=completion.step, fix="start a new run"
         )
+    if not has_export(completion):
+        raise LaunchError("the export of this run is gone", where=completion.export_uri, fix="train the run again")
     return completion
+
+
+def has_export(completion: Completion) -> bool:
+    """Whether the trained model is there; without it a run has to export once more."""
+    return storage.exists(storage.join(completion.export_uri, EXPORT_MANIFEST))
 
 
 def read_evaluations(request: EvaluationRequest) -> list[Evaluation]:
@@ -61,6 +85,18 @@ def read_evaluations(request: EvaluationRequest) -> list[Evaluation]:
 def metrics_uri(target: EvaluationTarget) -> str:
     """Where a target's evaluation lies."""
     return storage.join(target.output_uri, "metrics.json")
+
+
+def _kept_config(paths: RunPaths, digest: str) -> str:
+    return storage.join(paths.uri, "configs", f"{digest[:16]}.yaml")
+
+
+def _config_text(paths: RunPaths, digest: str) -> tuple[str, str]:
+    """Where a job's configuration lies, and what it says."""
+    for uri in (_kept_config(paths, digest), paths.config):
+        with contextlib.suppress(FileNotFoundError):
+            return uri, storage.read_text(uri)
+    raise ConfigError("not a run: it has no config.yaml", where=paths.uri, fix="check the run's URI")
 
 
 def _read_evaluation(target: EvaluationTarget, evaluation_digest: str) -> Evaluation:

@@ -34,6 +34,11 @@ GOING_SECONDS = 600.0
 """How long cancelled pods may take: their grace, and a slow node."""
 
 ENDED_PHASES = frozenset(("Succeeded", "Failed", "Error"))
+GOING_PHASES = frozenset(("Pending", "Running"))
+"""Of a Workflow."""
+
+ENDED_CONDITIONS = frozenset(("Succeeded", "Failed"))
+"""Of a job."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +107,13 @@ def resume(cluster: Cluster, run: str) -> list[str]:
 
 
 def print_logs(cluster: Cluster, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-    """Writes what the workers of a run's job have printed, and go on to print where `follow`. Raises LaunchError."""
-    jobs = [job for job in _some(cluster, run) if job["metadata"]["labels"].get(TASK_LABEL) == task]
-    for job in jobs:
-        name, num_workers = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
-        logs = Logs(cluster, num_workers, write, follow)
-        while True:
-            pods = [observation.parse_pod(pod, time.time()) for pod in cluster.list_pods(name)]
-            logs.follow(pods)
-            if not follow or cluster.read_job(name) is None:
-                break
-            time.sleep(POLL_SECONDS)
-        logs.finish()
+    """Writes what the workers of a run's job have printed, all of it; with `follow` until the job has ended or is gone.
+
+    Raises LaunchError, and BrokenPipeError where nobody reads what is written.
+    """
+    for job in _some(cluster, run):
+        if job["metadata"]["labels"].get(TASK_LABEL) == task:
+            _print_logs(cluster, job, follow, write)
 
 
 def collect_garbage(cluster: Cluster, dry_run: bool = False) -> list[Garbage]:
@@ -146,7 +146,9 @@ def why_garbage(job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
         return f"its pipeline run has ended: {workflow_phase}"
     annotations = metadata.get("annotations") or {}
     seen = observation.seconds(annotations.get(SEEN_ANNOTATION) or metadata["creationTimestamp"])
-    ended = observation.parse_job(job, now).conditions & {"Succeeded", "Failed"}
+    if workflow_phase in GOING_PHASES:  # a launcher that may not annotate leaves no trace of its looks
+        return ""
+    ended = observation.parse_job(job, now).conditions & ENDED_CONDITIONS
     if ended and now - seen > FINISHED_SECONDS:
         return f"it has ended: {min(ended)}"
     if SUSPENDED_ANNOTATION in annotations:
@@ -160,6 +162,7 @@ def _jobs(cluster: Cluster, run: str) -> list[dict[str, Any]]:
 
 
 def _some(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+    assert run, "no run would mean every run"
     jobs = _jobs(cluster, run)
     if not jobs:
         others = sorted({job["metadata"]["labels"][RUN_LABEL] for job in _jobs(cluster, "")})
@@ -202,15 +205,36 @@ def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observati
     )
 
 
+def _print_logs(cluster: Cluster, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
+    name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+    num_workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    logs = Logs(cluster, num_workers, write, follow, limited=False)
+    now: Mapping[str, Any] | None = job
+    while now is not None and now["metadata"]["uid"] == uid:
+        logs.follow([observation.parse_pod(pod, time.time()) for pod in cluster.list_pods(name)])
+        if not follow or logs.is_broken or observation.parse_job(now, time.time()).conditions & ENDED_CONDITIONS:
+            break
+        time.sleep(POLL_SECONDS)
+        now = cluster.read_job(name)
+    logs.drain()
+
+
 def _set_suspended(cluster: Cluster, job: Mapping[str, Any], since: str | None) -> str:
-    """The annotation first: a launcher that follows the job must know that a person did it."""
+    """A launcher that follows the job must know of an inactive Workload that a person did it.
+
+    So the annotation comes before the Workload is stopped, and goes after it was let go.
+    """
     name, suspended = str(job["metadata"]["name"]), since is not None
     workload = _workload_name(cluster, job)
-    cluster.patch_job(name, {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}})
-    if workload:  # Kueue undoes what is done to its jobs behind its back
-        cluster.patch_workload(workload, {"spec": {"active": not suspended}})
-    else:
-        cluster.patch_job(name, {"spec": {"runPolicy": {"suspend": suspended}}})
+    mark: dict[str, Any] = {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}}
+    if not workload:
+        cluster.patch_job(name, {**mark, "spec": {"runPolicy": {"suspend": suspended}}})
+        return name
+    if suspended:
+        cluster.patch_job(name, mark)
+    cluster.patch_workload(workload, {"spec": {"active": not suspended}})  # Kueue undoes what is done to its jobs
+    if not suspended:
+        cluster.patch_job(name, mark)
     return name
 
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kftrain import attempts, storage
+from kftrain import attempts, contracts, storage
+from kftrain.attempts import Claim
 from kftrain.contracts import RunPaths
 from kftrain.errors import FIRST_RETRYABLE_CODE, Preempted, RetryableError
 from kftrain.launch.observation import Pod
@@ -19,6 +20,9 @@ CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
 
 COMMITTED = "COMMITTED"
 """The file that makes a folder `step-<n>-a<attempt>` a checkpoint; n has leading zeros, so names sort by step."""
+
+CLOCKS_SECONDS = 5.0
+"""By how much the clock of a worker's node may be behind that of the API server."""
 
 
 class Endings:
@@ -63,18 +67,39 @@ class Endings:
 
 
 class Budget:
-    """Attempts in a row that failed without a new checkpoint, of one launch of a job."""
+    """Attempts in a row that failed without a new checkpoint, of one launch of a job. `begin` comes first."""
 
     def __init__(self, limit: int, paths: RunPaths) -> None:
         self._limit, self._paths = limit, paths
-        self._first_attempt = self._last_attempt = attempts.last_attempt(paths)
-        self._committed_step = committed_step(paths)
+        self._has_begun = False
+        self._first_attempt = self._last_attempt = 0
+        self._committed_step = -1
         self.num_looks = 0
         """How often storage was asked: changes whenever a pod has ended or was replaced."""
         self._present: frozenset[str] = frozenset()
         self._counted: set[str] = set()
         self._failed: dict[int, int] = {}
         self._taken: dict[int, int] = {}
+
+    def begin(self, pods: Sequence[Pod], now: float) -> None:
+        """Finds out which attempts were over before this launch; does nothing once it knows.
+
+        The attempt of an adopted job is not over: it has its claim, its failure will count, and what was committed
+        since its claim is its progress. So it does not matter when storage answers. Raises whatever storage raises.
+
+        Args:
+            pods: Those that are there.
+            now: Seconds since the epoch at which they were seen.
+        """
+        if self._has_begun:
+            return
+        number, step = attempts.last_attempt(self._paths), committed_step(self._paths)
+        if number:
+            claim = contracts.read(Claim, self._paths.attempt(number))
+            if is_at_work(claim, pods, now):
+                number, step = number - 1, claim.start_step
+        self._first_attempt = self._last_attempt = number
+        self._committed_step, self._has_begun = step, True
 
     def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
         """How many attempts have failed in a row, where that is more than may; else 0.
@@ -86,6 +111,7 @@ class Budget:
             ended: Pods that failed or were taken away.
             pods: Those that are there.
         """
+        assert self._has_begun, "begin comes first"
         news = [pod for pod in ended if pod.uid not in self._counted]
         present = frozenset(pod.uid for pod in pods)
         if not news and self._present <= present:
@@ -108,6 +134,7 @@ class Budget:
 
     def has_claim(self) -> bool:
         """Whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
+        assert self._has_begun, "begin comes first"
         return attempts.last_attempt(self._paths) > self._last_attempt
 
     def _count(self, news: Sequence[Pod], disrupted: bool) -> None:
@@ -118,6 +145,16 @@ class Budget:
                 self._taken[pod.index] = self._taken.get(pod.index, 0) + 1
             elif (pod.exit_code or 0) >= FIRST_RETRYABLE_CODE:
                 self._failed[pod.index] = self._failed.get(pod.index, 0) + 1
+
+
+def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:
+    """Whether these pods, seen at `now`, have made the claim: it comes only once the last of them has joined.
+
+    Two clocks are compared, with some patience. Taken for at work wrongly, an attempt costs the limit of one start;
+    taken for over wrongly, a job that is well.
+    """
+    newest = max((now - pod.age_seconds for pod in pods), default=float("inf"))
+    return claim.start_time + CLOCKS_SECONDS >= newest
 
 
 def committed_step(paths: RunPaths) -> int:

@@ -13,6 +13,7 @@ from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.launch import diagnosis, observation, states
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.clock import Clock, Limits
+from kftrain.launch.completion import is_complete
 from kftrain.launch.endings import Budget, Endings
 from kftrain.launch.failures import JobFailedError
 from kftrain.launch.kubernetes_api import Cluster
@@ -39,6 +40,7 @@ class Follower:
         self, cluster: Cluster, config: Config, spec: JobSpec, name: str, uid: str, wake: threading.Event
     ) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
+        self._config = config
         self._cluster, self._spec, self._paths, self._name, self._uid = cluster, spec, paths, name, uid
         self._limits = Limits(
             settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
@@ -47,6 +49,9 @@ class Follower:
         self._endings, self._wake = Endings(config.launch.timeout_seconds + NOTICE_SECONDS), wake
         self._budget, self._claimed_by = Budget(config.launch.max_restarts_without_progress, paths), -1
         self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
+        self._seen_at = time.time()
+        self._was_hopeless = False
+        """At the last look. One look may see a Workload that is younger than the job it has read, or half a message."""
         self._explained_at = self._annotated_at = float("-inf")
         self._events: Sequence[observation.Event] = ()
         self._lost_nodes: frozenset[str] = frozenset()
@@ -62,15 +67,16 @@ class Follower:
         now = time.monotonic()
         self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
         self._show(assessment)
-        if assessment.state in (State.SUCCEEDED, State.FAILED):
+        state = State.SUCCEEDED if assessment.state is State.GONE and self._is_complete() else assessment.state
+        if state in (State.SUCCEEDED, State.FAILED):
             self._logs.finish({pod.uid for pod in seen.pods if pod.ended})
-            return assessment.state
+            return state
         self._give_up_if_hopeless(assessment)
         self._give_up_if_spent(seen)
         self._give_up_if_late(assessment, seen)
         self._release(seen)
         self._annotate()
-        return assessment.state
+        return state
 
     def close(self) -> None:
         """Ends the watch and the logs, once the pods are gone."""
@@ -86,7 +92,7 @@ class Follower:
         return diagnosis.diagnose(self._spec.task, error, self._endings.last(), tails)
 
     def _observe(self) -> Observation:
-        now = time.time()
+        now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
         job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._uid else None
         pods = sorted(
@@ -125,16 +131,27 @@ class Follower:
             self._annotated_at = float("-inf")
             to_log(f"{self._name}: {assessment.text}")
 
+    def _is_complete(self) -> bool:
+        """Whether a job that is gone had succeeded: gc and its time to live take it while a laptop sleeps."""
+        complete = False
+        with tolerated("what proves the job's success could not be read"):
+            complete = is_complete(self._spec.task, self._paths, self._config)
+        if complete:
+            to_log(f"{self._name}: it is gone, and everything that it was to produce is there")
+        return complete
+
     def _give_up_if_hopeless(self, assessment: Assessment) -> None:
         if assessment.state is State.GONE:
             raise self._failed("somebody deleted the job", FailureClass.DELETED)
-        if assessment.hopeless is not None:
+        if assessment.hopeless is not None and self._was_hopeless:
             raise self._failed(assessment.hopeless.text, assessment.hopeless.failure_class)
+        self._was_hopeless = assessment.hopeless is not None
 
     def _give_up_if_spent(self, seen: Observation) -> None:
         """Where pods end again and again without a new checkpoint: the operator itself would go on for ever."""
         failed = 0
         with tolerated("the attempts could not be counted"):
+            self._budget.begin(seen.pods, self._seen_at)
             failed = self._budget.spent(self._endings.bad(), seen.pods)
         if failed:
             found = self.diagnose()
@@ -143,7 +160,7 @@ class Follower:
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
         exceeded = self._clock.exceeded(self._limits)
-        if not exceeded or (assessment.state is State.RENDEZVOUS and self._is_claimed()):
+        if not exceeded or (assessment.state is State.RENDEZVOUS and self._is_claimed(seen)):
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.nodes} workers run" if seen.pods else ""
@@ -151,10 +168,11 @@ class Follower:
         kind = first.failure_class if first else FailureClass.DEADLINE
         raise self._failed(f"{assessment.state.value} for longer than {exceeded}{running}{why}", kind)
 
-    def _is_claimed(self) -> bool:
+    def _is_claimed(self, seen: Observation) -> bool:
         """Whether training has begun though no step was seen: logs may be out of reach, and steps take long."""
         claimed = True  # while storage is down nothing is known
         with tolerated("the attempts could not be read"):
+            self._budget.begin(seen.pods, self._seen_at)
             claimed = self._budget.has_claim()
             self._claimed_by = self._budget.num_looks if claimed else -1
         return claimed

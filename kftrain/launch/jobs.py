@@ -12,7 +12,7 @@ from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, Preempted, error_from_dict
 from kftrain.launch.base import Launcher, build_launcher
-from kftrain.launch.completion import metrics_uri, read_completion, read_evaluations
+from kftrain.launch.completion import keep_config, metrics_uri, read_completion, read_evaluations
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 
@@ -38,6 +38,7 @@ def run_evaluation(
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
+    keep_config(paths, config)
     failures_in_a_row = 0
     while True:
         storage.remove(paths.error)

@@ -1,7 +1,8 @@
 """The logs of a job's pods, on one stream: followed across restarts, connected again by time, every line once.
 
-Memory is bounded: `Cluster` cuts a line at 16 KiB, of each worker the last lines are kept. So is the rate: what a
-worker prints beyond 200 lines in a second is counted instead of shown; the complete logs lie in the run's folder.
+Memory is bounded: `Cluster` cuts a line at 16 KiB, of each worker the last lines are kept. So is the rate of what a
+launcher shows: what a worker prints beyond 200 lines in a second is counted; the complete logs lie in the run's folder.
+Who asks for the logs themselves gets all of them.
 """
 
 from __future__ import annotations
@@ -47,10 +48,16 @@ class Logs:
     """What the pods of one job print."""
 
     def __init__(
-        self, source: LogSource, num_workers: int, write: Callable[[str], None] | None = None, follow: bool = True
+        self,
+        source: LogSource,
+        num_workers: int,
+        write: Callable[[str], None] | None = None,
+        follow: bool = True,
+        limited: bool = True,
     ) -> None:
         self._source, self._prefixed, self._follow = source, num_workers > 1, follow
-        self._write = write or _to_stdout
+        self._write, self._limited = write or _to_stdout, limited
+        self._broken: BrokenPipeError | None = None
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
@@ -86,6 +93,23 @@ class Logs:
         self._closed.set()
         self.finish()
 
+    def drain(self) -> None:
+        """Waits for all that the pods have printed, however long that takes; nothing is followed any further.
+
+        Raises BrokenPipeError where nobody reads what is written.
+        """
+        self._follow = False
+        for thread in self._threads.values():
+            while thread.is_alive() and not self.is_broken:
+                thread.join(timeout=JOIN_SECONDS)
+        if self._broken is not None:
+            raise self._broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody reads what is written."""
+        return self._broken is not None
+
     def tail(self, index: int) -> list[str]:
         """The last lines of a worker."""
         with self._lock:
@@ -97,6 +121,8 @@ class Logs:
         except KftrainError as error:
             if not self._closed.is_set():
                 to_log(f"warning: the log of {pod.name} is no longer shown: {error.line}")
+        except BrokenPipeError as error:
+            self._broken = error
 
     def _read_to_end(self, pod: Pod) -> None:
         """Until the pod's container has ended. A log that ended once is asked again: a connection may have broken."""
@@ -105,9 +131,10 @@ class Logs:
             found = self._source.read_pod(pod.name)
             if found is None or found["metadata"]["uid"] != pod.uid:
                 break
-            ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not self._follow
+            follow = self._follow
+            ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
             place.resume()
-            for raw in self._source.log_lines(pod.name, place.since, self._follow):
+            for raw in self._source.log_lines(pod.name, place.since, follow):
                 if raw.endswith(b"\n") or ended:  # a torn line comes again, whole
                     line = place.pass_by(raw.decode(errors="replace").rstrip("\n"))
                     if line is not None:
@@ -126,7 +153,7 @@ class Logs:
                 self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
             if not gauge.is_same_second(time.monotonic()):
                 self._say_left_out(pod, gauge.left_out())
-            if gauge.admits() or step is not None:
+            if not self._limited or gauge.admits() or step is not None:
                 self._write(self._prefix(pod) + line)
 
     def _say_left_out(self, pod: Pod, count: int) -> None:

@@ -10,7 +10,9 @@ label; all meet at worker 0.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kftrain import storage
@@ -93,6 +95,13 @@ def build(spec: JobSpec, config: Config, kfp_run_id: str = "", owner: dict[str, 
     if owner is not None:
         document["metadata"]["ownerReferences"] = [owner]
     return document
+
+
+def started_for(job: Mapping[str, Any]) -> str:
+    """Digest of the configuration that a job was started for; empty where its workers were told none."""
+    containers = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    pairs = (pair for container in containers for pair in itertools.pairwise(container.get("command") or []))
+    return next((value for option, value in pairs if option == "--digest"), "")
 
 
 def _plain(job: Any) -> dict[str, Any]:

@@ -44,8 +44,17 @@ VOLUME_EVENTS = frozenset(("FailedMount", "FailedAttachVolume"))
 EVALUATE = "evaluate"
 CREATE_EVENTS = frozenset(("FailedCreatePod", "FailedCreateService"))
 
-NEVER_FITS = re.compile(r"request > maximum capacity|unavailable in ClusterQueue")
-"""Kueue's words for a request that no amount of waiting admits."""
+NOT_COVERED = re.compile(r"unavailable in ClusterQueue")
+"""Kueue's words for a resource that the queue does not have at all."""
+
+TOO_SMALL = re.compile(r"in flavor ([^\s,;]+), [^,;]*> maximum capacity")
+"""For a flavor with less than is asked for, from 0.14.2 on with the parts of the request before the sign."""
+
+BUSY = re.compile(r"(?:in flavor ([^\s,;]+), [^,;]*)?more needed")
+"""For a flavor that others use now."""
+
+MAY_PASS = re.compile(r"preemption|borrowing limit|skipping flavor|topology \"")
+"""For what changes by itself, or for a look at some of the flavors only."""
 
 
 class State(str, Enum):
@@ -156,8 +165,19 @@ def _workload_reasons(workload: Workload | None) -> tuple[Reason, ...]:
     text = f"{workload.reason}: {workload.message}".strip(": ")
     if not workload.active:
         return (Reason(f"Kueue has deactivated it: {text}".rstrip(": "), FailureClass.QUOTA, hopeless=True),)
-    never = bool(NEVER_FITS.search(workload.message))
+    never = never_fits(workload.message)
     return (Reason(f"it never fits: {text}" if never else text, FailureClass.QUOTA, hopeless=never),) if text else ()
+
+
+def never_fits(message: str) -> bool:
+    """Whether Kueue says that no amount of waiting admits a request.
+
+    One message tells why each flavor does not take it, and of a flavor it tells every resource. The request fits none
+    only where each flavor is too small in some resource, whatever else is busy there.
+    """
+    too_small, busy = set(TOO_SMALL.findall(message)), set(BUSY.findall(message))
+    no_flavor = bool(too_small) and busy <= too_small and not MAY_PASS.search(message)
+    return no_flavor or bool(NOT_COVERED.search(message))
 
 
 def _pods_state(job: Job, seen: Observation) -> State:

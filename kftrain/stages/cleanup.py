@@ -3,34 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
+from kftrain.launch import ownership
+from kftrain.launch.kubernetes_api import Cluster
+from kftrain.launch.pytorchjob import KFP_RUN_LABEL, RUN_LABEL, label_value, started_for
 
 STALE_SECONDS = 3600.0
 """A temporary file that nobody has touched for so long belongs to a process that is gone."""
 
 
-def clean_up(config: Config, paths: RunPaths) -> list[str]:
-    """Removes what the run's jobs left behind; returns what was removed."""
-    return CLEANERS[config.launch.backend](config, paths)
+def clean_up(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
+    """Removes what the jobs of one pipeline run left behind; returns what was removed.
+
+    Args:
+        config: What the run is configured with now.
+        paths: The run.
+        job_id: Kubeflow's id of the pipeline run that ends. Another one may be at work on the same run.
+    """
+    return CLEANERS[config.launch.backend](config, paths, job_id)
 
 
-def delete_jobs(config: Config, paths: RunPaths) -> list[str]:
-    """Deletes the run's jobs on the cluster: those of a step that was killed are still there, and hold GPUs."""
-    from kftrain.launch.kubernetes_api import Cluster
-    from kftrain.launch.pytorchjob import RUN_LABEL, label_value
+def delete_jobs(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
+    """Deletes the pipeline run's jobs on the cluster: those of a step that was killed are still there, and hold GPUs.
 
+    Raises LaunchError.
+    """
     cluster = Cluster(config.launch.kubernetes.namespace)
-    jobs = [job["metadata"] for job in cluster.list_jobs(f"{RUN_LABEL}={label_value(paths.run_id)}")]
-    for job in jobs:
+    jobs = cluster.list_jobs(f"{RUN_LABEL}={label_value(paths.run_id)}")
+    workflow = ownership.find_owner(cluster)[0] if jobs else None
+    uid, digest = workflow["uid"] if workflow else "", config.digest()
+    found = [job["metadata"] for job in jobs if belongs(job, uid, job_id, digest)]
+    for job in found:
         cluster.delete_job(job["name"], job["uid"])
-    return [f"job {job['name']}" for job in jobs]
+    return [f"job {job['name']}" for job in found]
 
 
-def remove_temporary_files(config: Config, paths: RunPaths) -> list[str]:
+def belongs(job: Mapping[str, Any], workflow_uid: str, job_id: str, config_digest: str) -> bool:
+    """Whether a job of a run is this pipeline run's own, and not that of another one which works on the same run.
+
+    One that says nothing of a pipeline run, because its launcher ran on a laptop or in another namespace, is ours where
+    it was started for the configuration that the run has now.
+
+    Args:
+        job: The PyTorchJob.
+        workflow_uid: Of this pipeline run's Workflow; empty where it is not known.
+        job_id: Kubeflow's id of this pipeline run.
+        config_digest: Of the run's configuration.
+    """
+    metadata = job["metadata"]
+    owners = [owner["uid"] for owner in metadata.get("ownerReferences") or [] if owner["kind"] == "Workflow"]
+    label = (metadata.get("labels") or {}).get(KFP_RUN_LABEL, "")
+    if owners or label:
+        return workflow_uid in owners or (bool(label) and label == label_value(job_id))
+    return started_for(job) == config_digest
+
+
+def remove_temporary_files(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
     """Removes files and folders that a killed process was still writing, from a storage root on this machine."""
     if not storage.is_local(paths.uri):
         return []
@@ -41,7 +74,7 @@ def remove_temporary_files(config: Config, paths: RunPaths) -> list[str]:
     return [str(path) for path in found]
 
 
-CLEANERS: dict[str, Callable[[Config, RunPaths], list[str]]] = {
+CLEANERS: dict[str, Callable[[Config, RunPaths, str], list[str]]] = {
     "local": remove_temporary_files,
     "pytorchjob": delete_jobs,
 }

@@ -16,6 +16,7 @@ from typing import Any
 from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
+from kftrain.launch.outage import tolerated
 from kftrain.launch.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.stages import lifetime, tracked
@@ -23,7 +24,10 @@ from kftrain.stages import lifetime, tracked
 
 @contextlib.contextmanager
 def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
-    """Runs a stage of a run: an older error.json goes, a failure writes a new one and is raised again."""
+    """Runs a stage of a run: an older error.json goes, a failure writes a new one and is raised again.
+
+    That storage is away by then hides no failure.
+    """
     with announced(stage, progress):
         storage.remove(paths.error)
         storage.remove(paths.failure)
@@ -31,8 +35,11 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
             with lifetime.signals_as_errors():
                 yield
         except BaseException as error:
-            found = storage.read_json_if_exists(paths.failure)
-            storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
+            found = None
+            with tolerated("what the launcher found out could not be read"):
+                found = storage.read_json_if_exists(paths.failure)
+            with tolerated("error.json could not be written"):
+                storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
             tracked.mark_failed(paths, config, error, found, progress)
             raise
 

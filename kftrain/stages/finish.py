@@ -11,7 +11,8 @@ from typing import Any
 from kftrain import errors, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import KftrainError, LaunchError
+from kftrain.errors import KftrainError, LaunchError, RetryableError
+from kftrain.launch.outage import retryable, tolerated
 from kftrain.progress import Progress, to_log
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.outcome import Outcome
@@ -21,31 +22,55 @@ SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
 
 FAILURE_REPORT = "failure.html"
 
+UNREAD = "launch: {backend: pytorchjob}"
+"""What is known of a run to go on with that cannot be read: `kftrain run` would have given the configuration."""
+
 
 def finish(
     text: str, storage_root: str, resume_run: str, job_id: str, state: str, progress: Progress = to_log
 ) -> Outcome:
     """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed."""
+    knobs: resolve.Knobs = {"storage_root": storage_root}
     try:
-        config, resumed = resolve.resolve_run(text, {"storage_root": storage_root}, resume_run)
-        paths = RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
-        if storage.exists(paths.config):  # with the knobs of the pipeline run in it
-            config = resolve.load_config(paths.uri)
+        try:
+            with retryable("the run's folder cannot be read", resume_run or storage_root):
+                config, paths = _opened(text, knobs, resume_run, job_id)
+        except RetryableError as error:
+            progress(f"warning: {error.line}")
+            config, paths = _named(text.strip() or UNREAD, knobs, resume_run, job_id)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
-    for removed in cleanup.clean_up(config, paths):
+    for removed in cleanup.clean_up(config, paths, job_id):
         progress(f"removed {removed}, which was never finished")
-    error_document = failure.read(paths)
+    error_document = None
+    with tolerated("error.json could not be read"):
+        error_document = failure.read(paths)
     if error_document is None and state in SUCCESS_STATES:
         return Outcome(
             paths.uri, {"result": "the run succeeded", "run_uri": paths.uri}, markdown="The run succeeded.\n"
         )
     error_document = error_document or _unexplained(state)
     outcome = _failed(error_document, paths.uri)
-    if storage.exists(paths.config):
-        storage.publish(storage.join(paths.uri, FAILURE_REPORT), outcome.html)
+    is_open = False
+    with tolerated("the failure report could not be written"):
+        is_open = storage.exists(paths.config)
+        if is_open:
+            storage.publish(storage.join(paths.uri, FAILURE_REPORT), outcome.html)
+    if is_open:
         _close(paths, config, error_document, progress)
     return outcome
+
+
+def _opened(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tuple[Config, RunPaths]:
+    """The run as the first step has opened it, with the knobs of the pipeline run. Raises ConfigError."""
+    config, paths = _named(text, knobs, resume_run, job_id)
+    return (resolve.load_config(paths.uri) if storage.exists(paths.config) else config), paths
+
+
+def _named(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tuple[Config, RunPaths]:
+    """The run as the pipeline was called, out of its folder only where no configuration was given."""
+    config, resumed = resolve.resolve_run(text, knobs, resume_run)
+    return config, RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
 
 
 def _failed(error: dict[str, Any], run_uri: str) -> Outcome:

@@ -9,8 +9,9 @@ from kftrain import contracts, errors, storage, tracking
 from kftrain.config import Config
 from kftrain.contracts import Document, RunPaths
 from kftrain.data.manifest import Manifest
-from kftrain.errors import InterruptedByUser, KftrainError, Preempted
-from kftrain.progress import Progress
+from kftrain.errors import InterruptedByUser, KftrainError, Preempted, TrackingError
+from kftrain.launch.outage import tolerated
+from kftrain.progress import Progress, to_log
 from kftrain.stages.dataset import RunShards
 from kftrain.tracking import DatasetLineage
 
@@ -31,10 +32,21 @@ def read(paths: RunPaths) -> str:
     return contracts.read(Tracked, uri(paths)).mlflow_run_id if storage.exists(uri(paths)) else ""
 
 
-def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest) -> str:
-    """MLflow id of a run, which is open from now on. Raises TrackingError."""
+def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest, progress: Progress = to_log) -> str:
+    """MLflow id of a run, which is open from now on.
+
+    A run that has one goes on with it while MLflow is down: its job may have trained for days, and has this very id in
+    its specification. Raises TrackingError where there is none yet.
+    """
     lineage = DatasetLineage(name=manifest.source, digest=manifest.dataset_digest, uri=shards.manifest_uri)
-    mlflow_run_id = tracking.start_run(config, paths.run_id, lineage)
+    try:
+        mlflow_run_id = tracking.start_run(config, paths.run_id, lineage)
+    except TrackingError as error:
+        known = read(paths)
+        if not known:
+            raise
+        progress(f"warning: going on with MLflow run {known}, which could not be opened: {error.line}")
+        return known
     storage.publish_json(uri(paths), Tracked(mlflow_run_id=mlflow_run_id).to_dict())
     return mlflow_run_id
 
@@ -42,15 +54,17 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
 def mark_failed(
     paths: RunPaths, config: Config, error: BaseException, failure: Mapping[str, Any] | None, progress: Progress
 ) -> None:
-    """Closes the MLflow run, if there is one, with the reason as tags. That MLflow is down is no second failure.
+    """Closes the MLflow run, if there is one, with the reason as tags. That MLflow or storage is down is no second one.
 
     `failure`: what the launcher found out about a job, see `contracts.FailureSummary`.
     """
     tags = {"kftrain.error": str(errors.error_to_dict(error)["line"])}
     if failure:
         tags["kftrain.failure_class"] = str(failure["failure_class"])
-    try:
+    mlflow_run_id = ""
+    with tolerated("the MLflow run to mark as failed is not known"):
         mlflow_run_id = read(paths)
+    try:
         if mlflow_run_id:
             tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), tags)
     except KftrainError as second:

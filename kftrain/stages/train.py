@@ -8,6 +8,7 @@ from kftrain import contracts, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import CheckpointError
+from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset
@@ -25,7 +26,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
         completion = _existing(paths, config.training_digest(shards.dataset_digest))
         skipped = completion is not None
         if completion is None:
-            mlflow_run_id = tracked.start(paths, config, shards, manifest)
+            mlflow_run_id = tracked.start(paths, config, shards, manifest, progress)
             completion = launch.run_training(paths, config, mlflow_run_id)
         return _outcome(paths, config, completion, skipped, progress)
 
@@ -47,7 +48,7 @@ def _existing(paths: RunPaths, training_digest: str) -> Completion | None:
             value=completion.training_digest,
             fix="start a new run",
         )
-    return completion if storage.exists(completion.export_uri) else None
+    return completion if has_export(completion) else None
 
 
 def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress) -> Outcome:

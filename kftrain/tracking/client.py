@@ -335,7 +335,7 @@ def _fix(message: str) -> str:
     if re.search("error code 40[13]", message):
         return "check MLFLOW_TRACKING_USERNAME and _PASSWORD or _TOKEN, and the server's --allowed-hosts"
     if "Max retries" in message or "timed out" in message:
-        return "is the server running? see: kftrain doctor"
+        return "start it, or check tracking.uri and the network"
     return ""
 
 

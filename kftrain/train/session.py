@@ -25,6 +25,7 @@ from kftrain.data.loader import TrainLoader
 from kftrain.data.manifest import Manifest, read_manifest, verify_shards
 from kftrain.data.plan import BatchPlan, TrainingOrder
 from kftrain.errors import KftrainError, LaunchError, error_from_dict
+from kftrain.launch.completion import has_export
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.parallel import wrap
@@ -73,10 +74,13 @@ class Finished:
 
 
 def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
-    """Trains to the last step and writes COMPLETE.json, or raises. Returns at once where that file is there already."""
+    """Trains to the last step and writes COMPLETE.json, or raises.
+
+    Returns at once where that file and the export are there already. Where only the export is gone, no step is taken.
+    """
     start = time.monotonic()
     training = _read_training(paths, config)
-    if storage.exists(paths.complete) and read(Completion, paths.complete).training_digest == training.digest:
+    if _is_complete(training):
         to_log("already complete: nothing to do")
         return
     with join_world(config.launch.timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as scratch:
@@ -84,6 +88,13 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
         _complete(training, finished, time.monotonic() - start)
+
+
+def _is_complete(training: Training) -> bool:
+    if not storage.exists(training.paths.complete):
+        return False
+    completion = read(Completion, training.paths.complete)
+    return completion.training_digest == training.digest and has_export(completion)
 
 
 def _read_training(paths: RunPaths, config: Config) -> Training:

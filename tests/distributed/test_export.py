@@ -49,6 +49,27 @@ def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, 
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+def test_an_export_that_was_never_finished_is_written_anew(completion, tmp_path, monkeypatch):
+    """A process that is killed while files go to an object store leaves some of them, but never the manifest."""
+    found = storage.read_json(storage.join(completion.export_uri, "kftrain.json"))
+    description = export.Description.model_validate(found)
+    paths = contracts.RunPaths(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "publish_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export.export_checkpoint(paths, completion.checkpoint_uri, description, {})
+    (unfinished,) = (tmp_path / "export").iterdir()
+    assert not (unfinished / "manifest.json").exists()
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    uri, digest = export.export_checkpoint(paths, completion.checkpoint_uri, description, {})
+    assert storage.local_path(uri) == unfinished
+    assert export.verify_export(uri, digest).step == completion.step
+
+
+def killed(*arguments):
+    raise KeyboardInterrupt
+
+
 def test_an_export_holds_no_pickle(completion):
     names = storage.list_names(completion.export_uri)
     assert names == ["config.json", "kftrain.json", "manifest.json", "model.safetensors"]

@@ -24,11 +24,12 @@ def step_pod(compiled, step, parameters, workflow, name):
     container = pipeline["deploymentSpec"]["executors"][f"exec-{step}"]["container"]
     settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][f"exec-{step}"]
     executor_input = json.dumps(_executor_input(pipeline["components"][f"comp-{step}"], parameters))
+    run = workflow["metadata"]["name"]
     identity = {"KFP_POD_NAME": "metadata.name", "KFP_POD_UID": "metadata.uid"}
     return {
         "metadata": {
             "name": name,
-            "labels": {"workflows.argoproj.io/workflow": workflow["metadata"]["name"], "pipeline/runid": name},
+            "labels": {"workflows.argoproj.io/workflow": run, "pipeline/runid": run},
             "ownerReferences": [owner_reference(workflow)],
         },
         "spec": {

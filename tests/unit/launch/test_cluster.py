@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from helpers.documents import completion_of
 from helpers.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, wait_until
 
@@ -194,6 +195,27 @@ def test_a_job_that_somebody_deleted_is_an_error(training, namespace):
         training.finish()
     assert storage.read_json(training.paths.failure)["failure_class"] == "deleted"
     assert storage.read_json(training.paths.error)["exit_code"] == 13
+
+
+@pytest.mark.parametrize("storage_answers", [True, False])
+def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(storage_answers, training, namespace, make_job):
+    """A laptop sleeps while its job succeeds and is removed; what proves the success stays."""
+    one, completion = training, completion_of(training.paths, make_job()[0], "d")
+    if storage_answers:
+        storage.publish_json(one.paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    storage.publish_json(one.paths.complete, completion.to_dict())
+    with namespace.changed:
+        namespace.finish(JOB)
+        namespace.delete("pytorchjobs", JOB)
+    if storage_answers:
+        assert one.finish() == 0
+        assert "it is gone, and everything that it was to produce is there" in one.output
+        assert not storage.exists(one.paths.failure)
+    else:
+        with pytest.raises(LaunchError, match="somebody deleted the job"):
+            one.finish()
+        assert "warning: what proves the job's success could not be read: FileNotFoundError" in one.output
 
 
 def test_a_job_that_somebody_replaced_is_not_taken_for_ours(training, namespace, make_job):

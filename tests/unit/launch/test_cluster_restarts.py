@@ -7,6 +7,7 @@ import pytest
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
+from kftrain.attempts import Claim
 from kftrain.contracts import RunPaths
 from kftrain.errors import (
     CheckpointError,
@@ -17,8 +18,8 @@ from kftrain.errors import (
     RetryableError,
     UserCodeError,
 )
-from kftrain.launch import follower, run_training
-from kftrain.launch.endings import Budget, Endings, committed_step
+from kftrain.launch import endings, follower, pytorchjob, run_training
+from kftrain.launch.endings import Budget, Endings, committed_step, is_at_work
 from kftrain.launch.observation import Pod
 
 
@@ -150,6 +151,68 @@ def test_fault_60_suspensions_do_not_count(training, namespace):
     assert training.finish() == 0
 
 
+# -- a launcher that comes later --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adopt(launch, namespace, make_job):
+    """Starts a launcher for a job that is at work already: `age_seconds` ago an attempt has claimed the run."""
+
+    def start(age_seconds=0.0, **settings):
+        resolved, training = make_job(**settings)
+        document = claim(time.time() - age_seconds, attempt=1)
+        storage.create_json(RunPaths(training.run_uri).attempt(1), document.to_dict())
+        namespace.create("pytorchjobs", pytorchjob.build(training, resolved))
+        namespace.run_pods(JOB)
+        return launch(**settings)
+
+    return start
+
+
+def claim(start_time, attempt=1, start_step=0):
+    return Claim(attempt=attempt, start_step=start_step, world_size=4, host="h", process_id=1, start_time=start_time)
+
+
+@pytest.mark.parametrize("log", ["silent", "forbidden"])
+def test_a_job_that_had_claimed_when_it_was_adopted_is_not_given_up(log, adopt, server, namespace):
+    """Its first step may take long, or its log may be out of reach: the claim is older than this launcher."""
+    if log == "forbidden":
+        server.fail("GET", "/log", 403, times=float("inf"))
+    one = adopt(start_timeout_seconds=0.5)
+    one.wait_for("Rendezvous")
+    one.wait_for("Training")
+    time.sleep(0.6)
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
+def test_the_claim_of_an_attempt_that_was_over_does_not_help_its_successor(adopt):
+    """The pods that are there have never met."""
+    with pytest.raises(LaunchError, match="Rendezvous for longer than"):
+        adopt(age_seconds=60.0, start_timeout_seconds=0.5).finish()
+
+
+@pytest.mark.parametrize("reads", ["attempts", "checkpoints"])
+def test_storage_that_is_away_while_a_job_is_adopted_ends_nothing(reads, adopt, namespace, monkeypatch):
+    attempted, list_names = [], storage.list_names
+
+    def away_for_a_while(uri):
+        if uri.endswith(reads) and len(attempted) < 3:
+            attempted.append(uri)
+            raise OSError("no connection")
+        return list_names(uri)
+
+    monkeypatch.setattr(storage, "list_names", away_for_a_while)
+    one = adopt()
+    one.wait_for("warning: the attempts could not be counted: OSError: no connection")
+    namespace.step(JOB, 1, 20)
+    one.wait_for("Training")
+    wait_until(lambda: len(attempted) == 3)
+    settle(one, namespace)
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
 # -- how it ends ------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +342,7 @@ def test_the_newest_committed_step_is_found(tmp_path, make_job):
 
 def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
     budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget.begin([], 0.0)
     ended = [Pod("p", "u", 0, exit_code=139)]
     with monkeypatch.context() as patch:
         patch.setattr(storage, "list_names", lambda uri: 1 / 0)
@@ -286,3 +350,33 @@ def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
             budget.spent(ended, [])
     assert budget.spent(ended, []) == 1
     assert budget.spent(ended, []) == 0, "nothing new"
+
+
+def test_when_storage_answers_does_not_matter(tmp_path):
+    """An attempt claims, commits and ends while it does not: its progress counts, its failure does, older ones not."""
+    paths, pods = RunPaths(str(tmp_path / "runs" / "x")), [Pod("p", "u", 0, age_seconds=10.0)]
+    now = time.time()
+    for number, (start_time, start_step) in enumerate([(now - 99, 5), (now - 98, 5), (now - 1, 5)], start=1):
+        storage.create_json(paths.attempt(number), claim(start_time, number, start_step).to_dict())
+    commit(paths, 5)
+    late = Budget(0, paths)
+    late.begin(pods, now)
+    assert late.has_claim(), "the third one is at work"
+    assert late.spent([Pod("p", "u", 0, exit_code=139)], pods) == 1, "not three"
+    commit(paths, 10)
+    later = Budget(0, paths)
+    later.begin(pods, now)
+    later.begin([], now)
+    assert later.has_claim(), "it has begun before"
+    assert later.spent([Pod("p", "u", 0, exit_code=139)], pods) == 0, "it has made progress"
+    after = Budget(0, paths)
+    after.begin([Pod("p", "v", 0, age_seconds=0.0)], now + endings.CLOCKS_SECONDS)
+    assert not after.has_claim(), "all three are over"
+
+
+def test_an_attempt_is_at_work_if_it_has_begun_after_the_last_of_its_pods():
+    pods = [Pod("p", "u", 0, age_seconds=100.0), Pod("q", "v", 1, age_seconds=40.0)]
+    assert is_at_work(claim(1000.0), pods, 1030.0)
+    assert is_at_work(claim(1000.0), pods, 1040.0 + endings.CLOCKS_SECONDS)
+    assert not is_at_work(claim(1000.0), pods, 1041.0 + endings.CLOCKS_SECONDS), "one pod is new"
+    assert not is_at_work(claim(1000.0), [], 1000.0), "nobody is there"

@@ -1,5 +1,6 @@
 """Why a job waits: said once per change, with what no time mends ended at once and the rest at its timeout."""
 
+import dataclasses
 import time
 
 import pytest
@@ -223,6 +224,22 @@ def test_a_workload_that_kueue_has_deactivated_fails(queued, namespace):
     namespace.queue(JOB, active=False, Evicted=("True", "DeactivatedDueToRequeuingLimitExceeded"))
     with pytest.raises(LaunchError, match="Kueue has deactivated it: DeactivatedDueToRequeuingLimitExceeded"):
         one.finish()
+
+
+def test_what_one_look_alone_finds_hopeless_is_looked_at_again(training, namespace, monkeypatch):
+    """`kftrain suspend` between the looks at the job and at its Workload; a message about the first flavors only."""
+    assess, calls = states.assess, []
+
+    def hopeless_every_other_time(seen):
+        calls.append(seen)
+        found = assess(seen)
+        reason = states.Reason("it never fits", states.FailureClass.QUOTA, hopeless=True)
+        return dataclasses.replace(found, reasons=(reason,)) if len(calls) % 2 else found
+
+    monkeypatch.setattr(states, "assess", hopeless_every_other_time)
+    wait_until(lambda: len(calls) > 6)
+    namespace.finish(JOB)
+    assert training.finish() == 0
 
 
 def test_a_missing_workload_is_named_only_where_workloads_can_be_seen(queued, namespace, server, monkeypatch):

@@ -3,8 +3,15 @@ from helpers.documents import completion_of, digits_config, evaluation_of
 
 from kftrain import storage
 from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths
-from kftrain.errors import ConfigError, EvaluationError
-from kftrain.launch.completion import is_complete, load_config, metrics_uri, read_evaluations
+from kftrain.errors import ConfigError, EvaluationError, LaunchError
+from kftrain.launch.completion import (
+    is_complete,
+    keep_config,
+    load_config,
+    metrics_uri,
+    read_completion,
+    read_evaluations,
+)
 
 
 @pytest.fixture
@@ -20,14 +27,29 @@ def run(tmp_path):
 def test_a_training_is_complete_with_the_completion_of_this_very_training(run):
     paths, resolved = run
     assert not is_complete("train", paths, resolved)
-    storage.publish_json(paths.complete, completion_of(paths, resolved, "d").to_dict())
+    completion = completion_of(paths, resolved, "d")
+    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    storage.publish_json(paths.complete, completion.to_dict())
     assert is_complete("train", paths, resolved)
+    assert read_completion(paths, resolved) == completion
+
+
+def test_a_training_whose_export_is_gone_is_not_complete(run):
+    paths, resolved = run
+    completion = completion_of(paths, resolved, "d")
+    storage.publish_json(paths.complete, completion.to_dict())
+    storage.publish(f"{completion.export_uri}/config.json", "{}")  # half of it may be left
+    assert not is_complete("train", paths, resolved)
+    with pytest.raises(LaunchError, match=f"{completion.export_uri}: the export of this run is gone"):
+        read_completion(paths, resolved)
 
 
 @pytest.mark.parametrize("changes", [{"step": 19}, {"training_digest": "another"}])
 def test_a_completion_of_something_else_completes_nothing(run, changes):
     paths, resolved = run
-    storage.publish_json(paths.complete, completion_of(paths, resolved, "d", **changes).to_dict())
+    completion = completion_of(paths, resolved, "d", **changes)
+    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    storage.publish_json(paths.complete, completion.to_dict())
     assert not is_complete("train", paths, resolved)
 
 
@@ -90,3 +112,12 @@ def test_a_worker_takes_the_configuration_that_its_job_was_started_for_and_no_ot
     storage.remove(paths.config)
     with pytest.raises(ConfigError, match=r"it has no config\.yaml"):
         load_config(paths, resolved.digest())
+
+
+def test_a_worker_that_is_started_again_takes_what_its_job_was_started_for_whoever_opened_the_run_since(run, tmp_path):
+    paths, resolved = run
+    keep_config(paths, resolved)
+    other = digits_config(tmp_path, "launch.timeout_seconds=77")
+    storage.publish(paths.config, other.to_yaml())
+    assert load_config(paths, resolved.digest()) == resolved
+    assert load_config(paths, other.digest()) == other

@@ -37,9 +37,16 @@ def test_a_job_that_has_ended_and_whose_launcher_does_not_look_any_more():
 
 
 def test_a_job_that_no_launcher_looks_at():
-    assert why_garbage(job(seen=3, owner=True), "Running", NOW) == "no launcher has looked at it for 3 h"
-    assert why_garbage(job(seen=1, owner=True), "Running", NOW) == ""
-    assert why_garbage(job(created=3, owner=True), "Running", NOW) != ""
+    assert why_garbage(job(seen=3, owner=True), "", NOW) == "no launcher has looked at it for 3 h"
+    assert why_garbage(job(seen=1, owner=True), "", NOW) == ""
+    assert why_garbage(job(created=3, owner=True), "", NOW) != ""
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running"])
+def test_a_launcher_that_may_not_annotate_keeps_its_job_while_its_pipeline_runs(phase):
+    assert why_garbage(job(created=3, owner=True), phase, NOW) == ""
+    assert why_garbage(job(seen=24 * 8, owner=True), phase, NOW) == ""
+    assert why_garbage(job(created=2, owner=True, conditions=["Succeeded"]), phase, NOW) == ""
 
 
 def test_a_laptop_may_sleep_over_a_weekend():

@@ -5,6 +5,7 @@ from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError
 from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher
+from kftrain.launch.completion import load_config
 
 
 class ScriptedLauncher:
@@ -43,7 +44,7 @@ def complete(paths, **changes):
         world_size=2,
         checkpoint_uri="c",
         checkpoint_digest="cd",
-        export_uri="e",
+        export_uri=f"{paths.uri}/export/e",
         export_digest="ed",
         dataset_digest="d",
         training_digest=RESOLVED.training_digest("d"),
@@ -51,6 +52,7 @@ def complete(paths, **changes):
         metrics={},
         seconds=1.0,
     )
+    storage.publish(f"{document.export_uri}/manifest.json", "{}")
     storage.publish_json(paths.complete, {**document.to_dict(), **changes})
 
 
@@ -72,6 +74,30 @@ def test_a_completion_of_something_else_is_no_success(paths, monkeypatch, change
     _, training = run(paths, monkeypatch, [(0, None)])
     with pytest.raises(LaunchError, match="of another training"):
         training()
+
+
+def test_a_completion_whose_export_is_gone_is_no_success(paths, monkeypatch):
+    complete(paths)
+    storage.remove(f"{paths.uri}/export")
+    _, training = run(paths, monkeypatch, [(0, None)])
+    with pytest.raises(LaunchError, match="the export of this run is gone"):
+        training()
+
+
+def test_a_job_keeps_the_configuration_that_it_was_started_for(paths, monkeypatch):
+    """Its workers may start again after somebody has opened the run with other launch settings."""
+    complete(paths)
+
+    class Opened(ScriptedLauncher):
+        def run(self, job):
+            storage.publish(paths.config, config.parse("launch: {nodes: 4}").to_yaml())
+            assert load_config(paths, job.config_digest) == RESOLVED
+            return super().run(job)
+
+    launcher = Opened(paths, [(0, None)])
+    monkeypatch.setattr(jobs, "build_launcher", lambda resolved: launcher)
+    jobs.run_training(paths, RESOLVED)
+    assert launcher.attempts == 1
 
 
 def test_a_permanent_error_ends_the_job_at_once(paths, monkeypatch):

@@ -120,6 +120,65 @@ def test_a_flood_is_counted_instead_of_shown_but_steps_are_shown(monkeypatch):
     assert len(found) == 12
 
 
+def test_who_asks_for_the_logs_gets_all_of_them(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LINES_PER_SECOND", 10)
+    found = []
+    one = Logs(ScriptedSource([raw(index, f"line {index}") for index in range(100)]), 1, found.append, limited=False)
+    one.follow([POD])
+    one.drain()
+    assert found == [f"line {index}" for index in range(100)]
+
+
+def test_a_long_download_is_not_cut(monkeypatch):
+    monkeypatch.setattr(logs, "JOIN_SECONDS", 0.01)
+
+    def slow():
+        for index in range(5):
+            time.sleep(0.05)
+            yield raw(index, f"line {index}")
+
+    found = []
+    one = Logs(ScriptedSource(slow()), 1, found.append, follow=False, limited=False)
+    one.follow([POD])
+    one.drain()
+    assert found == [f"line {index}" for index in range(5)]
+
+
+def test_draining_reads_what_a_pod_that_goes_on_has_printed_and_then_ends():
+    """The connection that was followed has ended, and the pod has printed since."""
+
+    follows, asked, drained, found = [], threading.Event(), threading.Event(), []
+
+    class Running(ScriptedSource):
+        def read_pod(self, name):
+            return {"metadata": {"uid": "u"}, "status": {"phase": "Running"}}
+
+        def log_lines(self, pod_name, since="", follow=True):
+            follows.append(follow)
+            asked.set()
+            if follow:
+                drained.wait(10)
+            yield from self.connections.pop(0)
+
+    one = Logs(Running([raw(1, "a")], [raw(1, "a"), raw(2, "b")]), 1, found.append)
+    one.follow([POD])
+    assert asked.wait(10)
+    threading.Timer(0.1, drained.set).start()
+    one.drain()
+    assert found == ["a", "b"] and follows == [True, False]
+
+
+def test_logs_that_nobody_reads_end_with_the_error_of_the_pipe():
+    def write(line):
+        raise BrokenPipeError
+
+    one = Logs(ScriptedSource([raw(1, "a")]), 1, write, limited=False)
+    one.follow([POD])
+    with pytest.raises(BrokenPipeError):
+        one.drain()
+    assert one.is_broken
+
+
 def test_the_next_second_tells_how_much_was_left_out(monkeypatch):
     monkeypatch.setattr(logs, "MAX_LINES_PER_SECOND", 1)
     now = iter([0.0, 0.1, 0.2, 1.5, 1.6])

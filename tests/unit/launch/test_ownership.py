@@ -54,6 +54,26 @@ def test_fault_58_a_job_belongs_to_the_workflow_of_its_step_and_goes_with_it(ste
         one.finish()
 
 
+@pytest.mark.parametrize(("own_namespace", "watched"), [("notebooks", True), ("", False)])
+def test_a_job_without_an_owner_watches_a_launcher_in_a_pod(own_namespace, watched, launch, namespace, monkeypatch):
+    """A step in another namespace, or a notebook: nothing else takes the job away. A laptop may sleep."""
+    connect = Cluster.__init__
+
+    def elsewhere(self, *arguments):
+        connect(self, *arguments)
+        self.own_namespace = own_namespace
+
+    monkeypatch.setattr(Cluster, "__init__", elsewhere)
+    one = launch()
+    wait_until(namespace.jobs)
+    job = namespace.get("pytorchjobs", JOB)
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert "ownerReferences" not in job["metadata"]
+    assert ({"name": LAUNCHER_TIMEOUT_ENV, "value": "1800"} in container["env"]) is watched
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
 def test_an_owner_that_is_gone_is_named(step_pod, launch, namespace):
     del namespace.objects["workflows"]["flow"]
     one = launch()

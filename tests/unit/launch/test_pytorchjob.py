@@ -198,3 +198,11 @@ def test_secrets_that_do_not_exist_are_left_out():
     (container,) = pod_of(build(overrides=["launch.kubernetes.secrets=[one, two]"]))["spec"]["containers"]
     named = [(entry["secretRef"]["name"], entry["secretRef"]["optional"]) for entry in container["envFrom"]]
     assert named == [("one", True), ("two", True)]
+
+
+def test_a_job_tells_for_which_configuration_it_was_started():
+    assert pytorchjob.started_for(build()) == config.parse(TEXT).digest()
+    job = build()
+    (container,) = pod_of(job)["spec"]["containers"]
+    del container["command"]
+    assert pytorchjob.started_for(job) == ""

@@ -11,6 +11,7 @@ from kftrain.launch.observation import Event, Job, Observation, Pod, Workload
 from kftrain.launch.states import FailureClass, State, assess
 
 CONDITIONS = ("Created", "Running", "Restarting", "Suspended", "Succeeded", "Failed")
+TOO_SMALL = "insufficient quota for cpu in flavor small, request > maximum capacity (16 > 8)"
 REASONS = ["", "ContainerCreating", "ErrImagePull", "InvalidImageName", "CrashLoopBackOff", "CreateContainerError"]
 
 seconds = st.sampled_from([0.0, 5.0, 61.0, 1e6])
@@ -57,7 +58,7 @@ workloads = st.builds(
     admitted=st.booleans(),
     active=st.booleans(),
     reason=st.sampled_from(["", "Pending", "Preempted"]),
-    message=st.sampled_from(["", "wait", "request > maximum capacity (6 > 4)"]),
+    message=st.sampled_from(["", "wait", TOO_SMALL]),
 )
 events = st.builds(
     Event, uid=uids, reason=st.sampled_from(["FailedMount", "FailedCreatePod", "BackOff"]), message=st.text(max_size=9)
@@ -171,6 +172,56 @@ def test_a_workload_without_words_has_no_empty_reason():
     (reason,) = look(job=queued, workload=Workload("w", False, False, "", "")).reasons
     assert reason.hopeless and reason.text == "Kueue has deactivated it"
     assert reason.failure_class is FailureClass.QUOTA
+
+
+# -- what Kueue says: the words of its flavor assigner, from 0.10 to 0.14 ----------------------------------------------
+
+BUSY = "insufficient unused quota for cpu in flavor big, 4 more needed"
+PARTS = "previously considered podsets requests (0) + current podset request (10) > maximum capacity (8)"
+NEW_TOO_SMALL = f"insufficient quota for cpu in flavor ml.g5.8xlarge, {PARTS}"
+
+
+def worker(*reasons):
+    return "couldn't assign flavors to pod set worker: " + ", ".join(reasons)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        worker(TOO_SMALL),
+        worker(NEW_TOO_SMALL),
+        worker(TOO_SMALL, NEW_TOO_SMALL),
+        worker(NEW_TOO_SMALL, "insufficient unused quota for memory in flavor ml.g5.8xlarge, 4Gi more needed"),
+        worker('Flavor "a" supports only TopologyAwareScheduling', NEW_TOO_SMALL),
+        worker("resource nvidia.com/gpu unavailable in ClusterQueue"),
+    ],
+)
+def test_a_request_that_no_flavor_can_ever_take_never_fits(message):
+    queued = dataclasses.replace(JOB, suspended=True, has_queue=True)
+    (reason,) = look(job=queued, workload=Workload("w", False, True, "Pending", message)).reasons
+    assert reason.hopeless and reason.text == f"it never fits: Pending: {message}"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        worker(BUSY),
+        worker(TOO_SMALL, BUSY),
+        worker(NEW_TOO_SMALL, BUSY),
+        worker(BUSY, NEW_TOO_SMALL),
+        worker(TOO_SMALL, "borrowing limit for cpu in flavor big exceeded"),
+        worker(TOO_SMALL, 'topology "block" allows to fit only 8 out of 16 pod(s)'),
+        worker(TOO_SMALL, "skipping flavor big as it is not found in the nomination mapping for resource cpu"),
+        worker(TOO_SMALL) + ". Pending the preemption of 2 workload(s)",
+        f"{worker(BUSY)}; couldn't assign flavors to pod set other: {TOO_SMALL}",
+        "LocalQueue nowhere doesn't exist",
+    ],
+)
+def test_a_request_that_may_fit_later_waits(message):
+    """One flavor that is only in use is enough."""
+    queued = dataclasses.replace(JOB, suspended=True, has_queue=True)
+    (reason,) = look(job=queued, workload=Workload("w", False, True, "Pending", message)).reasons
+    assert not reason.hopeless and reason.text == f"Pending: {message}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

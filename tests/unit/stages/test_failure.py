@@ -64,6 +64,43 @@ def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):
     assert any("could not be marked" in line for line in run[2])
 
 
+@pytest.fixture
+def storage_is_away(monkeypatch):
+    """A function after whose call nothing can be read or written."""
+
+    def refuse(*arguments):
+        raise ConnectionError("the endpoint does not answer")
+
+    def go_away():
+        for name in ("exists", "read_bytes", "publish"):
+            monkeypatch.setattr(storage, name, refuse)
+
+    return go_away
+
+
+def test_that_storage_is_away_does_not_hide_the_first_error(run, storage_is_away, capsys):
+    paths, config, lines, ended = run
+    with pytest.raises(DataError, match="a shard is damaged"), failure.reported("train", paths, config, lines.append):
+        storage_is_away()
+        raise DataError("a shard is damaged")
+    announced = json.loads(lines[-1].removeprefix("error "))
+    assert (announced["exit_code"], announced["line"]) == (11, "a shard is damaged")
+    assert capsys.readouterr().out.count("ConnectionError: the endpoint does not answer") == 3
+    assert ended == []
+
+
+def test_what_could_be_read_before_storage_went_away_is_used(run, monkeypatch, capsys):
+    """Each of the steps is tried: that one fails says nothing of the next."""
+
+    def refuse(*arguments):
+        raise ConnectionError("the endpoint does not answer")
+
+    monkeypatch.setattr(storage, "publish_json", refuse)
+    fail(run, DataError("a shard is damaged"))
+    assert "error.json could not be written: ConnectionError" in capsys.readouterr().out
+    assert run[3][0][:3] == (run[1].tracking.uri, "m1", "FAILED")
+
+
 def test_a_stage_that_starts_removes_the_error_of_the_one_before(run):
     paths, config, lines, _ = run
     fail(run, DataError("first"))

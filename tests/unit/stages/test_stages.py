@@ -18,6 +18,7 @@ from kftrain.config import parse
 from kftrain.errors import CheckpointError, ConfigError, DataError, LaunchError, TrackingError
 from kftrain.registry import Champion
 from kftrain.stages import failure, resolve, tracked
+from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
 from kftrain.stages.register import gate, register
@@ -147,6 +148,34 @@ def test_training_starts_the_mlflow_run_and_hands_it_to_the_job(tmp_path, calls,
     assert outcome.summary["export_digest"] == "e" * 64
 
 
+def refuse_mlflow(monkeypatch):
+    def refuse(*arguments):
+        raise TrackingError("no answer", where="http://mlflow")
+
+    monkeypatch.setattr(tracking, "start_run", refuse)
+
+
+def test_a_training_that_has_an_mlflow_run_goes_on_with_it_while_mlflow_is_down(tmp_path, calls, monkeypatch):
+    """The id is part of what the job is: a launcher that is started again must ask for the very same."""
+    paths, _, shards = sharded_run(tmp_path)
+    train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-7").to_dict())
+    refuse_mlflow(monkeypatch)
+    train(paths.uri, calls.lines.append)
+    assert calls.trained == ["m-7"] and tracked.read(paths) == "m-7"
+    (warning,) = [line for line in calls.lines if line.startswith("warning: ")]
+    assert "MLflow run m-7" in warning and "http://mlflow: no answer" in warning
+
+
+def test_a_training_that_has_no_mlflow_run_yet_does_not_start_while_mlflow_is_down(tmp_path, calls, monkeypatch):
+    paths, _, shards = sharded_run(tmp_path)
+    train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
+    refuse_mlflow(monkeypatch)
+    with pytest.raises(TrackingError, match="no answer"):
+        train(paths.uri, calls.lines.append)
+    assert calls.trained == []
+
+
 def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatch):
     paths, _ = finished_run(tmp_path)
     train_with(monkeypatch, calls, lambda p, c: pytest.fail("trained again"))
@@ -155,8 +184,9 @@ def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatc
 
 
 def test_a_run_whose_export_is_gone_is_trained_again(tmp_path, calls, monkeypatch):
-    paths, _, shards = sharded_run(tmp_path)
-    storage.publish_json(paths.complete, completion_of(paths, digits_config(tmp_path), shards.dataset_digest).to_dict())
+    paths, _ = finished_run(tmp_path)
+    shards = read_dataset(paths)[0]
+    storage.remove(f"{paths.export('c' * 64)}/manifest.json")
     train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
     train(paths.uri, calls.lines.append)
     assert calls.trained == ["m-1"]

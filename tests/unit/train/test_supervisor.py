@@ -109,7 +109,9 @@ def wait_for_ranks(process, *ranks):
 
 def complete(run):
     paths, resolved = run
-    storage.publish_json(paths.complete, completion_of(paths, resolved, "d").to_dict())
+    completion = completion_of(paths, resolved, "d")
+    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    storage.publish_json(paths.complete, completion.to_dict())
 
 
 def leaving(error, code):
@@ -130,6 +132,12 @@ def test_a_job_that_is_complete_ends_before_any_rendezvous_on_every_node(run, nu
     complete(run)
     code, output = ended(start(run, MUST_NOT_START, **node(number)))
     assert (code, output) == (0, "kftrain| already complete: nothing to do\n")
+
+
+def test_a_job_whose_export_is_gone_is_not_complete(run):
+    complete(run)
+    storage.remove(f"{run[0].uri}/export")
+    assert ended(start(run, "raise SystemExit(7)"))[0] == 7
 
 
 def test_a_completion_of_another_training_does_not_end_a_job(run):

@@ -1,0 +1,93 @@
+"""A launch that fails on its way to its job: what it has created does not stay, what is somebody else's does."""
+
+import pytest
+from helpers.api_server import LOST
+from helpers.launching import JOB, wait_until
+
+from kftrain.errors import LaunchError
+from kftrain.launch import kubernetes_api, patience, pytorchjob
+
+POST, READ = ("POST", "/pytorchjobs"), ("GET", f"/pytorchjobs/{JOB}")
+
+
+def requests_to_delete(server):
+    return [path for verb, path in server.requests if verb == "DELETE"]
+
+
+@pytest.fixture
+def lost(server, fast, monkeypatch):
+    """The answer to the creation is lost; afterwards the API server takes no jobs."""
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.3)
+    server.fail(*POST, LOST)
+    server.fail(*POST, 503, times=float("inf"))
+
+
+def test_a_job_whose_creation_nobody_heard_of_is_deleted(lost, launch, namespace):
+    with pytest.raises(LaunchError, match="the API server did not answer") as caught:
+        launch().finish()
+    assert (namespace.created, namespace.jobs()) == ([JOB], [])
+    assert "may be there" not in caught.value.line
+
+
+def test_it_is_deleted_on_ctrl_c_too(lost, launch, namespace, monkeypatch):
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 600.0)
+    one = launch()
+    wait_until(namespace.jobs)
+    one.launcher.interrupted = True
+    assert one.finish() == 143
+    assert (namespace.created, namespace.jobs()) == ([JOB], [])
+
+
+def test_a_job_that_cannot_be_read_after_its_creation_is_deleted(launch, server, namespace, monkeypatch):
+    """Its uid is known then: nothing has to be read."""
+    create = kubernetes_api.Cluster.create_job
+
+    def create_and_fall_silent(self, document):
+        uid = create(self, document)
+        server.fail(*READ, 503, times=float("inf"))
+        return uid
+
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.3)
+    monkeypatch.setattr(kubernetes_api.Cluster, "create_job", create_and_fall_silent)
+    with pytest.raises(LaunchError, match="did not answer"):
+        launch().finish()
+    assert (namespace.created, namespace.jobs()) == ([JOB], [])
+
+
+def test_a_job_that_may_be_left_is_named_with_what_removes_it(lost, launch, server, namespace, monkeypatch):
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 1.5)
+    one = launch()
+    wait_until(namespace.jobs)
+    server.fail(*READ, 503, times=float("inf"))
+    with pytest.raises(LaunchError, match=f"job {JOB} may be there all the same: kftrain cancel r deletes it"):
+        one.finish()
+    namespace.delete("pytorchjobs", JOB)
+
+
+def test_the_same_job_of_another_launcher_is_left_alone(launch, server, namespace, make_job, monkeypatch):
+    """It comes between the look and the creation, whose answer never comes: only a mark tells whose it is."""
+    resolved, training = make_job()
+    answer = namespace.answer
+
+    def be_late(verb, path, query=None, body=None):
+        if verb == "POST":
+            namespace.create("pytorchjobs", pytorchjob.build(training, resolved))
+            monkeypatch.setattr(namespace, "answer", answer)
+        return answer(verb, path, query, body)
+
+    monkeypatch.setattr(namespace, "answer", be_late)
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.3)
+    server.fail(*POST, LOST)
+    server.fail(*POST, 503, times=float("inf"))
+    with pytest.raises(LaunchError, match="did not answer"):
+        launch().finish()
+    assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
+    namespace.delete("pytorchjobs", JOB)
+
+
+def test_where_nothing_was_sent_nothing_is_looked_for(launch, server, namespace, monkeypatch):
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.1)
+    server.fail("GET", r"/pods\?labelSelector=[^&]*$", 503, times=float("inf"))
+    with pytest.raises(LaunchError, match="did not answer"):
+        launch().finish()
+    assert sum(path.endswith(f"/{JOB}") for _, path in server.requests) == 1

@@ -1,0 +1,164 @@
+"""The exit handler on a cluster: it takes its own pipeline run's jobs away, and no other one's."""
+
+import pytest
+from helpers.api_server import ApiServer
+from helpers.documents import DIGITS
+from helpers.kube_namespace import NAME
+
+from kftrain import config, storage, tracking
+from kftrain.contracts import RunPaths
+from kftrain.launch import kubernetes_api, ownership, pytorchjob, spec
+from kftrain.launch.kubernetes_api import Cluster
+from kftrain.stages import cleanup, tracked
+from kftrain.stages.finish import finish
+
+ON_CLUSTER = (
+    "tracking.uri=http://mlflow:5000",
+    "launch.backend=pytorchjob",
+    "launch.nodes=2",
+    "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: runs}}]",
+)
+JOB_ID, RUN = "8f11", "tiny-8f11"
+JOB = f"{RUN}-train"
+KFP_LABEL = pytorchjob.KFP_RUN_LABEL
+
+
+@pytest.fixture
+def namespace(tmp_path, monkeypatch):
+    """What is in the cluster that the exit handler finds."""
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
+    monkeypatch.delenv(ownership.POD_NAME_ENV, raising=False)
+    with ApiServer() as server:
+        monkeypatch.setenv("KUBECONFIG", server.write_kubeconfig(tmp_path / "kubeconfig"))
+        yield server.namespace
+
+
+@pytest.fixture
+def own_workflow(namespace, monkeypatch):
+    """This process is a step of a Workflow; the reference to it."""
+    connect = Cluster.__init__
+
+    def in_cluster(self, *arguments):
+        connect(self, *arguments)
+        self.own_namespace = NAME
+
+    monkeypatch.setattr(Cluster, "__init__", in_cluster)
+    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
+    owner = workflow(namespace, "flow")
+    namespace.create("pods", {"metadata": {"name": "step", "ownerReferences": [owner]}, "status": {}})
+    return owner
+
+
+def workflow(namespace, name):
+    uid = namespace.create("workflows", {"metadata": {"name": name}})["metadata"]["uid"]
+    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": name, "uid": uid}
+
+
+def config_of(tmp_path, *overrides):
+    return config.parse(DIGITS, [f"run.storage_root={tmp_path}", *ON_CLUSTER, *overrides])
+
+
+@pytest.fixture
+def start_job(namespace, tmp_path):
+    """Starts the training of the run and opens its folder; returns its paths."""
+
+    def start(*overrides, kfp_run_id="", owner=None):
+        resolved, paths = config_of(tmp_path, *overrides), RunPaths.of(str(tmp_path), RUN)
+        storage.publish(paths.config, resolved.to_yaml())
+        namespace.create(
+            "pytorchjobs", pytorchjob.build(spec.train_job(paths, resolved, ""), resolved, kfp_run_id, owner)
+        )
+        return paths
+
+    return start
+
+
+def test_the_exit_handler_deletes_the_job_that_bears_the_id_of_its_pipeline_run(start_job, namespace, tmp_path):
+    paths = start_job(kfp_run_id=JOB_ID)
+    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+    assert namespace.jobs() == []
+
+
+def test_the_job_of_another_pipeline_run_on_the_same_run_goes_on(start_job, namespace, tmp_path):
+    """That one was refused, and has ended with its exit handler."""
+    paths = start_job(kfp_run_id="kfp-a")
+    assert cleanup.clean_up(config_of(tmp_path), paths, "kfp-b") == []
+    assert cleanup.clean_up(config_of(tmp_path), paths) == []
+    assert namespace.jobs() == [JOB]
+
+
+def test_the_exit_handler_deletes_the_job_of_its_own_workflow_whatever_the_labels_say(
+    start_job, own_workflow, namespace, tmp_path
+):
+    paths = start_job(kfp_run_id="another", owner=own_workflow)
+    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+    assert namespace.jobs() == []
+
+
+def test_the_job_of_another_workflow_goes_on_even_without_a_label(start_job, own_workflow, namespace, tmp_path):
+    paths = start_job(owner=workflow(namespace, "other"))
+    assert KFP_LABEL not in namespace.get("pytorchjobs", JOB)["metadata"]["labels"]
+    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == []
+    assert namespace.jobs() == [JOB]
+
+
+def test_a_job_of_no_pipeline_run_is_ours_where_it_has_our_configuration(start_job, namespace, tmp_path):
+    """It is that of a launcher on a laptop, or in another namespace than the job."""
+    paths = start_job()
+    assert cleanup.clean_up(config_of(tmp_path, "launch.nodes=4"), paths, JOB_ID) == []
+    assert namespace.jobs() == [JOB]
+    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+
+
+def test_a_pipeline_run_that_was_refused_leaves_the_job_that_it_could_not_join(start_job, namespace, tmp_path):
+    lines = []
+    paths = start_job(kfp_run_id="kfp-a")
+    other = config_of(tmp_path, "launch.nodes=4").to_yaml()
+    storage.publish(paths.config, other)
+    finish(other, "", paths.uri, "kfp-b", "FAILED", lines.append)
+    assert namespace.jobs() == [JOB]
+    finish(other, "", paths.uri, "kfp-a", "FAILED", lines.append)
+    assert namespace.jobs() == [] and f"removed job {JOB}, which was never finished" in lines
+
+
+@pytest.fixture
+def storage_is_away(monkeypatch):
+    """A function after whose call no folder can be read or written."""
+
+    def refuse(*arguments):
+        raise ConnectionError("the endpoint does not answer")
+
+    def go_away():
+        for name in ("exists", "read_bytes", "publish"):
+            monkeypatch.setattr(storage, name, refuse)
+
+    return go_away
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_run_that_is_terminated_while_storage_is_away_leaves_no_job(
+    start_job, namespace, tmp_path, storage_is_away, is_resumed, monkeypatch
+):
+    """A run that is gone on with by name alone has its configuration in its folder."""
+    monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("which one?"))
+    paths, lines = start_job(kfp_run_id=JOB_ID), []
+    text, resume_run = ("", paths.uri) if is_resumed else (config_of(tmp_path).to_yaml(), "")
+    storage_is_away()
+    outcome = finish(text, "", resume_run, JOB_ID, "FAILED", lines.append)
+    assert namespace.jobs() == []
+    assert lines[0].startswith("warning: ") and "the run's folder cannot be read: ConnectionError" in lines[0]
+    assert outcome.run_uri == paths.uri and "Kubeflow calls it FAILED" in outcome.summary["result"]
+
+
+def test_a_report_that_cannot_be_written_is_no_second_failure(start_job, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise ConnectionError("the endpoint does not answer")
+
+    ended, lines = [], []
+    paths = start_job(kfp_run_id=JOB_ID)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
+    monkeypatch.setattr(storage, "publish", refuse)
+    outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "RUNNING", lines.append)
+    assert "Kubeflow calls it RUNNING" in outcome.summary["result"]
+    assert ended == [("m-1", "FAILED")]
