@@ -1,4 +1,4 @@
-"""The image that every step runs in: kftrain with its kfp, kubeflow, mlflow and s3 extras, and no torch.
+"""The image that every step runs in: kftrain with its kfp, kubeflow, mlflow, s3 and sources extras, and no torch.
 
 It is fixed when the pipeline is compiled; KFTRAIN_STEPS_IMAGE names another one.
 """

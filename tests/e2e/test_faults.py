@@ -39,15 +39,18 @@ def start(pairs, folder):
     return kftrain("shard", *options(pairs), folder=folder)["run_uri"]
 
 
-def summary(run_uri):
-    return contracts.read(FailureSummary, RunPaths(run_uri).failure)
+def summary(run_uri, folder):
+    """What the launcher found out; it stays in the folder, beside the command's output."""
+    found = contracts.read(FailureSummary, RunPaths(run_uri).failure)
+    (folder / "failure.json").write_text(storage.dump_json(found.to_dict()))
+    return found
 
 
 def test_an_error_of_the_users_code_is_permanent_and_named(faulty, namespace, tmp_path):
     run_uri = start({**faulty, "task.fault": "raise"}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=16)
-    found = summary(run_uri)
+    found = summary(run_uri, tmp_path)
     assert (found.failure_class, found.exit_code, found.rank) == ("user code", 16, 0)
     assert "the model is not right" in found.line and found.node.startswith("node")
     assert any("ValueError" in line for line in found.last_lines)
@@ -67,7 +70,7 @@ def test_memory_is_named_after_the_budget_of_attempts(faulty, namespace, tmp_pat
     run_uri = start({**faulty, "task.fault": "memory", "task.at_call": 2}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=13)
-    found = summary(run_uri)
+    found = summary(run_uri, tmp_path)
     assert found.failure_class == "out of memory on the host" and "more memory than its limit" in found.line
     assert storage.read_json(RunPaths(run_uri).error)["failure"]["failure_class"] == found.failure_class
     assert namespace.jobs() == {}
