@@ -138,3 +138,24 @@ def settings(namespace, images, mlflow_uri):
         "launch.kubernetes.memory": "2Gi",
         "launch.kubernetes.shared_memory": "256Mi",
     }
+
+
+@pytest.fixture(scope="session")
+def faulty_image(builder, images):
+    return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", images["trainer"])
+
+
+@pytest.fixture
+def faulty(settings, faulty_image, monkeypatch, tmp_path):
+    """Settings of a training whose task fails; `fault` and its other options are still to be set."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return {
+        **settings,
+        "launch.nodes": 1,
+        "launch.processes_per_node": 1,
+        "task.kind": "faulty.task:Faulty",
+        "launch.kubernetes.trainer_image": faulty_image,
+        "launch.max_restarts_without_progress": 1,
+        "launch.kubernetes.memory": "1Gi",
+        "train.steps": 40,
+    }

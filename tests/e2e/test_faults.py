@@ -1,7 +1,5 @@
 """What a job survives and what it does not: exit codes, memory, a worker, an operator and a launcher that go away."""
 
-from pathlib import Path
-
 import pytest
 from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
@@ -9,30 +7,9 @@ from helpers.jobs import losses
 
 from kftrain import attempts, contracts, storage
 from kftrain.contracts import FailureSummary, RunPaths
+from kftrain.data.manifest import read_manifest, shard_uri
 
 pytestmark = pytest.mark.timeout(900)
-
-ONE = {"launch.nodes": 1, "launch.processes_per_node": 1}
-
-
-@pytest.fixture(scope="session")
-def faulty_image(builder, images):
-    return builder.derive("faulty", "tests/e2e/faulty.Dockerfile", "tests/e2e", images["trainer"])
-
-
-@pytest.fixture
-def faulty(settings, faulty_image, monkeypatch, tmp_path):
-    """Settings of a training whose task fails; `fault` and its other options are still to be set."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return {
-        **settings,
-        **ONE,
-        "task.kind": "faulty.task:Faulty",
-        "launch.kubernetes.trainer_image": faulty_image,
-        "launch.max_restarts_without_progress": 1,
-        "launch.kubernetes.memory": "1Gi",
-        "train.steps": 40,
-    }
 
 
 def start(pairs, folder):
@@ -64,6 +41,35 @@ def test_a_passing_fault_costs_one_attempt(fault, faulty, tmp_path):
     kftrain("train", run_uri, folder=tmp_path)
     assert attempts.last_attempt(RunPaths(run_uri)) == 2
     assert sorted(losses(RunPaths(run_uri))) == list(range(1, 41))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changes", "code", "failure_class", "part"),
+    [
+        ({"model.dimm": 3}, 10, "configuration", "model.dimm: unknown option"),
+        ({"task.fault": "diverge"}, 19, "diverged", "not finite"),
+        ({"task.fault": "retryable"}, 13, "lost connection between workers", "a passing fault"),
+    ],
+)
+def test_what_failed_has_a_class(changes, code, failure_class, part, faulty, tmp_path):
+    run_uri = start({**faulty, **changes, "task.at_call": 2}, tmp_path)
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=code)
+    found = summary(run_uri, tmp_path)
+    assert (found.failure_class, part in found.line) == (failure_class, True), found
+
+
+@pytest.mark.full
+def test_a_torn_shard_is_the_data(faulty, tmp_path):
+    root = f"{faulty['run.storage_root']}-torn"
+    run_uri = start({**faulty, "run.storage_root": root, "task.fault": ""}, tmp_path)
+    manifest_uri = storage.read_json(RunPaths(run_uri).shards)["manifest_uri"]
+    shard = shard_uri(manifest_uri, read_manifest(manifest_uri).splits["train"].shards[0].name)
+    storage.publish(shard, storage.read_bytes(shard)[:-1000])
+    with running("train", run_uri, folder=tmp_path) as command:
+        command.finish(code=11)
+    assert summary(run_uri, tmp_path).failure_class == "data"
 
 
 def test_memory_is_named_after_the_budget_of_attempts(faulty, namespace, tmp_path):

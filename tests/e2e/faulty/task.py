@@ -28,9 +28,10 @@ class Faulty(LanguageModeling):
     def loss(self, model, batch, weight):
         self._calls += 1
         time.sleep(self._slow_seconds)
+        factor = 1.0
         if self._fault and self._calls == self._at_call and self._is_first():
-            FAULTS[self._fault]()
-        return super().loss(model, batch, weight)
+            factor = FAULTS[self._fault]()
+        return super().loss(model, batch, weight) * factor
 
     def _is_first(self) -> bool:
         if not self._marker:
@@ -50,8 +51,13 @@ def _retryable() -> None:
     raise errors.RetryableError("a passing fault")
 
 
-def _terminate() -> None:
+def _terminate() -> float:
     os.kill(os.getpid(), signal.SIGTERM)
+    return 1.0
+
+
+def _diverge() -> float:
+    return float("nan")
 
 
 def _take_memory() -> None:
@@ -60,4 +66,11 @@ def _take_memory() -> None:
         kept.append(bytearray(os.urandom(1 << 20)) * 64)
 
 
-FAULTS = {"raise": _raise, "retryable": _retryable, "terminate": _terminate, "memory": _take_memory}
+FAULTS = {
+    "raise": _raise,
+    "retryable": _retryable,
+    "terminate": _terminate,
+    "diverge": _diverge,
+    "memory": _take_memory,
+}
+"""Each raises, never returns, or returns what the loss is multiplied by."""
