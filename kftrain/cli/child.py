@@ -25,6 +25,8 @@ SIGNAL_CODE = 128
 
 STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything here\n"
 
+HANGUPS = set(stop_signals()) - {signal.SIGTERM}
+
 STOP_SECONDS = 330.0
 """After an error of ours: as long as a launcher waits for the pods of a job that it has deleted, and a little more."""
 
@@ -74,6 +76,8 @@ class PipelineProcess:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._signal and number in HANGUPS:  # a terminal that is closed says so twice: by its shell, by the kernel
+            return
         if not self._signal:
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, STOPPING)  # not print: whatever is being printed was interrupted by this very handler

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kftrain.errors import LaunchError
 from kftrain.launch.annotations import LAUNCH_ANNOTATION
 from kftrain.launch.observation import parse_pod
-from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, RUN_LABEL
+from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
 from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
@@ -44,6 +44,7 @@ class Jobs(Protocol):
     def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
     def delete_job(self, name: str, uid: str = "") -> None: ...  # noqa: D102
     def list_pods(self, job_name: str) -> list[dict[str, Any]]: ...  # noqa: D102
+    def take_over_job(self, name: str, metadata: dict[str, Any]) -> None: ...  # noqa: D102
 
 
 def create_or_adopt(
@@ -76,19 +77,19 @@ class _Creation:
         metadata, self._mark = document["metadata"], uuid.uuid4().hex
         annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._mark}
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
-        self._cluster, self._name = cluster, metadata["name"]
-        self._was_sent, self._uid = False, ""
+        self._cluster, self._name, self._was_sent = cluster, metadata["name"], False
 
     def send(self) -> str | None:
         """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
         self._was_sent = True
-        uid = self._cluster.create_job(self.document)
-        self._uid = uid or ""
-        return uid
+        return self._cluster.create_job(self.document)
 
     def take_back(self) -> None:
-        """Deletes the job, if this launch has created one. Raises LaunchError: then it may be there."""
-        uid = self._uid or (self._find() if self._was_sent else "")
+        """Deletes the job, if this launch has created one and nobody has adopted it.
+
+        Raises LaunchError: then it may be there.
+        """
+        uid = self._find() if self._was_sent else ""
         if uid:
             to_log(f"job {self._name}: this launch has failed: deleting what it has created")
             self._cluster.delete_job(self._name, uid)
@@ -113,6 +114,7 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
         if existing is not None and not _is_over(existing):
             _require_same(document, existing, cluster.namespace)
             to_log(f"job {name} is there already: following it")
+            _take_over(cluster, document["metadata"], existing["metadata"])
             return str(existing["metadata"]["uid"])
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             cluster.delete_job(name, existing["metadata"]["uid"])
@@ -127,6 +129,17 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
             )
         time.sleep(POLL_SECONDS)
     return None
+
+
+def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Makes an adopted job ours: who cleans up after the launch that has created it must leave it alone from now on."""
+    patch = {
+        "uid": theirs["uid"],
+        "annotations": {LAUNCH_ANNOTATION: ours["annotations"][LAUNCH_ANNOTATION]},
+        "labels": {KFP_RUN_LABEL: ours["labels"].get(KFP_RUN_LABEL)},
+        "ownerReferences": ours.get("ownerReferences"),
+    }
+    cluster.take_over_job(str(ours["name"]), patch)
 
 
 def _pods_at_work(cluster: Jobs, name: str) -> bool:

@@ -14,12 +14,13 @@ import functools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kftrain.errors import LaunchError
-from kftrain.launch.patience import Patience, message_of
+from kftrain.launch.patience import FORBIDDEN_SECONDS, Patience, message_of
 from kftrain.launch.pytorchjob import API_VERSION
 from kftrain.progress import Progress, to_log
 
@@ -61,6 +62,8 @@ class Cluster:
         self.patience = Patience(self._api_exception, warn)
         self._call, self._warn, self._lock = self.patience.call, warn, threading.Lock()
         self._forbidden: set[str] = set()
+        self._refused_since: dict[str, float] = {}
+        """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""
         self._silent: set[str] = set()
         self._said: set[str] = set()
 
@@ -113,6 +116,14 @@ class Cluster:
         patch = {"metadata": {"annotations": dict(annotations)}}
         method = self._custom.patch_namespaced_custom_object
         self._explain(PATCH_JOBS, 0.0, method, *self._at(JOBS), name, patch)
+
+    def take_over_job(self, name: str, metadata: Object) -> None:
+        """Merges into what says whose a job is, where that may be changed. Raises LaunchError after an outage.
+
+        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`.
+        """
+        method = self._custom.patch_namespaced_custom_object
+        self._explain(PATCH_JOBS, None, method, *self._at(JOBS), name, {"metadata": metadata})
 
     def patch_workload(self, name: str, patch: Object) -> bool:
         """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
@@ -252,11 +263,23 @@ class Cluster:
             if seconds is None:
                 raise
             return None
+        self._worked(verb)
         return found.get("items", found)
 
-    def _say_forbidden(self, verb: str, error: Any) -> None:
-        """Warns once; what is forbidden is not asked again, except for what tells others that this launcher lives."""
+    def _worked(self, verb: str) -> None:
         with self._lock:
+            self._refused_since[verb] = float("inf")
+
+    def _say_forbidden(self, verb: str, error: Any) -> None:
+        """Warns once; what is forbidden is not asked again, except for what tells others that this launcher lives.
+
+        What was allowed before is asked again for a minute: an API server that has just started, a webhook.
+        """
+        with self._lock:
+            since = self._refused_since.get(verb, float("-inf"))
+            self._refused_since[verb] = min(since, time.monotonic())
+            if error.status == FORBIDDEN and time.monotonic() - self._refused_since[verb] < FORBIDDEN_SECONDS:
+                return
             known = verb in self._said
             self._said.add(verb)
             if error.status == FORBIDDEN and verb != PATCH_JOBS:
@@ -282,6 +305,7 @@ class Cluster:
             return
         try:
             with self._raw_get(path, query) as response:
+                self._worked(verb)
                 yield from _lines(response, limit)
         except self._api_exception as error:
             if error.status == FORBIDDEN:

@@ -35,7 +35,8 @@ PASSING = frozenset((429, 500, 502, 503, 504))
 """500 too: the training operator's webhook answers with it while the operator is away."""
 
 BROKEN_TLS = 0
-"""The client's status for a TLS connection that broke: an API server that is being restarted behind a load balancer."""
+"""The client's status for TLS that failed. It passes where the connection only ended, as when an API server is restarted
+behind a load balancer, or where calls have succeeded before; else address or certificate are wrong."""
 
 UNAUTHORIZED = 401
 """Passes where the credentials were accepted before: a token that is being replaced, an authenticator that is away."""
@@ -57,7 +58,7 @@ class Patience:
         """Whether this process was told to stop."""
         self._api_exception, self._warn = api_exception, warn
         self._lock, self._said = threading.Lock(), False
-        self._allowed: set[tuple[str, ...]] = set()
+        self._allowed: set[tuple[str, str]] = set()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Calls until there is an answer that stands. Raises the ApiException of it, or LaunchError after an outage."""
@@ -74,7 +75,7 @@ class Patience:
             try:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
-                if time.monotonic() - began >= self._lasting_seconds(error, kind):
+                if time.monotonic() - began >= self._lasting_seconds(error, kind, outage_seconds):
                     self._answers_again(failed)
                     raise
                 problem, asked = message_of(error), retry_after_seconds(error)
@@ -95,16 +96,16 @@ class Patience:
             self._sleep(max(asked, delay * random.uniform(0.5, 1.0)))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
 
-    def _lasting_seconds(self, error: Any, kind: tuple[str, ...]) -> float:
+    def _lasting_seconds(self, error: Any, kind: tuple[str, str], outage_seconds: float) -> float:
         """How long the server may go on to answer so before that stands; 0: it stands."""
         if error.status in ALLOWED:
             self._allowed.add(kind)
         if error.status == BROKEN_TLS:
-            passes = bool(self._allowed) or "CERTIFICATE_VERIFY_FAILED" not in str(error.reason)
+            passes = bool(self._allowed) or "EOF" in str(error.reason)
         elif error.status == UNAUTHORIZED:
             passes = bool(self._allowed)
         elif error.status == FORBIDDEN:
-            return FORBIDDEN_SECONDS if kind in self._allowed else 0.0
+            return FORBIDDEN_SECONDS if kind in self._allowed and outage_seconds >= FORBIDDEN_SECONDS else 0.0
         else:
             passes = error.status in PASSING
         return float("inf") if passes else 0.0
@@ -133,9 +134,9 @@ class Patience:
             self._warn("the API server answers again")
 
 
-def _kind(method: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """What a call does and to what: rights are given by kind."""
-    return (method.__name__, *(part for part in arguments[:4] if isinstance(part, str)))
+def _kind(method: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, str]:
+    """What a call does, and for custom objects to which: rights are given so. Their names do not matter."""
+    return method.__name__, arguments[3] if len(arguments) > 3 else ""
 
 
 def message_of(error: Any) -> str:

@@ -47,7 +47,7 @@ def belongs(job: Mapping[str, Any], workflow_uid: str, job_id: str, config_diges
     """Whether a job of a run is this pipeline run's own, and not that of another one which works on the same run.
 
     One that says nothing of a pipeline run, because its launcher ran on a laptop or in another namespace, is ours where
-    it was started for the configuration that the run has now.
+    we know of no Workflow either, and where it was started for the configuration that the run has now.
 
     Args:
         job: The PyTorchJob.
@@ -60,7 +60,7 @@ def belongs(job: Mapping[str, Any], workflow_uid: str, job_id: str, config_diges
     label = (metadata.get("labels") or {}).get(KFP_RUN_LABEL, "")
     if owners or label:
         return workflow_uid in owners or (bool(label) and label == label_value(job_id))
-    return started_for(job) == config_digest
+    return not workflow_uid and started_for(job) == config_digest
 
 
 def remove_temporary_files(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:

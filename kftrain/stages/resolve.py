@@ -87,7 +87,7 @@ def resumed(config: Config, overrides: Sequence[str], run: str, base: str | Path
     Raises ConfigError.
     """
     uri = run if "/" in run else RunPaths.of(config.run.storage_root, valid_run_id(run)).uri
-    paths = RunPaths(storage.absolute(uri, base))
+    paths = _run_folder(storage.absolute(uri, base))
     if keep:
         saved = load_config(paths.uri).to_yaml()
         config = anchored(configuration.parse(saved, overrides, where=paths.config), base)
@@ -108,6 +108,17 @@ def _names_a_path(source: str, base: str | Path) -> bool:
     if source in BUILT_IN or is_plugin(source):
         return False
     return "/" in source or is_shard_pattern(source) or storage.exists(storage.absolute(source, base))
+
+
+def _run_folder(uri: str) -> RunPaths:
+    """A run by the URI of its folder. Raises ConfigError for any other place: what is there now may be a copy."""
+    paths = RunPaths(uri)
+    if RunPaths.of(paths.storage_root, paths.run_id).uri != uri.rstrip("/"):
+        raise ConfigError(
+            "not the folder of a run", where="run", value=uri, fix="it lies below runs/ in the storage root"
+        )
+    valid_run_id(paths.run_id)
+    return paths
 
 
 def make_run_id(resume_run: str, job_id: str, name: str) -> str:

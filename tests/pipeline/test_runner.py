@@ -104,6 +104,21 @@ def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folde
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_terminal_that_is_closed_may_say_so_twice(tmp_path, folders):
+    process = start(tmp_path, folders, 60.0)
+
+    def hang_up_twice(line):
+        if unmarked(line) == "ready":
+            os.kill(os.getpid(), signal.SIGHUP)
+            while not process.stop_code:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    process.follow(hang_up_twice)
+    assert (process.stop_code, process.killed) == (129, False)
+    assert (folders[0] / "cleaned").read_text() == "FAILED"
+
+
 def test_an_output_that_nobody_reads_any_more_stops_the_step_too(tmp_path, folders):
     process = start(tmp_path, folders, 60.0)
 

@@ -5,7 +5,8 @@ from helpers.api_server import LOST
 from helpers.launching import JOB, wait_until
 
 from kftrain.errors import LaunchError
-from kftrain.launch import kubernetes_api, patience, pytorchjob
+from kftrain.launch import adoption, kubernetes_api, patience, pytorchjob
+from kftrain.stages import cleanup
 
 POST, READ = ("POST", "/pytorchjobs"), ("GET", f"/pytorchjobs/{JOB}")
 
@@ -39,15 +40,14 @@ def test_it_is_deleted_on_ctrl_c_too(lost, launch, namespace, monkeypatch):
 
 
 def test_a_job_that_cannot_be_read_after_its_creation_is_deleted(launch, server, namespace, monkeypatch):
-    """Its uid is known then: nothing has to be read."""
     create = kubernetes_api.Cluster.create_job
 
     def create_and_fall_silent(self, document):
         uid = create(self, document)
-        server.fail(*READ, 503, times=float("inf"))
+        server.fail(*READ, 503)
         return uid
 
-    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.3)
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.0)
     monkeypatch.setattr(kubernetes_api.Cluster, "create_job", create_and_fall_silent)
     with pytest.raises(LaunchError, match="did not answer"):
         launch().finish()
@@ -82,6 +82,46 @@ def test_the_same_job_of_another_launcher_is_left_alone(launch, server, namespac
     with pytest.raises(LaunchError, match="did not answer"):
         launch().finish()
     assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
+    namespace.delete("pytorchjobs", JOB)
+
+
+def test_a_job_that_another_launcher_has_adopted_meanwhile_is_left_alone(
+    server, fast, namespace, make_job, monkeypatch
+):
+    """The first launcher lost its connection right after the creation, and comes back when it is too late."""
+    resolved, training = make_job()
+    document = pytorchjob.build(training, resolved)
+    cluster, read = kubernetes_api.Cluster(), adoption._created
+
+    def cut_off(*arguments):
+        adoption.create_or_adopt(cluster, document)
+        raise LaunchError("cut off")
+
+    monkeypatch.setattr(adoption, "_created", cut_off)
+    with pytest.raises(LaunchError, match="cut off"):
+        adoption.create_or_adopt(cluster, document)
+    monkeypatch.setattr(adoption, "_created", read)
+    assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
+    namespace.delete("pytorchjobs", JOB)
+
+
+def test_an_adopted_job_belongs_to_who_has_adopted_it(fast, namespace, make_job):
+    """The exit handler of the pipeline run that has created it, its Workflow and gc have no say any more."""
+    resolved, training = make_job()
+    flows = [namespace.create("workflows", {"metadata": {"name": name}})["metadata"] for name in ("a", "b")]
+    owners = [
+        {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": f["name"], "uid": f["uid"]} for f in flows
+    ]
+    cluster = kubernetes_api.Cluster()
+    adoption.create_or_adopt(cluster, pytorchjob.build(training, resolved, "run-a", owners[0]))
+    adoption.create_or_adopt(cluster, pytorchjob.build(training, resolved, "run-b", owners[1]))
+    job = namespace.get("pytorchjobs", JOB)
+    assert job["metadata"]["ownerReferences"] == [owners[1]]
+    assert not cleanup.belongs(job, owners[0]["uid"], "run-a", resolved.digest())
+    assert cleanup.belongs(job, owners[1]["uid"], "run-b", "")
+    adoption.create_or_adopt(cluster, pytorchjob.build(training, resolved))
+    metadata = namespace.get("pytorchjobs", JOB)["metadata"]
+    assert not metadata.get("ownerReferences") and pytorchjob.KFP_RUN_LABEL not in metadata["labels"]
     namespace.delete("pytorchjobs", JOB)
 
 

@@ -1,15 +1,17 @@
 """A launcher whose API server refuses, breaks connections or is away: training must not notice."""
 
 import contextlib
+import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 from helpers.api_server import LOST, RESET, kubeconfig
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain.errors import LaunchError
-from kftrain.launch import follower, patience
+from kftrain.launch import follower, kubernetes_api, patience
 from kftrain.launch.kubernetes_api import Cluster
 
 AWAY, BACK = "the API server does not answer (", "the API server answers again"
@@ -119,6 +121,7 @@ def test_credentials_that_were_accepted_before_are_tried_again(server, fast, nam
 
 
 def test_a_right_that_was_there_before_is_missed_for_a_minute(server, fast, namespace, monkeypatch):
+    monkeypatch.setattr(patience, "FORBIDDEN_SECONDS", 0.5)
     cluster = Cluster()
     server.fail("GET", "/pods", 403)
     with pytest.raises(LaunchError, match="403 Forbidden"):
@@ -126,10 +129,38 @@ def test_a_right_that_was_there_before_is_missed_for_a_minute(server, fast, name
     assert cluster.list_pods("x") == []
     server.fail("GET", "/pods", 403, times=3)
     assert cluster.list_pods("x") == []
-    monkeypatch.setattr(patience, "FORBIDDEN_SECONDS", 0.5)
     server.fail("GET", "/pods", 403, times=float("inf"))
     with pytest.raises(LaunchError, match="the pods cannot be listed: 403 Forbidden"):
         cluster.list_pods("x")
+
+
+def test_a_stream_that_was_allowed_before_is_asked_again(training, server, namespace):
+    """All streams break when an API server is restarted, and it may not know the rights yet when they come again."""
+    namespace.write(WORKERS[0], "before")
+    training.wait_for("worker-0: before")
+    server.fail(*EXPLAINING["log"], 403)
+    server.cut_streams()
+    wait_until(lambda: server.num_failures_left() == 0)
+    namespace.write(WORKERS[0], "after")
+    training.wait_for("worker-0: after")
+    namespace.finish(JOB)
+    assert training.finish() == 0 and "may not" not in training.output
+
+
+def test_a_right_that_is_withdrawn_for_good_costs_one_request_and_later_none(server, fast, namespace, monkeypatch):
+    warnings = []
+    cluster = Cluster(warn=warnings.append)
+    assert cluster.list_warnings() == [] and not warnings
+    server.fail("GET", "/events", 403, times=float("inf"))
+    asked = len(server.requests)
+    for _ in range(3):
+        assert cluster.list_warnings() == []
+    assert (len(server.requests) - asked, warnings) == (3, [])
+    monkeypatch.setattr(kubernetes_api, "FORBIDDEN_SECONDS", 0.0)
+    for _ in range(3):
+        assert cluster.list_warnings() == []
+    assert len(server.requests) - asked == 4
+    assert [line.startswith("may not list events") for line in warnings] == [True]
 
 
 @pytest.fixture
@@ -159,6 +190,14 @@ def test_handshakes_that_break_are_ridden_out(torn_handshakes, fast, monkeypatch
     with pytest.raises(LaunchError, match=r"did not answer for [01] s: 0 .*SSL"):
         Cluster().read_job("x")
     assert len(torn_handshakes) > 2
+
+
+def test_a_server_that_speaks_no_tls_is_an_error_at_once(server, fast, monkeypatch, tmp_path):
+    path = tmp_path / "kubeconfig"
+    path.write_text(Path(os.environ["KUBECONFIG"]).read_text().replace("http://", "https://"))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(LaunchError, match="the job cannot be read: 0 SSLError"):
+        Cluster().read_job("x")
 
 
 def test_the_lost_answer_of_a_creation_makes_no_second_job(launch, server, namespace):

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,15 @@ def test_a_configuration_that_is_given_wins_over_that_of_the_run_but_not_over_wh
     paths = opened(tmp_path, "train.steps=7").paths
     found, run_id = resolve.resolve_run("train: {steps: 9}", {}, paths.uri)
     assert (run_id, found.train.steps, found.run.storage_root) == ("r-1", 9, str(tmp_path))
+
+
+def test_a_copy_of_a_run_is_no_run(tmp_path):
+    """Its configuration would be taken, and the original trained."""
+    paths = opened(tmp_path).paths
+    shutil.copytree(storage.local_path(paths.uri), tmp_path / "backup" / "r-1")
+    for uri in (str(tmp_path / "backup" / "r-1"), "s3://bucket/r-1"):
+        with pytest.raises(ConfigError, match="not the folder of a run"):
+            resolve.resolve_run("", {}, uri)
 
 
 def test_a_run_that_is_not_there_cannot_go_on(tmp_path):
