@@ -20,6 +20,9 @@ from kftrain.cluster_config import KubernetesConfig
 from kftrain.errors import ConfigError
 from kftrain.section import Amount, Count, Probability, Section
 
+IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
+"""A training identity that names no window has this one: it stays, whatever the default becomes."""
+
 
 class _Plugin(Section):
     """A section whose `kind` names a built-in or a user's `module:attr`; the other keys go to what it names."""
@@ -263,13 +266,17 @@ class Config(Section):
         """What makes two trainings the same one: a checkpoint resumes only under an equal identity.
 
         Launch, layout, tracking, checkpoint and evaluation settings are not in it: a run may go on with more processes.
+        The shuffle window is in it, because the order of the samples follows from it. A window of
+        `IMPLIED_SHUFFLE_WINDOW_SHARDS` is left out, so that runs from before it was part of this keep their digest.
         """
         everything = self.to_dict()
+        window = self.data.shuffle_window_shards
         return {
             "dataset": dataset_digest,
             "seed": self.run.seed,
             **{section: everything[section] for section in ("task", "model", "precision", "optimizer")},
             "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
+            **({} if window == IMPLIED_SHUFFLE_WINDOW_SHARDS else {"data.shuffle_window_shards": window}),
         }
 
     def training_digest(self, dataset_digest: str) -> str:

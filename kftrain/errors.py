@@ -165,7 +165,7 @@ def _subclasses(base: type[KftrainError]) -> dict[str, type[KftrainError]]:
 def error_from_dict(document: dict[str, Any]) -> KftrainError:
     """The error that another process wrote into `error.json`; an unknown kind keeps its line."""
     kind = _subclasses(KftrainError).get(str(document.get("kind")))
-    if kind is None:
+    if kind is None or kind is _UnknownError:
         return _UnknownError(
             str(document.get("line", "failed without a message")), int(document.get("exit_code", BUG_CODE))
         )

@@ -10,12 +10,17 @@ exactly one wins.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import inspect
 import json
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,6 +32,28 @@ HASH_CHUNK_BYTES = 1 << 20
 
 PUBLISHED_MODE = 0o644
 """Temporary files are private; what is published is for other pods and users to read."""
+
+CONFLICT_WAITS_SECONDS = (0.1, 0.4, 1.6)
+"""Pauses before another try where an object store says that it was busy with another writer of the same object."""
+
+_STATUS_OF_CODE = {
+    "PreconditionFailed": HTTPStatus.PRECONDITION_FAILED,
+    "ConditionalRequestConflict": HTTPStatus.CONFLICT,
+}
+"""S3's error codes of a conditional write, for errors that do not carry the status."""
+
+_OUTAGE_CODES = {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN}
+"""What an object store that asks for fewer requests, and a network file system that lost its server, answer with."""
+
+_OUTAGE_NAMES = re.compile("Connect|Timeout")
+"""Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away."""
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
+    if isinstance(error, OSError) and error.errno in _OUTAGE_CODES:
+        return True
+    return any(_OUTAGE_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def is_local(uri: str) -> bool:
@@ -139,12 +166,13 @@ def publish_json(uri: str, document: Any) -> None:
 def create(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
 
-    Raises FileExistsError for the others.
+    Raises FileExistsError for the others. An object store's answer may be lost after the write has taken effect: then
+    the content tells whose it is, so callers that race put something into it that is theirs alone. Raises ConfigError
+    where the store's driver cannot create exclusively.
     """
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
-        filesystem, path_ = _filesystem(uri)
-        filesystem.pipe_file(path_, content, mode="create")
+        _create_remote(uri, content)
         return
     path = local_path(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,6 +286,61 @@ def _written_aside(path: Path, content: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)
+
+
+def _create_remote(uri: str, content: bytes) -> None:
+    filesystem, path = _filesystem(uri)
+    _require_exclusive_writes(filesystem, uri)
+    unclear = False  # whether an earlier try may have taken effect although it was answered with an error
+    for wait_seconds in (*CONFLICT_WAITS_SECONDS, None):
+        try:
+            filesystem.pipe_file(path, content, mode="create")
+            return
+        except (PermissionError, FileNotFoundError):
+            raise
+        except OSError as error:
+            status = _http_status(error)
+            exists = isinstance(error, FileExistsError) or status == HTTPStatus.PRECONDITION_FAILED
+            if exists and not unclear:
+                raise FileExistsError(errno.EEXIST, "created by another", uri) from error
+            if _holds(filesystem, path, content, uri):
+                return
+            if status != HTTPStatus.CONFLICT or wait_seconds is None:
+                raise
+            unclear = True
+            time.sleep(wait_seconds)
+
+
+def _holds(filesystem: Any, path: str, content: bytes, uri: str) -> bool:
+    """Whether an object is there with this content. Raises FileExistsError where it has another one."""
+    try:
+        found = filesystem.cat_file(path)
+    except FileNotFoundError:
+        return False
+    if found != content:
+        raise FileExistsError(errno.EEXIST, "created by another", uri)
+    return True
+
+
+def _http_status(error: OSError) -> int:
+    """The status that an S3 driver's error was made of; 0 where it names none."""
+    response = getattr(error.__cause__, "response", None)
+    if not isinstance(response, dict):
+        return 0
+    named = _STATUS_OF_CODE.get(response.get("Error", {}).get("Code", ""), 0)
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", named))
+
+
+def _require_exclusive_writes(filesystem: Any, uri: str) -> None:
+    """An older driver takes `mode` for one more option, drops it, and overwrites."""
+    if "mode" not in inspect.signature(filesystem.pipe_file).parameters:
+        driver = type(filesystem).__module__.split(".")[0]
+        raise ConfigError(
+            "the driver of this store cannot create a file exclusively",
+            where=uri,
+            value=driver,
+            fix=f"pip install -U {driver} fsspec",
+        )
 
 
 def _ls(filesystem: Any, path: str) -> list[str]:

@@ -133,15 +133,23 @@ def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] =
         where = storage.join(uri, name)
         try:
             size = storage.size_bytes(where)
+            digest = storage.sha256_file(where) if size == expected.bytes else ""
         except FileNotFoundError as error:
             raise CheckpointError("a file of the checkpoint is missing", where=where) from error
         if size != expected.bytes:
             raise CheckpointError(
                 f"a file has the wrong length, expected {expected.bytes} bytes", where=where, value=size
             )
-        digest = storage.sha256_file(where)
         if digest != expected.sha256:
             raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=where, value=digest)
+
+
+def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
+    """Whether every file is there with its size; none is read."""
+    try:
+        return all(storage.size_bytes(storage.join(uri, name)) == entry.bytes for name, entry in files.items())
+    except FileNotFoundError:
+        return False
 
 
 def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
@@ -175,8 +183,9 @@ def retire(paths: RunPaths, keep_last: int, attempt: int) -> None:
     """Deletes committed checkpoints beyond the newest `keep_last`, and what earlier attempts left half-written.
 
     COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
-    `attempt`.
+    `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
     """
+    attempts.require_held(paths, attempt)
     kept = set(committed(paths)[:keep_last])
     for text in storage.list_names(paths.checkpoints):
         name = CheckpointName.parse(text)

@@ -25,7 +25,7 @@ from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import FileEntry
 from kftrain.config import ModelConfig, TaskConfig
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, RetryableError
 from kftrain.models import build_model
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
@@ -74,11 +74,14 @@ def export_checkpoint(
 ) -> tuple[str, str]:
     """Writes the export of a committed checkpoint, if it is not there yet; returns its URI and digest.
 
-    One process suffices. Raises CheckpointError.
+    Every file of the checkpoint is verified before one is unpickled. One process suffices. Raises CheckpointError, and
+    RetryableError if the export that comes to lie there is not the one that was written.
     """
     manifest, digest = commit.read_manifest(checkpoint_uri)
     uri = paths.export(digest)
-    if not storage.exists(storage.join(uri, MANIFEST)):
+    if not _is_whole(uri):
+        commit.verify_files(checkpoint_uri, manifest.files)
+        storage.remove(storage.join(uri, MANIFEST))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with storage.new_folder(uri) as folder:
             _write_tensors(checkpoint_uri, folder)
@@ -92,8 +95,19 @@ def export_checkpoint(
             step=manifest.step,
             files=files,
         )
+        if not commit.has_files(uri, files):  # the old folder could not be deleted, or another process made one
+            raise RetryableError("other files than the ones of this export are in its folder", where=uri)
         storage.publish_json(storage.join(uri, MANIFEST), export.to_dict())  # last: it says that the others are there
     return uri, export_digest(uri)
+
+
+def _is_whole(uri: str) -> bool:
+    """Whether an export is there with all its files; one with a damaged manifest is none."""
+    try:
+        manifest = contracts.read(ExportManifest, storage.join(uri, MANIFEST), CheckpointError)
+    except CheckpointError:
+        return False
+    return commit.has_files(uri, manifest.files)
 
 
 def export_digest(uri: str) -> str:

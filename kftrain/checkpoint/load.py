@@ -1,8 +1,8 @@
 """Loading: the newest committed checkpoint that verifies, on any number of processes.
 
-Every process verifies its share of the files before any of them is unpickled or read; all agree on the outcome. A
-damaged checkpoint loses its marker and the one before it is tried. Only a run that never committed anything starts from
-scratch.
+Every process verifies its share of the files before any of them is unpickled or read; all agree on the outcome. If a
+checkpoint is damaged, the one before it is tried; once one is found, those that were passed over lose their markers.
+Where all are damaged, none is touched. Only a run that never committed anything starts from scratch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from kftrain import storage
+from kftrain import attempts, contracts, storage
+from kftrain.attempts import Claim
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
 from kftrain.checkpoint.save import State
@@ -33,29 +34,43 @@ class Loaded:
 
 
 def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | None:
-    """The newest committed checkpoint of the run that verifies; None if none was ever committed. Collective.
+    """The newest committed checkpoint of the run that verifies; None if none was ever committed.
 
-    Raises CheckpointError if the newest belongs to another training, or if every committed checkpoint is damaged.
+    Collective. Call it only with the run claimed: checkpoints that are passed over lose their markers. Raises
+    CheckpointError if one belongs to another training, if every committed checkpoint is damaged, or if all that were
+    committed are gone.
     """
-    names: list[CheckpointName] = world.from_main(commit.committed(paths) if world.is_main else None)
-    for name in names:
-        uri = storage.join(paths.checkpoints, str(name))
-        problems = world.gather(_problem(uri, identity, world))
-        problem = next((p for p in problems if p), None)
+    damaged: list[str] = []
+    while uri := world.from_main(_newest(paths, damaged) if world.is_main else None):
+        problem = next(filter(None, world.gather(_problem(uri, identity, world))), None)
         if problem is None:
             manifest, digest = commit.read_manifest(uri)
-            return Loaded(uri, digest, manifest, storage.read_json(storage.join(uri, commit.HISTORY)))
+            history = storage.read_json(storage.join(uri, commit.HISTORY))
+            if world.is_main:
+                _pass_over(damaged)
+            return Loaded(uri, digest, manifest, history)
         error = error_from_dict(problem)
         if "another training" in error.what:
             raise error
-        if world.is_main:
-            print(f"warning: {error.line}; going back to the checkpoint before", file=sys.stderr, flush=True)
-            storage.remove(storage.join(uri, commit.COMMITTED))
-    if names:
+        # The attempt before may retire a checkpoint while it is read: that one is gone, not damaged.
+        if world.from_main(storage.exists(storage.join(uri, commit.COMMITTED)) if world.is_main else None):
+            damaged.append(uri)
+            if world.is_main:
+                print(f"warning: {error.line}; going back to the checkpoint before", file=sys.stderr, flush=True)
+    if damaged:
         raise CheckpointError(
-            f"all {len(names)} committed checkpoints are damaged", where=paths.checkpoints, fix="start a new run"
+            f"all {len(damaged)} committed checkpoints are damaged", where=paths.checkpoints, fix="start a new run"
         )
+    _agree_on(world, _lost(paths) if world.is_main else None)
     return None
+
+
+def refuse_another_training(paths: RunPaths, world: World, identity: dict[str, Any]) -> None:
+    """Raises CheckpointError if the newest committed checkpoint belongs to another training.
+
+    Collective, and cheap: it reads one manifest, so that a job with other settings is refused before it claims the run.
+    """
+    _agree_on(world, _foreign(paths, identity) if world.is_main else None)
 
 
 def load_into(state: State, uri: str) -> None:
@@ -77,6 +92,59 @@ def reader(uri: str) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(uri)
+
+
+def _newest(paths: RunPaths, damaged: list[str]) -> str | None:
+    """URI of the newest committed checkpoint that is not known to be damaged; None if there is none."""
+    uris = (storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths))
+    return next((uri for uri in uris if uri not in damaged), None)
+
+
+def _pass_over(damaged: list[str]) -> None:
+    """Takes the markers of damaged checkpoints away: what is trained anew from here on must be the newest."""
+    for uri in damaged:
+        storage.remove(storage.join(uri, commit.COMMITTED))
+
+
+def _agree_on(world: World, problem: dict[str, Any] | None) -> None:
+    """Raises what rank 0 has found, on all processes."""
+    agreed = world.from_main(problem)
+    if agreed:
+        raise error_from_dict(agreed)
+
+
+def _foreign(paths: RunPaths, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Why this training may not go on with the newest checkpoint, as plain data; None if it may, or if none is read."""
+    uri = _newest(paths, [])
+    if uri is None:
+        return None
+    try:
+        manifest, _ = commit.read_manifest(uri)
+    except CheckpointError:  # damaged, or retired this moment: `choose` deals with both
+        return None
+    try:
+        commit.require_same_training(manifest, identity, uri)
+    except CheckpointError as error:
+        return error.to_dict()
+    return None
+
+
+def _lost(paths: RunPaths) -> dict[str, Any] | None:
+    """Why a run without a committed checkpoint may not start from scratch, as plain data; None if it may.
+
+    Who deletes the folder of checkpoints as a whole wants just that.
+    """
+    if not any(CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)):
+        return None
+    numbers = range(1, attempts.last_attempt(paths) + 1)
+    step = max((contracts.read(Claim, paths.attempt(number)).start_step for number in numbers), default=0)
+    if step == 0:
+        return None
+    return CheckpointError(
+        f"the committed checkpoints of this run are gone: an attempt went on after step {step}",
+        where=paths.checkpoints,
+        fix="start a new run, or delete this folder to train from the first step",
+    ).to_dict()
 
 
 def _problem(uri: str, identity: dict[str, Any], world: World) -> dict[str, Any] | None:

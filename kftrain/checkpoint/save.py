@@ -7,9 +7,12 @@ in flight at a time. All collectives of the thread use the world's background gr
 
 from __future__ import annotations
 
+import sys
+import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,10 +22,15 @@ from kftrain import attempts, storage
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.contracts import RunPaths
-from kftrain.errors import FencedError, RetryableError, error_from_dict
+from kftrain.errors import BUG_CODE, KftrainError, RetryableError, error_from_dict, error_to_dict
 from kftrain.parallel.world import World
 
 State = dict[str, Any]
+
+T = TypeVar("T")
+
+_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec")
+"""Packages whose exceptions say that an object store refused or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class CheckpointWriter:
     def save(self, state: State, history: list[dict[str, Any]], step: int, samples_consumed: int) -> None:
         """Starts a save; returns when the state has been copied, and may be changed again.
 
-        Raises what an earlier save in the background failed with: FencedError or RetryableError.
+        Raises what an earlier save in the background failed with, on all processes the same: FencedError or
+        RetryableError; anything else is a bug.
         """
         self.wait()
         name = CheckpointName(step, self._identity.attempt)
@@ -101,16 +110,15 @@ class CheckpointWriter:
             dcp.state_dict_saver.save(staged, storage_writer=writer, process_group=self._world.background)
         except (CheckpointException, OSError) as error:  # CheckpointException is a BaseException
             raise RetryableError(f"the checkpoint could not be written: {_first_line(error)}", where=uri) from error
-        files = self._hash_own_files(uri)
         gathered: list[Any] = [None] * self._world.size
-        dist.all_gather_object(gathered, files, group=self._world.background)
+        dist.all_gather_object(gathered, _tried(uri, self._hash_own_files, uri), group=self._world.background)
+        _raise_first(problem for _, problem in gathered)
         outcome: list[Any] = [None]
         if self._world.is_main:
-            entries = {key: entry for part in gathered for key, entry in part.items()}
-            outcome = [self._commit(uri, name, manifest, history, entries)]
+            entries = {key: entry for part, _ in gathered for key, entry in part.items()}
+            outcome = [_tried(uri, self._commit, uri, name, manifest, history, entries)[1]]
         dist.broadcast_object_list(outcome, src=0, group=self._world.background)
-        if outcome[0] is not None:
-            raise error_from_dict(outcome[0])
+        _raise_first(outcome)
         return name.step
 
     def _hash_own_files(self, uri: str) -> dict[str, FileEntry]:
@@ -127,21 +135,41 @@ class CheckpointWriter:
         manifest: CheckpointManifest,
         history: list[dict[str, Any]],
         files: dict[str, FileEntry],
-    ) -> dict[str, Any] | None:
-        """Commits; returns the error as plain data, for all processes to raise, or None."""
-        try:
-            attempts.require_held(self._paths, name.attempt)
-            history_uri = storage.join(uri, commit.HISTORY)
-            storage.publish_json(history_uri, history)
-            files = {**files, commit.HISTORY: commit.entry_of(history_uri)}
-            commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
-            storage.publish_json(self._paths.history, history)
-            commit.retire(self._paths, self._keep_last, name.attempt)
-        except FencedError as error:
-            return error.to_dict()
-        except OSError as error:
-            return RetryableError(f"the checkpoint could not be committed: {error}", where=uri).to_dict()
-        return None
+    ) -> None:
+        attempts.require_held(self._paths, name.attempt)
+        history_uri = storage.join(uri, commit.HISTORY)
+        storage.publish_json(history_uri, history)
+        files = {**files, commit.HISTORY: commit.entry_of(history_uri)}
+        commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
+        storage.publish_json(self._paths.history, history)
+        commit.retire(self._paths, self._keep_last, name.attempt)
+
+
+def _tried(uri: str, work: Callable[..., T], *arguments: Any) -> tuple[T | None, dict[str, Any] | None]:
+    """What the work returns, or why it failed as plain data, for all processes to raise."""
+    try:
+        return work(*arguments), None
+    except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
+        if isinstance(error, KftrainError):
+            return None, error.to_dict()
+        if isinstance(error, OSError) or _is_of_a_driver(error):
+            cause = f"{type(error).__name__}: {_first_line(error)}"
+            return None, RetryableError(f"the checkpoint could not be committed: {cause}", where=uri).to_dict()
+        traceback.print_exception(error, file=sys.stderr)  # a bug: the other processes only get its last frame
+        return None, error_to_dict(error)
+
+
+def _is_of_a_driver(error: Exception) -> bool:
+    """Whether an object store's driver raised it: most of their exceptions are no OSErrors."""
+    return any(kind.__module__.split(".")[0] in _DRIVERS for kind in type(error).__mro__)
+
+
+def _raise_first(problems: Iterable[dict[str, Any] | None]) -> None:
+    """Raises the first of the problems, a bug as an AssertionError; does nothing where there are none."""
+    first = next(filter(None, problems), None)
+    if first is not None:
+        assert first["exit_code"] != BUG_CODE, first["line"]
+        raise error_from_dict(first)
 
 
 def _writer(uri: str) -> Any:

@@ -26,7 +26,7 @@ from kftrain.data import tarreader
 from kftrain.data.keys import decode_key
 from kftrain.data.npyheader import npy_header
 from kftrain.data.schema import SPLITS, SampleSchema
-from kftrain.errors import DataError
+from kftrain.errors import DataError, RetryableError
 
 FORMAT_VERSION = 1
 """Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again."""
@@ -252,10 +252,18 @@ def _verify_content(uri: str, expected: str) -> None:
 
 @contextlib.contextmanager
 def reading(uri: str) -> Iterator[None]:
-    """Makes what goes wrong while reading a shard or its index a DataError that names it."""
+    """Makes what goes wrong while reading a shard or its index a DataError that names it.
+
+    Storage that is away for now is a RetryableError: another attempt may find it.
+    """
     try:
         yield
     except FileNotFoundError as error:
         raise DataError("missing", where=uri, fix=_SHARD_AGAIN) from error
-    except OSError as error:
+    except Exception as error:  # drivers of object stores raise what they like
+        if storage.is_outage(error):
+            shown = f"{type(error).__name__}: {error}"
+            raise RetryableError(f"storage cannot be reached: {shown}", where=uri) from error
+        if not isinstance(error, OSError):
+            raise
         raise DataError(f"cannot be read: {error}", where=uri, fix="check the storage and its permissions") from error

@@ -7,6 +7,7 @@ Scores the exports that `evaluation/request.json` names, each on the whole valid
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,10 @@ def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
 def _slices(
     task: Task, statistics: Statistics, groups: np.ndarray, grouped: Statistics, keys: list[str]
 ) -> dict[str, Slice]:
-    """Metrics of every named part of the data; none where all of it has one name."""
+    """Metrics of every named part of the data; none where all of it has one name.
+
+    A metric that a part does not determine (a rate of nothing) is left out of it.
+    """
     with user_code("task.slice_names"):
         names = np.array(task.slice_names(keys, grouped))
     if len(names) != len(keys):
@@ -106,7 +110,8 @@ def _slices(
     for name in sorted(set(names)):
         rows = (names == name)[groups]
         part = {statistic: values[rows] for statistic, values in statistics.items()}
-        result[str(name)] = Slice(num_samples=int(rows.sum()), metrics=total_metrics(task, part))
+        metrics = {metric: value for metric, value in total_metrics(task, part).items() if math.isfinite(value)}
+        result[str(name)] = Slice(num_samples=int(rows.sum()), metrics=metrics)
     return result
 
 

@@ -74,7 +74,16 @@ def read_completion(paths: RunPaths, config: Config) -> Completion:
 
 def has_export(completion: Completion) -> bool:
     """Whether the trained model is there; without it a run has to export once more."""
-    return storage.exists(storage.join(completion.export_uri, EXPORT_MANIFEST))
+    return is_export(completion.export_uri)
+
+
+def is_export(uri: str) -> bool:
+    """Whether a whole export is there: its manifest, and every file of it with its size. Only the manifest is read."""
+    try:
+        files = storage.read_json(storage.join(uri, EXPORT_MANIFEST)).get("files", {})
+        return all(storage.size_bytes(storage.join(uri, name)) == entry["bytes"] for name, entry in files.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def read_evaluations(request: EvaluationRequest) -> list[Evaluation]:

@@ -35,8 +35,8 @@ PASSING = frozenset((429, 500, 502, 503, 504))
 """500 too: the training operator's webhook answers with it while the operator is away."""
 
 BROKEN_TLS = 0
-"""The client's status for TLS that failed. It passes where the connection only ended, as when an API server is restarted
-behind a load balancer, or where calls have succeeded before; else address or certificate are wrong."""
+"""The client's status for TLS that failed. It passes where the connection only ended, as when an API server is
+restarted behind a load balancer, or where calls have succeeded before; else address or certificate are wrong."""
 
 UNAUTHORIZED = 401
 """Passes where the credentials were accepted before: a token that is being replaced, an authenticator that is away."""

@@ -70,8 +70,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def distribute(model: nn.Module, layout: Layout, world: World) -> nn.Module:
     """The module, ready to train on all processes of `world`.
 
-    `model` is on the CPU, in fp32, equal on all processes.
+    `model` is on the CPU, in fp32, equal on all processes. Raises ConfigError where its numbers would depend on the
+    number of processes.
     """
+    if world.size > 1:
+        _refuse_local_statistics(model)
     if layout.checkpoint_blocks:
         _recompute_blocks(model)
     if layout.strategy == "ddp":
@@ -130,6 +133,18 @@ def _replicate(model: nn.Module, layout: Layout, world: World) -> nn.Module:
 
         wrapped.register_comm_hook(None, bf16_compress_hook)
     return wrapped
+
+
+def _refuse_local_statistics(model: nn.Module) -> None:
+    """Batch normalisation sees only its own process's part of a batch, and nobody averages what it collects."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                "batch normalisation is not synchronised over processes",
+                where=f"module {name or 'model'}",
+                value=type(module).__name__,
+                fix="use GroupNorm or LayerNorm, on GPUs SyncBatchNorm, or launch.processes_per_node: 1",
+            )
 
 
 def _recompute_blocks(model: nn.Module) -> None:

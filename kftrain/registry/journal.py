@@ -39,6 +39,8 @@ class Entry(contracts.Document):
     reason: str
     time: str
     """UTC, ISO 8601."""
+    entry_id: str = ""
+    """Random: tells an entry of ours from an equal one of another process; empty in old journals."""
     evaluation_digest: str = ""
     improvement: Interval | None = None
 
@@ -108,6 +110,7 @@ def next_entry(
         previous=champion_version(entries),
         reason=reason,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        entry_id=uuid.uuid4().hex,
         evaluation_digest=evaluation_digest,
         improvement=improvement,
     )

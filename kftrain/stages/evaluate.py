@@ -7,6 +7,7 @@ from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.launch.completion import is_export
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.stages import failure, pods, resolve, tracked
@@ -71,7 +72,7 @@ def _comparable_champion(config: Config, completion: Completion, progress: Progr
 
 def _incomparable(config: Config, champion: Champion) -> str:
     """Why the champion cannot be scored on this data; empty where it can."""
-    if not storage.exists(champion.export_uri):
+    if not is_export(champion.export_uri):
         return f"its export is gone ({champion.export_uri})"
     try:
         trained_for = resolve.load_config(champion.run_uri).task

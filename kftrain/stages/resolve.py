@@ -114,9 +114,7 @@ def _run_folder(uri: str) -> RunPaths:
     """A run by the URI of its folder. Raises ConfigError for any other place: what is there now may be a copy."""
     paths = RunPaths(uri)
     if RunPaths.of(paths.storage_root, paths.run_id).uri != uri.rstrip("/"):
-        raise ConfigError(
-            "not the folder of a run", where="run", value=uri, fix="it lies below runs/ in the storage root"
-        )
+        raise ConfigError("not a run's folder", where="run", value=uri, fix="it lies below runs/ in the storage root")
     valid_run_id(paths.run_id)
     return paths
 

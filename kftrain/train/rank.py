@@ -20,7 +20,7 @@ import click
 
 from kftrain import storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, ConfigError, KftrainError, RetryableError, error_to_dict
+from kftrain.errors import BUG_CODE, ConfigError, KftrainError, RetryableError, UserCodeError, error_to_dict
 from kftrain.launch.completion import load_config
 from kftrain.processes import die_with_parent
 from kftrain.train import output
@@ -28,10 +28,11 @@ from kftrain.train.signals import StopRequest
 from kftrain.train.supervisor import ERROR_FILE_ENV
 from kftrain.train.verdict import LOST_PEER
 
-_LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL|ProcessGroup|TCPStore|store", re.IGNORECASE)
+_TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
+"""torch's own wording, which no message of a user's code has by chance."""
 
-_OUTAGE = re.compile("Connect|Timeout")
-"""Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away."""
+_LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (closed|reset)|Broken pipe")
+"""What a RuntimeError outside of a user's code says where a connection to a peer broke."""
 
 
 @click.command()
@@ -82,8 +83,20 @@ def report(error: Exception) -> int:
 
 def classify(error: BaseException) -> KftrainError | None:
     """The expected failure behind an exception; None for a bug."""
-    if "torch" not in sys.modules:  # it failed before, and torch may be what cannot be imported
-        return error if isinstance(error, KftrainError) else None
+    if "torch" in sys.modules:  # else it failed before, and torch may be what cannot be imported
+        known = _of_torch(error)
+        if known is not None:
+            return known
+    if isinstance(error, KftrainError):
+        return error
+    if storage.is_outage(error):
+        return RetryableError(
+            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        )
+    return None
+
+
+def _of_torch(error: BaseException) -> KftrainError | None:
     import torch
     import torch.distributed as dist
 
@@ -92,15 +105,10 @@ def classify(error: BaseException) -> KftrainError | None:
         return ConfigError(
             "out of GPU memory", fix="lower train.micro_batch_size, or set train.activation_checkpointing: blocks"
         )
-    lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _LOST_PEER.search(str(cause)))
+    wording = _TORCH_LOST_PEER if isinstance(error, UserCodeError) else _LOST_PEER
+    lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and wording.search(str(cause)))
     if lost and not isinstance(error, RetryableError):
         return RetryableError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
-    if isinstance(error, KftrainError):
-        return error
-    if any(_OUTAGE.search(kind.__name__) for kind in type(error).__mro__):
-        return RetryableError(
-            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        )
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -9,7 +10,10 @@ from kftrain.progress import to_log
 from kftrain.tracking.base import Tracker
 
 MAX_POINTS = 4096
-"""When the history holds more, every second point goes: it stays a small file however long the training."""
+"""When the history holds more it is thinned: it stays a small file however long the training."""
+
+VALIDATION = "validation/"
+"""How the names of a quick evaluation's metrics begin."""
 
 Point = dict[str, Any]
 
@@ -40,25 +44,46 @@ class Recorder:
         to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s, {_duration(eta_seconds)} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """A quick evaluation after `step` steps; the time that it took does not count as training speed."""
-        values = {f"validation/{name}": value for name, value in metrics.items()}
+        """A quick evaluation after `step` steps; the time that it took does not count as training speed.
+
+        A metric that is not finite stands in the log only: JSON has no number for it.
+        """
+        to_log(f"step {step}/{self._num_steps} " + " ".join(f"{VALIDATION}{k} {v:.4g}" for k, v in metrics.items()))
+        values = {f"{VALIDATION}{name}": value for name, value in metrics.items() if math.isfinite(value)}
         if self.history and self.history[-1]["step"] == step:
             self.history[-1].update(values)
             self._log(values, step)
-        else:
+        elif values:
             self._add({"step": step, **values, "seconds": self.seconds})
-        to_log(f"step {step}/{self._num_steps} " + " ".join(f"{name} {value:.4g}" for name, value in values.items()))
         self._mark = time.monotonic()
 
     def _add(self, point: Point) -> None:
         self.history.append(point)
         if len(self.history) > MAX_POINTS:
-            self.history[:] = self.history[1::2]
+            self.history[:] = thinned(self.history, MAX_POINTS // 2)
         self._log({name: value for name, value in point.items() if name != "step"}, point["step"])
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        if self._tracker is not None:
+        if self._tracker is not None and values:
             self._tracker.log_metrics(values, step)
+
+
+def thinned(history: list[Point], max_points: int) -> list[Point]:
+    """At most so many of a history's points, evenly over its steps, with the newest one; `max_points` is at least 3.
+
+    Steps fall into bins whose width is a power of two. The first point of a bin stays, and its first one with a
+    validation, which are few. Bins of one width are made of those of the width before, so that thinning again and
+    again leaves the same points as thinning once: the beginning of the curve stays as dense as its middle.
+    """
+    kept, width = history, 1
+    while len(kept) > max_points:
+        width *= 2
+        first_of_bin: dict[tuple[int, bool], Point] = {}
+        for point in history[:-1]:
+            validated = any(name.startswith(VALIDATION) for name in point)
+            first_of_bin.setdefault((point["step"] // width, validated), point)
+        kept = [*first_of_bin.values(), history[-1]]
+    return kept
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """One attempt of a training on one process: what `rank.py` runs for the task `train`.
 
-In order: verify the shards, find the checkpoint to go on from, claim the attempt, build and distribute the model, run
+In order: verify the shards, claim the attempt, find the checkpoint to go on from, build and distribute the model, run
 the loop, agree that all are done, export, and last of all write COMPLETE.json.
 """
 
@@ -113,9 +113,11 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     """Verifies, claims, trains to the last step. Collective."""
     paths, config = training.paths, training.config
     _verify(training.manifest_uri, config, world)
+    load.refuse_another_training(paths, world, training.identity)
+    # Claimed before it is chosen: the attempt before is fenced, but for what it is publishing at this moment.
+    attempt = world.from_main(_claim(paths, world.size) if world.is_main else None)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
-    attempt = world.from_main(_claim(paths, first_step, world.size) if world.is_main else None)
     stepper = _build(config, training.task, world)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     if world.is_main:
@@ -135,10 +137,10 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     return Finished(attempt, world.size, num_parameters, recorder.history)
 
 
-def _claim(paths: RunPaths, first_step: int, world_size: int) -> int:
+def _claim(paths: RunPaths, world_size: int) -> int:
     """Takes the run; the error of the attempt before is no longer the run's."""
     storage.remove(paths.error)
-    return attempts.claim(paths, first_step, world_size)
+    return attempts.claim(paths, commit.last_step(paths), world_size)
 
 
 def _verify(manifest_uri: str, config: Config, world: World) -> None:
@@ -210,6 +212,7 @@ def _require_agreement(world: World, last_step: int, committed_step: int, target
 
 def _complete(training: Training, finished: Finished, seconds: float) -> None:
     paths = training.paths
+    attempts.require_held(paths, finished.attempt)
     checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
     checkpoint, digest = commit.read_manifest(checkpoint_uri)
     export_uri, export_digest = export_model(paths, training.config, training.task, checkpoint_uri)

@@ -77,6 +77,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, two_processes):
     done = jobs.run_worker(paths, other)
     assert done.returncode == 12
     assert "optimizer.learning_rate: 0.003 -> 0.1" in storage.read_json(paths.error)["line"]
+    assert attempts.last_attempt(paths) == 1  # it may be at work: the intruder has not claimed it
 
 
 def test_a_complete_run_is_not_trained_again(two_processes):

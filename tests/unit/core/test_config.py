@@ -74,11 +74,18 @@ def test_how_and_where_it_runs_does_not_make_it_another_training():
         "optimizer.beta2=0.5",
         "model.dim=9",
         "precision.compute=bf16",
+        "data.shuffle_window_shards=2",
     ],
 )
 def test_what_changes_the_numbers_makes_it_another_training(override):
     assert config.parse("", [override]).training_digest("d") != config.parse("").training_digest("d")
     assert config.parse("").training_digest("d") != config.parse("").training_digest("e")
+
+
+def test_runs_from_before_the_shuffle_window_was_part_of_a_training_keep_their_identity():
+    default = config.parse("").training_identity("d")
+    assert set(default) == {"dataset", "seed", "task", "model", "precision", "optimizer", "train"}
+    assert config.parse("", ["data.shuffle_window_shards=16"]).training_identity("d") == default
 
 
 def test_relative_paths_are_anchored_and_others_left_alone(tmp_path):

@@ -59,3 +59,9 @@ def test_a_bug_keeps_its_type_and_place():
     assert document["exit_code"] == 1
     assert "KeyError" in document["line"] and "test_error_types.py" in document["line"]
     assert error_from_dict(document).exit_code == 1
+
+
+def test_an_error_of_an_unknown_kind_survives_two_ways_through_json():
+    once = error_from_dict({"kind": "OfAnotherVersion", "exit_code": 42, "line": "something"})
+    again = error_from_dict(error_to_dict(once))
+    assert (again.line, again.exit_code) == ("something", 42)

@@ -1,10 +1,16 @@
+import errno
 import os
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
+import fsspec
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
+from fsspec.implementations.memory import MemoryFileSystem
+from s3fs.errors import translate_boto_error
 
 from kftrain import storage
 from kftrain.errors import ConfigError
@@ -119,3 +125,120 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_content(tmp_pat
         process.stdout.close()
         content = storage.read_json(uri)
         assert len(content) == 10_000 and len(set(content)) == 1
+
+
+def answer(code, status):
+    """What s3fs makes of an S3 server's error answer."""
+    response = {"Error": {"Code": code, "Message": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(response, "PutObject"))
+
+
+class Scripted(MemoryFileSystem):
+    """A store that answers the first writes with errors; some of these writes take effect all the same."""
+
+    protocol = "scripted"
+    script: ClassVar = []
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        if not self.script:
+            return super().pipe_file(path, value, mode=mode, **kwargs)
+        error, written = self.script.pop(0)
+        if written is not None:
+            super().pipe_file(path, written)
+        raise error
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "CONFLICT_WAITS_SECONDS", (0.0, 0.0))
+    fsspec.register_implementation("scripted", Scripted, clobber=True)
+    monkeypatch.setattr(Scripted, "script", [])
+    return f"scripted://{tmp_path.name}/claim"
+
+
+CONFLICT = answer("ConditionalRequestConflict", 409)
+EXISTS = answer("PreconditionFailed", 412)
+BUSY = answer("SlowDown", 503)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [(EXISTS, b"ours")],  # another one's, and equal to ours: a 412 is an answer
+        [(EXISTS, b"theirs")],
+        [(translate_boto_error(ClientError({"Error": {"Code": "PreconditionFailed"}}, "PutObject")), b"ours")],
+        [(CONFLICT, b"theirs")],
+        [(CONFLICT, None), (EXISTS, b"theirs")],
+        [(BUSY, b"theirs")],
+        [(OSError(errno.EINVAL, "of an unknown driver"), b"theirs")],
+    ],
+)
+def test_whoever_lost_the_race_for_an_object_is_told_so_whatever_the_store_answered(scripted, script):
+    Scripted.script[:] = script
+    with pytest.raises(FileExistsError):
+        storage.create(scripted, "ours")
+    assert not Scripted.script
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [(CONFLICT, None), (CONFLICT, None)],
+        [(CONFLICT, None), (EXISTS, b"ours")],  # the first write was carried out late
+        [(BUSY, b"ours")],
+    ],
+)
+def test_whoever_won_the_race_for_an_object_is_told_so_whatever_the_store_answered(scripted, script):
+    Scripted.script[:] = script
+    storage.create(scripted, "ours")
+    assert storage.read_text(scripted) == "ours" and not Scripted.script
+
+
+@pytest.mark.parametrize("error", [BUSY, PermissionError("no"), answer("NoSuchBucket", 404)])
+def test_a_write_that_failed_without_a_race_keeps_its_error(scripted, error):
+    Scripted.script[:] = [(error, None)]
+    with pytest.raises(type(error)) as caught:
+        storage.create(scripted, "ours")
+    assert caught.value is error and not storage.exists(scripted)
+
+
+def test_a_conflict_that_does_not_end_is_not_waited_for_forever(scripted):
+    Scripted.script[:] = [(CONFLICT, None)] * 9
+    with pytest.raises(OSError, match="Conflict"):
+        storage.create(scripted, "ours")
+    assert len(Scripted.script) == 6
+
+
+def test_a_driver_that_would_overwrite_is_refused(tmp_path):
+    class Old(MemoryFileSystem):
+        protocol = "old"
+
+        def pipe_file(self, path, value, **kwargs):
+            super().pipe_file(path, value)
+
+    fsspec.register_implementation("old", Old, clobber=True)
+    uri = f"old://{tmp_path.name}/claim"
+    with pytest.raises(ConfigError, match="cannot create a file exclusively"):
+        storage.create(uri, "1")
+    assert not storage.exists(uri)
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (TimeoutError("x"), True),
+        (ConnectionResetError(104, "reset"), True),
+        (BUSY, True),
+        (answer("InternalError", 500), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (BlockingIOError(errno.EAGAIN, "again"), True),
+        (EndpointConnectionError(endpoint_url="http://x"), True),
+        (FileNotFoundError(errno.ENOENT, "none"), False),
+        (PermissionError(errno.EACCES, "no"), False),
+        (OSError(errno.ENOSPC, "full"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_an_outage_is_told_from_what_will_not_pass(error, outage):
+    assert storage.is_outage(error) is outage

@@ -1,10 +1,12 @@
 """Damage of every kind is noticed, and the shard that has it is named."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from helpers.toy_data import shard_toy, text_folder
 from helpers.toy_task import ToyTask
 from hypothesis import HealthCheck, given, settings
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 
 from kftrain import storage
 from kftrain.data import manifest as manifests
-from kftrain.data.manifest import read_manifest, verify_shards
+from kftrain.data.manifest import read_manifest, reading, verify_shards
 from kftrain.data.tarwriter import member_header, padding
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import DataError, KftrainError, RetryableError
 
 NUM_FILES = 400
 """Enough for three shards of training data."""
@@ -176,3 +178,23 @@ def test_any_byte_of_a_manifest_may_change_without_anything_but_our_errors(
         read_manifest(str(tmp_path / "manifest.json"))
     except KftrainError as error:
         assert isinstance(error, DataError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("x"), RetryableError),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), RetryableError),
+        (OSError(errno.EBUSY, "Please reduce your request rate"), RetryableError),
+        (OSError(errno.ESTALE, "Stale file handle"), RetryableError),
+        (EndpointConnectionError(endpoint_url="http://x"), RetryableError),
+        (FileNotFoundError("x"), DataError),
+        (PermissionError(errno.EACCES, "no"), DataError),
+        (DataError("of our own"), DataError),
+        (ZeroDivisionError("a bug"), ZeroDivisionError),
+    ],
+)
+def test_storage_that_is_away_does_not_end_a_run_for_good(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, reading("s3://b/train-000000.tar"):
+        raise error
+    assert kind is not RetryableError or "s3://b/train-000000.tar" in str(caught.value)

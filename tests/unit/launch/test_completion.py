@@ -5,6 +5,7 @@ from kftrain import storage
 from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.launch.completion import (
+    has_export,
     is_complete,
     keep_config,
     load_config,
@@ -121,3 +122,33 @@ def test_a_worker_that_is_started_again_takes_what_its_job_was_started_for_whoev
     storage.publish(paths.config, other.to_yaml())
     assert load_config(paths, resolved.digest()) == resolved
     assert load_config(paths, other.digest()) == other
+
+
+@pytest.fixture
+def export_uri(tmp_path):
+    """An export of one file, as completion sees it."""
+    storage.publish(f"{tmp_path}/export/model.safetensors", b"tensors")
+    manifest = {"files": {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}}
+    storage.publish_json(f"{tmp_path}/export/manifest.json", manifest)
+    return f"{tmp_path}/export"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", None),
+        ("model.safetensors", "half"),
+        ("manifest.json", None),
+        ("manifest.json", '{"files": '),
+        ("manifest.json", '{"files": {"model.safetensors": 7}}'),
+        ("manifest.json", "[]"),
+    ],
+)
+def test_an_export_is_there_with_every_file_of_its_manifest(run, export_uri, name, content):
+    paths, resolved = run
+    completion = completion_of(paths, resolved, "d", export_uri=export_uri)
+    assert has_export(completion)
+    storage.remove(f"{export_uri}/{name}")
+    if content is not None:
+        storage.publish(f"{export_uri}/{name}", content)
+    assert not has_export(completion)

@@ -1,8 +1,10 @@
 import pytest
+import torch
 from torch import nn
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.wrap import blocks_of, mesh_shape
+from kftrain.parallel.world import World
+from kftrain.parallel.wrap import Layout, _refuse_local_statistics, blocks_of, distribute, mesh_shape
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,16 @@ def test_blocks_are_what_the_model_says_or_its_longest_list():
     assert len(blocks_of(Plain())) == 3
     assert len(blocks_of(Named())) == 1
     assert blocks_of(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_batch_normalisation_over_several_processes_is_refused_by_name(strategy):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
+    layout = Layout(strategy, -1, 1, True, "fp32", "fp32", False)
+    with pytest.raises(ConfigError, match=r"module 1\.0: batch normalisation is not .*BatchNorm1d.*GroupNorm"):
+        distribute(model, layout, World(0, 2, torch.device("cpu"), None, None))
+
+
+def test_what_needs_no_synchronisation_is_not_refused():
+    model = nn.Sequential(nn.GroupNorm(1, 1), nn.LayerNorm(1), nn.SyncBatchNorm(1), nn.InstanceNorm1d(1))
+    _refuse_local_statistics(model)

@@ -28,6 +28,15 @@ def test_an_entry_is_appended_by_one_writer_only(tmp_path):
     assert (tmp_path / "registry" / "toy" / "promotions" / "1.json").exists()
 
 
+def test_equal_entries_of_two_processes_are_told_apart_and_old_ones_are_still_read(tmp_path):
+    first, second = (next_entry([], "promote", 1, "same").to_dict() for _ in range(2))
+    assert storage.dump_json(first) != storage.dump_json(second)
+    book = Journal.of(str(tmp_path), "toy")
+    old = {name: value for name, value in first.items() if name != "entry_id"}
+    storage.create_json(f"{book.uri}/promotions/1.json", old)
+    assert book.entries()[0].version == 1
+
+
 def test_a_journal_with_a_hole_is_refused(tmp_path):
     book = Journal.of(str(tmp_path), "toy")
     for entry in entries_of(("promote", 1), ("promote", 2), ("promote", 3)):

@@ -65,7 +65,7 @@ def test_a_copy_of_a_run_is_no_run(tmp_path):
     paths = opened(tmp_path).paths
     shutil.copytree(storage.local_path(paths.uri), tmp_path / "backup" / "r-1")
     for uri in (str(tmp_path / "backup" / "r-1"), "s3://bucket/r-1"):
-        with pytest.raises(ConfigError, match="not the folder of a run"):
+        with pytest.raises(ConfigError, match="not a run's folder"):
             resolve.resolve_run("", {}, uri)
 
 

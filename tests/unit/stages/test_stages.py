@@ -243,8 +243,9 @@ def champion_of(tmp_path, text="", export=True, **changes):
     folder = tmp_path / "old" / "runs" / "c"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(text or digits_config(tmp_path).to_yaml())
+    (folder / "export").mkdir()
     if export:
-        (folder / "export").mkdir()
+        (folder / "export" / "manifest.json").write_text("{}")
     fields = {"version": 1, "run_uri": str(folder), "checkpoint_digest": "d" * 64, "export_digest": "f" * 64}
     return Champion(**{**fields, "export_uri": f"{folder}/export", **changes})
 

@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +34,19 @@ def test_a_lost_peer_is_retryable_also_inside_a_forward_pass(cause):
     assert only_lost_a_peer(classify(cause).to_dict())
 
 
+@pytest.mark.parametrize(
+    "message", ["could not restore the tokenizer state", "feature store has no key 7", "Broken pipe of my own"]
+)
+def test_a_users_own_words_are_not_taken_for_a_lost_peer(message):
+    assert isinstance(classify(raised_in_user_code(RuntimeError(message))), UserCodeError)
+
+
+@pytest.mark.parametrize("message", ["Broken pipe", "Connection reset by peer", "DistStore is gone", "[c10d] no"])
+def test_a_broken_connection_of_ours_is_a_lost_peer(message):
+    assert only_lost_a_peer(classify(RuntimeError(message)).to_dict())
+    assert classify(RuntimeError("could not restore the state")) is None
+
+
 def test_out_of_gpu_memory_is_permanent_and_says_what_to_do():
     error = classify(raised_in_user_code(torch.OutOfMemoryError("CUDA out of memory")))
     assert isinstance(error, ConfigError)
@@ -49,7 +64,14 @@ class EndpointConnectionError(Exception):
 
 
 @pytest.mark.parametrize(
-    "cause", [EndpointConnectionError("no answer"), TimeoutError("slow"), ConnectionResetError("gone")]
+    "cause",
+    [
+        EndpointConnectionError("no answer"),
+        TimeoutError("slow"),
+        ConnectionResetError("gone"),
+        OSError(errno.EBUSY, "Please reduce your request rate"),
+        OSError(errno.ESTALE, "Stale file handle"),
+    ],
 )
 def test_storage_that_is_away_is_worth_another_attempt_and_a_users_own_error_of_that_kind_is_not(cause):
     error = classify(cause)

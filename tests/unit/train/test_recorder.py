@@ -1,3 +1,7 @@
+import itertools
+import math
+
+from kftrain import storage
 from kftrain.train import recorder
 from kftrain.train.recorder import Recorder
 
@@ -38,3 +42,41 @@ def test_a_long_history_is_thinned_and_keeps_its_end(monkeypatch):
         mine.record(step, {"loss": 1.0 / step}, num_steps=1, num_samples=1)
     steps = [point["step"] for point in mine.history]
     assert len(steps) <= 64 and steps == sorted(steps) and steps[-1] == 1000
+
+
+def test_a_thinned_history_is_as_dense_at_its_beginning_as_later_and_never_loses_its_end(monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_POINTS", 64)
+    mine = Recorder([], None, num_steps=10_000)
+    for number in range(1, 5001):
+        mine.record(10 * number, {"loss": 1.0}, num_steps=10, num_samples=1)
+        assert mine.history[-1]["step"] == 10 * number and len(mine.history) <= 64
+        if number % 97 == 0:  # resumed from a checkpoint
+            mine = Recorder(mine.history, None, num_steps=10_000)
+    steps = [point["step"] for point in mine.history]
+    assert steps[0] == 10
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 2 * 50_000 / 16
+
+
+def test_a_thinned_history_keeps_validations_among_many_points(monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_POINTS", 64)
+    mine = Recorder([], None, num_steps=1000)
+    for step in range(1, 1001):
+        mine.record(step, {"loss": 1.0}, num_steps=1, num_samples=1)
+        if step % 100 == 0:
+            mine.record_validation(step, {"loss": 2.0})
+    assert [point["step"] for point in mine.history if "validation/loss" in point] == list(range(100, 1001, 100))
+
+
+def test_a_validation_that_is_not_finite_is_shown_and_not_kept(capsys):
+    tracker = Tracker()
+    mine = Recorder([], tracker, num_steps=10)
+    mine.record(2, {"loss": 1.5}, num_steps=2, num_samples=64)
+    mine.record_validation(2, {"f1": math.nan, "accuracy": 0.5})
+    mine.record_validation(2, {"f1": math.nan})
+    mine.record_validation(3, {"f1": math.inf})
+    assert [sorted(point) for point in mine.history] == [
+        ["loss", "samples_per_second", "seconds", "step", "validation/accuracy"]
+    ]
+    assert tracker.logged[1:] == [(2, {"validation/accuracy": 0.5})]
+    assert "validation/f1 nan" in capsys.readouterr().out
+    storage.dump_json(mine.history)

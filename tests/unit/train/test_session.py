@@ -1,10 +1,16 @@
-"""What an attempt finds of the ones before it: a real worker process."""
+"""What an attempt finds of the ones before it, and what it may do while another holds the run."""
 
+from types import SimpleNamespace
+
+import pytest
 from helpers import jobs
 
-from kftrain import contracts, storage
-from kftrain.contracts import Completion
+from kftrain import attempts, contracts, storage
+from kftrain.checkpoint import load
+from kftrain.contracts import Completion, RunPaths
+from kftrain.errors import CheckpointError, FencedError
 from kftrain.launch.completion import has_export
+from kftrain.train import session
 
 
 def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
@@ -18,3 +24,55 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
     assert has_export(after) and (after.attempt, before.attempt) == (2, 1)
     assert (after.checkpoint_digest, after.export_digest) == (before.checkpoint_digest, before.export_digest)
     assert "going on after step 4" in done.stdout and "step 4/4" not in done.stdout
+
+
+def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
+    paths = RunPaths(f"{tmp_path}/r")
+    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [])
+    attempts.claim(paths, 0, 1)
+    monkeypatch.setattr(session.commit, "committed", lambda paths: ["step-00000010-a1"])
+    monkeypatch.setattr(session.commit, "read_manifest", lambda uri: (None, "digest"))
+    monkeypatch.setattr(session, "export_model", lambda *arguments: pytest.fail("exported"))
+    with pytest.raises(FencedError):
+        session._complete(SimpleNamespace(paths=paths, config=None, task=None), finished, 1.0)
+
+
+class Alone:
+    """A world of one process."""
+
+    rank, size, is_main = 0, 1, True
+
+    def from_main(self, value):
+        return value
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """What an attempt is given, up to the choice of a checkpoint: three steps were committed once."""
+    monkeypatch.setattr(session, "_verify", lambda *arguments: None)
+    monkeypatch.setattr(session.commit, "last_step", lambda paths: 3)
+    return SimpleNamespace(paths=RunPaths(f"{tmp_path}/r"), config=None, identity={}, manifest_uri="")
+
+
+def test_the_run_is_claimed_before_a_checkpoint_is_chosen(training, monkeypatch, tmp_path):
+    """Else it would take markers from, or call damaged, what a live attempt is just writing and retiring."""
+    claimed = []
+
+    def choose(paths, world, identity):
+        claimed.append((attempts.last_attempt(paths), attempts.last_start_step(paths)))
+        raise CheckpointError("all are damaged")
+
+    monkeypatch.setattr(load, "choose", choose)
+    with pytest.raises(CheckpointError, match="all are damaged"):
+        session._attempt(training, Alone(), None, tmp_path)
+    assert claimed == [(1, 3)]
+
+
+def test_another_training_does_not_claim_the_run(training, monkeypatch, tmp_path):
+    def refuse(paths, world, identity):
+        raise CheckpointError("of another training")
+
+    monkeypatch.setattr(load, "refuse_another_training", refuse)
+    with pytest.raises(CheckpointError, match="another training"):
+        session._attempt(training, Alone(), None, tmp_path)
+    assert attempts.last_attempt(training.paths) == 0

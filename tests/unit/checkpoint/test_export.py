@@ -1,0 +1,91 @@
+"""What an export is made of, and when it counts as one; a checkpoint of one tensor, no process group."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from kftrain import storage
+from kftrain.checkpoint import commit, export
+from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
+from kftrain.contracts import RunPaths
+from kftrain.errors import CheckpointError, RetryableError
+
+DESCRIPTION = export.Description(model={}, task={}, model_arguments={})
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths.of(str(tmp_path), "r")
+
+
+@pytest.fixture
+def checkpoint_uri(paths):
+    name = CheckpointName(10, 1)
+    uri = storage.join(paths.checkpoints, str(name))
+    with warnings.catch_warnings(action="ignore"):
+        writer = dcp.filesystem.FileSystemWriter(uri)
+        dcp.state_dict_saver.save({"model": {"weight": torch.ones(1000)}}, storage_writer=writer, no_dist=True)
+    manifest = CheckpointManifest(
+        step=10,
+        samples_consumed=40,
+        attempt=1,
+        world_size=1,
+        dataset_digest="d",
+        training_digest="t",
+        training_identity={},
+        files={file: commit.entry_of(storage.join(uri, file)) for file in storage.list_names(uri)},
+    )
+    commit.commit(paths, name, manifest)
+    return uri
+
+
+def export_it(paths, checkpoint_uri):
+    return export.export_checkpoint(paths, checkpoint_uri, DESCRIPTION, {})
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_checkpoint_is_refused_before_anything_of_it_is_unpickled(paths, checkpoint_uri, file, monkeypatch):
+    path = storage.local_path(storage.join(checkpoint_uri, file))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    monkeypatch.setattr(export, "_write_tensors", lambda *arguments: pytest.fail("was unpickled"))
+    with pytest.raises(CheckpointError, match="its sha256 differs from the manifest"):
+        export_it(paths, checkpoint_uri)
+    assert storage.list_names(storage.join(paths.uri, "export")) == []
+
+
+def test_an_export_that_is_whole_is_not_written_again(paths, checkpoint_uri, monkeypatch):
+    before = export_it(paths, checkpoint_uri)
+    monkeypatch.setattr(export, "_write_tensors", lambda *arguments: pytest.fail("was written again"))
+    assert export_it(paths, checkpoint_uri) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"half"),
+        lambda folder: (folder / "manifest.json").write_text('{"files": '),
+    ],
+)
+def test_an_export_that_lacks_something_is_written_anew(paths, checkpoint_uri, spoil):
+    before = export_it(paths, checkpoint_uri)
+    spoil(storage.local_path(before[0]))
+    assert export_it(paths, checkpoint_uri) == before
+    assert export.verify_export(*before).step == 10
+
+
+def test_a_folder_that_cannot_be_replaced_gets_no_manifest(paths, checkpoint_uri, monkeypatch):
+    """NFS keeps a deleted file that is still open as .nfs…, so the folder stays and ours is dropped."""
+    uri = paths.export(commit.read_manifest(checkpoint_uri)[1])
+    storage.publish(storage.join(uri, ".nfs0001"), "still open")
+    remove = storage.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove", lambda target: None if target == uri else remove(target))
+        with pytest.raises(RetryableError, match="other files"):
+            export_it(paths, checkpoint_uri)
+    assert not storage.exists(storage.join(uri, "manifest.json"))
+    assert export.verify_export(*export_it(paths, checkpoint_uri)).step == 10
