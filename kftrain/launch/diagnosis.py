@@ -39,6 +39,9 @@ CLASS_OF_CODE: dict[int, FailureClass] = {
     errors.BUG_CODE: FailureClass.BUG,
 }
 
+CLASS_OF_WORDS = {"out of GPU memory": FailureClass.GPU_MEMORY, "storage cannot be reached": FailureClass.STORAGE}
+"""Where the exit code says less than a worker's own words."""
+
 ADVICE: dict[FailureClass, str] = {
     FailureClass.CONFIG: "Correct the setting that the message names; the run goes on where it was.",
     FailureClass.DATA: "Check the shards: kftrain shards verify RUN. Shard again where they are damaged.",
@@ -48,6 +51,7 @@ ADVICE: dict[FailureClass, str] = {
     FailureClass.HOST_MEMORY: "Raise launch.kubernetes.memory, or lower train.micro_batch_size.",
     FailureClass.GPU_MEMORY: "Lower train.micro_batch_size, or set train.activation_checkpointing=blocks.",
     FailureClass.NETWORK: "A worker went away or the network broke: resume the run; look at the node if it repeats.",
+    FailureClass.STORAGE: "See that the storage answers, from the pods too, then resume the run.",
     FailureClass.PREEMPTED: "Resume the run: it goes on after the last commit.",
     FailureClass.NODE: "Resume the run on other nodes; it goes on after the last commit.",
     FailureClass.IMAGE: "Check launch.kubernetes.trainer_image, its tag and image_pull_secrets.",
@@ -116,7 +120,7 @@ def _is_consequence(error: Mapping[str, Any] | None) -> bool:
 
 def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequence[str]]) -> FailureSummary:
     code, line = int(error["exit_code"]), str(error["line"])
-    kind = FailureClass.GPU_MEMORY if "out of GPU memory" in line else _class_of_code(code)
+    kind = next((kind for part, kind in CLASS_OF_WORDS.items() if part in line), _class_of_code(code))
     index = error.get("node_rank") or 0
     return FailureSummary(
         task=task,

@@ -81,6 +81,7 @@ class FailureClass(str, Enum):
     HOST_MEMORY = "out of memory on the host"
     GPU_MEMORY = "out of memory on the GPU"
     NETWORK = "lost connection between workers"
+    STORAGE = "storage"
     PREEMPTED = "preempted"
     NODE = "node lost"
     IMAGE = "image"

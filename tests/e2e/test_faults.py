@@ -63,7 +63,7 @@ def test_what_failed_has_a_class(changes, code, failure_class, part, faulty, tmp
 @pytest.mark.full
 def test_a_torn_shard_is_the_data(faulty, tmp_path):
     root = f"{faulty['run.storage_root']}-torn"
-    run_uri = start({**faulty, "run.storage_root": root, "task.fault": ""}, tmp_path)
+    run_uri = start({**faulty, "run.storage_root": root}, tmp_path)
     manifest_uri = storage.read_json(RunPaths(run_uri).shards)["manifest_uri"]
     shard = shard_uri(manifest_uri, read_manifest(manifest_uri).splits["train"].shards[0].name)
     storage.publish(shard, storage.read_bytes(shard)[:-1000])

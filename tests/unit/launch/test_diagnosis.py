@@ -61,6 +61,11 @@ def test_memory_of_the_gpu_is_told_from_a_wrong_setting():
     assert found(error)[0] == "out of memory on the GPU"
 
 
+def test_a_storage_that_is_away_is_no_lost_peer():
+    assert found(errors.RetryableError("storage cannot be reached: TimeoutError: x"))[0] == "storage"
+    assert found(errors.RetryableError("lost contact with another process"))[0] == "lost connection between workers"
+
+
 def test_only_the_last_lines_are_kept():
     lines = [str(number) for number in range(100)]
     summary = diagnose("train", None, [ended()], {0: lines})
