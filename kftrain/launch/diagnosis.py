@@ -39,7 +39,11 @@ CLASS_OF_CODE: dict[int, FailureClass] = {
     errors.BUG_CODE: FailureClass.BUG,
 }
 
-CLASS_OF_WORDS = {"out of GPU memory": FailureClass.GPU_MEMORY, "storage cannot be reached": FailureClass.STORAGE}
+CLASS_OF_WORDS = {
+    "out of GPU memory": FailureClass.GPU_MEMORY,
+    "storage cannot be reached": FailureClass.STORAGE,
+    "the checkpoint could not be": FailureClass.STORAGE,
+}
 """Where the exit code says less than a worker's own words."""
 
 ADVICE: dict[FailureClass, str] = {

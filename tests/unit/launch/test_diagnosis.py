@@ -62,7 +62,8 @@ def test_memory_of_the_gpu_is_told_from_a_wrong_setting():
 
 
 def test_a_storage_that_is_away_is_no_lost_peer():
-    assert found(errors.RetryableError("storage cannot be reached: TimeoutError: x"))[0] == "storage"
+    for text in ("storage cannot be reached: TimeoutError: x", "the checkpoint could not be written: OSError: y"):
+        assert found(errors.RetryableError(text))[0] == "storage"
     assert found(errors.RetryableError("lost contact with another process"))[0] == "lost connection between workers"
 
 
