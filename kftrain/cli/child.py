@@ -25,7 +25,7 @@ SIGNAL_CODE = 128
 
 STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything here\n"
 
-HANGUPS = set(stop_signals()) - {signal.SIGTERM}
+HANGUP = getattr(signal, "SIGHUP", None)
 
 STOP_SECONDS = 330.0
 """After an error of ours: as long as a launcher waits for the pods of a job that it has deleted, and a little more."""
@@ -76,7 +76,7 @@ class PipelineProcess:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal and number in HANGUPS:  # a terminal that is closed says so twice: by its shell, by the kernel
+        if self._signal and number == HANGUP:  # a terminal that is closed says so twice: by its shell, by the kernel
             return
         if not self._signal:
             with contextlib.suppress(OSError):  # the terminal is gone

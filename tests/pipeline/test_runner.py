@@ -86,7 +86,16 @@ def test_arguments_arrive_as_they_were_given(tmp_path, folders):
     assert process.stop_code == 0
 
 
+@pytest.fixture
+def terminal():
+    """A terminal that may be closed, also where the tests themselves run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("terminal")
 def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folders, number, capfd):
     process = start(tmp_path, folders, 60.0)
 
@@ -104,6 +113,16 @@ def test_a_signal_stops_the_step_and_the_exit_handler_still_runs(tmp_path, folde
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, folders):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(tmp_path, folders, 0.0)
+        assert process.follow(lambda line: os.kill(os.getpid(), signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_a_terminal_that_is_closed_may_say_so_twice(tmp_path, folders):
     process = start(tmp_path, folders, 60.0)
 
