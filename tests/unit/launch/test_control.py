@@ -94,6 +94,17 @@ def test_following_the_logs_ends_with_the_job(followed, namespace, code):
     assert found == ["worker-0: first", "worker-0: last"]
 
 
+def test_following_the_logs_ends_where_another_job_takes_the_name(followed, namespace, job):
+    found, thread = followed
+    with namespace.changed:
+        namespace.delete("pytorchjobs", JOB)
+        job()
+        namespace.run_pods(JOB)
+        namespace.write(WORKERS[0], "of another job")
+    thread.join(10)
+    assert not thread.is_alive() and found == ["worker-0: first"]
+
+
 def test_following_the_logs_ends_where_nobody_reads_them(job, namespace):
     job()
     namespace.run_pods(JOB)
