@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
 TAIL_LINES = 40
 JOIN_SECONDS = 5.0
+DRAIN_SECONDS = 60.0
+"""How long a pod that goes on to print after the end of its job is followed: longer than its grace."""
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
@@ -58,6 +60,7 @@ class Logs:
         self._source, self._prefixed, self._follow = source, num_workers > 1, follow
         self._write, self._limited = write or _to_stdout, limited
         self._broken: BrokenPipeError | None = None
+        self._drained_at = float("inf")
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
@@ -94,11 +97,11 @@ class Logs:
         self.finish()
 
     def drain(self) -> None:
-        """Waits for all that the pods have printed, however long that takes; nothing is followed any further.
+        """Waits for all that the pods have printed, however long that takes; what comes later is not followed.
 
         Raises BrokenPipeError where nobody reads what is written.
         """
-        self._follow = False
+        self._follow, self._drained_at = False, time.monotonic()
         for thread in self._threads.values():
             while thread.is_alive() and not self.is_broken:
                 thread.join(timeout=JOIN_SECONDS)
@@ -128,13 +131,12 @@ class Logs:
         """Until the pod's container has ended. A log that ended once is asked again: a connection may have broken."""
         gauge, place = _Gauge(), _Place()
         while not self._closed.is_set():
-            found = self._source.read_pod(pod.name)
+            follow, found = self._follow, self._source.read_pod(pod.name)
             if found is None or found["metadata"]["uid"] != pod.uid:
                 break
-            follow = self._follow
             ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
             place.resume()
-            for raw in self._source.log_lines(pod.name, place.since, follow):
+            for raw in self._lines(pod, place.since, follow):
                 if raw.endswith(b"\n") or ended:  # a torn line comes again, whole
                     line = place.pass_by(raw.decode(errors="replace").rstrip("\n"))
                     if line is not None:
@@ -143,6 +145,21 @@ class Logs:
                 break
             self._closed.wait(RECONNECT_SECONDS)
         self._say_left_out(pod, gauge.left_out())
+
+    def _lines(self, pod: Pod, since: str, follow: bool) -> Iterator[bytes]:
+        """What one connection gives of the pod's log.
+
+        A log is asked for by name: only while it is read it shows that no other pod had taken the name before.
+        """
+        is_known = False
+        for raw in self._source.log_lines(pod.name, since, follow):
+            found = None if is_known else self._source.read_pod(pod.name)
+            if found is not None and found["metadata"]["uid"] != pod.uid:
+                return
+            is_known = True
+            yield raw
+            if follow and time.monotonic() - self._drained_at > DRAIN_SECONDS:
+                return
 
     def _take(self, pod: Pod, line: str, gauge: _Gauge) -> None:
         text = unmarked(line)

@@ -79,9 +79,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *exception):
-        self._closed.set()
-        with self.namespace.changed:
-            self.namespace.changed.notify_all()
+        self.end_streams()
         self._http.shutdown()
         self._http.server_close()
 
@@ -111,6 +109,12 @@ class ApiServer:
         """Breaks all watches and logs that are read now."""
         with self.namespace.changed:
             self._streams_cut += 1
+            self.namespace.changed.notify_all()
+
+    def end_streams(self):
+        """Breaks all watches and logs, now and from now on."""
+        self._closed.set()
+        with self.namespace.changed:
             self.namespace.changed.notify_all()
 
     def take_fault(self, verb, path):

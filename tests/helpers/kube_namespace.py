@@ -310,6 +310,13 @@ class Namespace:
         workload = {"metadata": metadata, "spec": {"active": active}, "status": {"conditions": shown}}
         self.create("workloads", workload)
 
+    @_locked
+    def clear(self):
+        """The end of the test: nothing is there any more."""
+        for items in self.objects.values():
+            items.clear()
+        self.changed.notify_all()
+
     def pods(self):
         """Names of the pods that there are."""
         return sorted(self.objects["pods"])

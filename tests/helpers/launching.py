@@ -38,6 +38,11 @@ def wait_until(condition, seconds=10.0):
     return value
 
 
+def threads():
+    """Threads of launchers that read logs or watch pods."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("log of", "watch of"))]
+
+
 class Launch:
     """A launcher in a thread of its own, and what it has printed."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.api_server import ApiServer
-from helpers.launching import FAST, JOB, Launch, wait_until
+from helpers.launching import FAST, JOB, Launch, threads, wait_until
 
 from kftrain import config
 from kftrain.contracts import RunPaths
@@ -31,6 +31,9 @@ def server(tmp_path, monkeypatch):
     with ApiServer() as api_server:
         monkeypatch.setenv("KUBECONFIG", api_server.write_kubeconfig(tmp_path / "kubeconfig"))
         yield api_server
+        api_server.namespace.clear()
+        api_server.end_streams()
+        wait_until(lambda: not threads())  # they would go on within the next test
 
 
 @pytest.fixture

@@ -94,7 +94,6 @@ def test_following_the_logs_ends_with_the_job(followed, namespace, code):
     assert found == ["worker-0: first", "worker-0: last"]
 
 
-@pytest.mark.xfail(reason="drain may wait for a stream that stays open: to be mended in launch/logs.py", strict=False)
 def test_following_the_logs_ends_where_another_job_takes_the_name(followed, namespace, job):
     found, thread = followed
     with namespace.changed:

@@ -5,7 +5,7 @@ import time
 import tracemalloc
 
 import pytest
-from helpers.launching import JOB, WORKERS, wait_until
+from helpers.launching import JOB, WORKERS, threads, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +168,58 @@ def test_draining_reads_what_a_pod_that_goes_on_has_printed_and_then_ends():
     assert found == ["a", "b"] and follows == [True, False]
 
 
+def test_a_pod_that_prints_for_ever_is_not_drained_for_ever(monkeypatch):
+    """The job has ended, and one of its pods has not; what it had printed by then is there."""
+    monkeypatch.setattr(logs, "DRAIN_SECONDS", 0.1)
+    found, numbers = [], iter(range(10**9))
+
+    class Endless(ScriptedSource):
+        def read_pod(self, name):
+            return {"metadata": {"uid": "u"}, "status": {"phase": "Running"}}
+
+        def log_lines(self, pod_name, since="", follow=True):
+            while follow:
+                time.sleep(0.01)
+                yield raw(next(numbers), "line")
+            yield raw(next(numbers), "last")
+
+    one = Logs(Endless(), 1, found.append)
+    one.follow([POD])
+    one.drain()
+    assert found[-2:] == ["line", "last"] and len(found) < 100
+
+
+def test_the_log_of_a_pod_that_takes_the_name_just_before_the_connection_is_not_shown():
+    """Logs are asked for by name; the pod was read before, when it was still there."""
+    connected = threading.Event()
+
+    class Replaced(ScriptedSource):
+        def read_pod(self, name):
+            return {"metadata": {"uid": "u2" if connected.is_set() else "u"}, "status": {"phase": "Running"}}
+
+        def log_lines(self, pod_name, since="", follow=True):
+            connected.set()
+            for index in range(10**9):
+                yield raw(index, "of another pod")
+                time.sleep(0.01)
+
+    assert shown(Replaced()) == []
+
+
+def test_the_log_of_a_pod_that_is_taken_away_while_it_is_read_is_shown():
+    taken = threading.Event()
+
+    class Deleted(ScriptedSource):
+        def read_pod(self, name):
+            return None if taken.is_set() else super().read_pod(name)
+
+        def log_lines(self, pod_name, since="", follow=True):
+            taken.set()
+            yield from super().log_lines(pod_name, since, follow)
+
+    assert shown(Deleted([raw(1, "a"), raw(2, "last words")], [])) == ["a", "last words"]
+
+
 def test_logs_that_nobody_reads_end_with_the_error_of_the_pipe():
     def write(line):
         raise BrokenPipeError
@@ -282,4 +334,4 @@ def test_an_endless_line_is_not_kept_in_memory():
 def test_the_threads_of_logs_end_with_the_launcher(training, namespace):
     namespace.finish(JOB)
     assert training.finish() == 0
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("log of")])
+    wait_until(lambda: not any(thread.name.startswith("log of") for thread in threads()))
