@@ -8,7 +8,7 @@
     ├── EvaluationError      14  the evaluation cannot be done
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
     ├── UserCodeError        16  the user's own task, model or source raised
-    ├── FencedError          17  a newer attempt holds the run
+    ├── FencedError          17  another launcher, job or attempt holds the run
     ├── LauncherGoneError    18  the launcher vanished; stopped after a commit
     ├── DivergedError        19  the loss is not finite
     ├── InterruptedByUser   130  Ctrl-C
@@ -113,7 +113,7 @@ class UserCodeError(KftrainError):
 
 
 class FencedError(KftrainError):
-    """A newer attempt holds the run; this one must not write any more."""
+    """Another launcher, job or attempt holds the run; this one must not write to it."""
 
     exit_code = 17
 

@@ -5,7 +5,8 @@ name decides: the very same specification is adopted, a job that is being delete
 replaced, and any other one is refused with the difference.
 
 A launch that fails on the way leaves nothing behind: what it has created it deletes, also where the answer to the
-creation was lost.
+creation was lost. A job bears the mark of the launch that holds it; who adopts it puts its own there, and from then on
+the launch before, which may only have been cut off, leaves it alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kftrain.errors import LaunchError
+from kftrain.errors import FencedError, LaunchError
 from kftrain.launch.annotations import LAUNCH_ANNOTATION
 from kftrain.launch.observation import parse_pod
 from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
@@ -42,17 +44,37 @@ class Jobs(Protocol):
 
     def create_job(self, document: dict[str, Any]) -> str | None: ...  # noqa: D102
     def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
-    def delete_job(self, name: str, uid: str = "") -> None: ...  # noqa: D102
+    def delete_job(self, name: str, uid: str = "", version: str = "") -> None: ...  # noqa: D102
     def list_pods(self, job_name: str) -> list[dict[str, Any]]: ...  # noqa: D102
-    def take_over_job(self, name: str, metadata: dict[str, Any]) -> None: ...  # noqa: D102
+    def take_over_job(self, name: str, metadata: dict[str, Any]) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A job, and the mark of the launch that holds it."""
+
+    name: str
+    mark: str
+    uid: str = ""
+    """Empty: the answer to the creation was lost; the mark says which it is."""
+
+    def is_lost(self, job: Mapping[str, Any]) -> bool:
+        """Whether another launch has adopted this job of the hold's name."""
+        return mark_of(job) != self.mark
+
+
+def mark_of(job: Mapping[str, Any]) -> str:
+    """Which launch holds a job."""
+    return str((job["metadata"].get("annotations") or {}).get(LAUNCH_ANNOTATION, ""))
 
 
 def create_or_adopt(
     cluster: Jobs, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
-) -> str | None:
-    """The uid of the one live job of this specification, created now or found. Raises LaunchError.
+) -> Hold | None:
+    """The one live job of this specification, created now or found. Raises LaunchError.
 
-    None: `is_stopped` said so while an older job was still going.
+    None: `is_stopped` said so while an older job was still going. Raises FencedError where a job of another
+    specification holds the run.
     """
     creation = _Creation(cluster, document)
     try:
@@ -65,6 +87,22 @@ def create_or_adopt(
         raise
 
 
+def delete_held(cluster: Jobs, hold: Hold) -> bool:
+    """Deletes the job as long as it is held; False where another launch has adopted it. Raises LaunchError.
+
+    The job changes all the time, so it may take several looks until none has come between look and deletion.
+    """
+    while True:
+        found = cluster.read_job(hold.name)
+        if found is None or (hold.uid and found["metadata"]["uid"] != hold.uid):
+            return True
+        if hold.is_lost(found):
+            return False
+        if "deletionTimestamp" in found["metadata"]:
+            return True
+        cluster.delete_job(hold.name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
+
+
 def any_pods(cluster: Jobs, name: str) -> bool:
     """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
     return cluster.read_job(name) is None and _pods_at_work(cluster, name)
@@ -74,10 +112,11 @@ class _Creation:
     """The creation of a job by this launch, which knows its own job by a mark: the answer may be lost."""
 
     def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
-        metadata, self._mark = document["metadata"], uuid.uuid4().hex
-        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._mark}
+        metadata = document["metadata"]
+        self._hold = Hold(metadata["name"], uuid.uuid4().hex)
+        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._hold.mark}
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
-        self._cluster, self._name, self._was_sent = cluster, metadata["name"], False
+        self._cluster, self._was_sent = cluster, False
 
     def send(self) -> str | None:
         """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
@@ -89,18 +128,11 @@ class _Creation:
 
         Raises LaunchError: then it may be there.
         """
-        uid = self._find() if self._was_sent else ""
-        if uid:
-            to_log(f"job {self._name}: this launch has failed: deleting what it has created")
-            self._cluster.delete_job(self._name, uid)
-
-    def _find(self) -> str:
-        found = self._cluster.read_job(self._name)
-        annotations = (found["metadata"].get("annotations") or {}) if found else {}
-        return str(found["metadata"]["uid"]) if found and annotations.get(LAUNCH_ANNOTATION) == self._mark else ""
+        if self._was_sent and delete_held(self._cluster, self._hold):
+            to_log(f"job {self._hold.name}: this launch has failed, and leaves nothing behind")
 
 
-def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> str | None:
+def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> Hold | None:
     document = creation.document
     name = document["metadata"]["name"]
     deadline, said = time.monotonic() + GOING_SECONDS, False
@@ -109,13 +141,14 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
         if existing is None and not _pods_at_work(cluster, name):
             uid = creation.send()
             if uid is not None:
-                return _created(cluster, document, uid)
+                _require_kept(cluster, document, uid)
+                return Hold(name, mark_of(document), uid)
             existing = cluster.read_job(name)
         if existing is not None and not _is_over(existing):
             _require_same(document, existing, cluster.namespace)
             to_log(f"job {name} is there already: following it")
-            _take_over(cluster, document["metadata"], existing["metadata"])
-            return str(existing["metadata"]["uid"])
+            taken = _take_over(cluster, document["metadata"], existing["metadata"])
+            return Hold(name, mark_of(document if taken else existing), existing["metadata"]["uid"])
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             cluster.delete_job(name, existing["metadata"]["uid"])
         if not said:
@@ -131,7 +164,7 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
     return None
 
 
-def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Makes an adopted job ours: who cleans up after the launch that has created it must leave it alone from now on."""
     patch = {
         "uid": theirs["uid"],
@@ -139,15 +172,15 @@ def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]
         "labels": {KFP_RUN_LABEL: ours["labels"].get(KFP_RUN_LABEL)},
         "ownerReferences": ours.get("ownerReferences"),
     }
-    cluster.take_over_job(str(ours["name"]), patch)
+    return cluster.take_over_job(str(ours["name"]), patch)
 
 
 def _pods_at_work(cluster: Jobs, name: str) -> bool:
     return any(not parse_pod(pod, 0.0).ended for pod in cluster.list_pods(name))
 
 
-def _created(cluster: Jobs, document: dict[str, Any], uid: str) -> str:
-    """The uid of a job that was just created; an owner that does not exist takes it away at once."""
+def _require_kept(cluster: Jobs, document: dict[str, Any], uid: str) -> None:
+    """Raises LaunchError where a job that was just created is gone: an owner that does not exist takes it away."""
     name = document["metadata"]["name"]
     if "ownerReferences" in document["metadata"]:
         time.sleep(OWNER_SECONDS)
@@ -160,7 +193,6 @@ def _created(cluster: Jobs, document: dict[str, Any], uid: str) -> str:
             where=f"job {name} in namespace {cluster.namespace}",
             fix="start the pipeline run again with resume_run",
         )
-    return uid
 
 
 def _left_behind(document: Mapping[str, Any], error: LaunchError) -> LaunchError:
@@ -179,14 +211,14 @@ def _is_over(job: Mapping[str, Any]) -> bool:
 
 
 def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace: str) -> None:
-    """Raises LaunchError where a living job of this name has another specification."""
+    """Raises FencedError where a living job of this name has another specification."""
     digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
     changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
-    raise LaunchError(
-        f"a job of this run with another specification is at work: {shown}",
+    raise FencedError(
+        f"a job with another specification holds this run: {shown}",
         where=f"job {wanted['metadata']['name']} in namespace {namespace}",
         fix="wait for it, or end it: kftrain cancel RUN",
     )

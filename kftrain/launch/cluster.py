@@ -19,7 +19,7 @@ from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import KftrainError, LaunchError, Preempted
 from kftrain.launch import diagnosis, ownership, pytorchjob
-from kftrain.launch.adoption import any_pods, create_or_adopt
+from kftrain.launch.adoption import Hold, any_pods, create_or_adopt, delete_held
 from kftrain.launch.failures import JobFailedError
 from kftrain.launch.follower import Follower
 from kftrain.launch.heartbeat import Heartbeat
@@ -46,7 +46,10 @@ class ClusterLauncher:
         self._wake = threading.Event()
 
     def run(self, spec: JobSpec) -> int:
-        """See `Launcher.run`. The job is deleted when this returns or raises. Raises LaunchError."""
+        """See `Launcher.run`. The job is deleted when this returns or raises. Raises LaunchError.
+
+        Raises FencedError where another launch holds the job, or one with another specification: that one is left.
+        """
         self._cluster.patience.hurried = lambda: self.interrupted
         with self._signals():
             try:
@@ -66,17 +69,17 @@ class ClusterLauncher:
         document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
         with Heartbeat(paths):
-            uid = create_or_adopt(self._cluster, document, lambda: self.interrupted)
-            if uid is None:
+            hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
+            if hold is None:
                 return Preempted.exit_code
             follower = None
             try:
                 where = f"job {name} in namespace {self._cluster.namespace}"
                 to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
-                follower = Follower(self._cluster, self._config, spec, name, uid, self._wake)
+                follower = Follower(self._cluster, self._config, spec, hold, self._wake)
                 return self._follow(follower, spec, paths)
             finally:
-                self._end(name, uid)
+                self._end(hold)
                 if follower is not None:  # only now: workers that commit have something to say
                     follower.close()
 
@@ -97,12 +100,13 @@ class ClusterLauncher:
             raise
         return Preempted.exit_code
 
-    def _end(self, name: str, uid: str) -> None:
+    def _end(self, hold: Hold) -> None:
         """Deletes the job and waits until its pods are gone: the next attempt must not meet them."""
         try:
-            self._cluster.delete_job(name, uid)
+            if not delete_held(self._cluster, hold):
+                return
             deadline = time.monotonic() + GOING_SECONDS
-            while any_pods(self._cluster, name) and time.monotonic() < deadline:
+            while any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")

@@ -67,7 +67,7 @@ ADVICE: dict[FailureClass, str] = {
     FailureClass.DIVERGED: "Start a new run with a lower optimizer.learning_rate.",
     FailureClass.USER_CODE: "The traceback is in the log; correct the code, build the image, resume the run.",
     FailureClass.OPERATOR: "See that the training operator runs: kubectl get pods -A | grep training-operator.",
-    FailureClass.FENCED: "A newer attempt of this run is at work; nothing is lost.",
+    FailureClass.FENCED: "Another attempt of this run is at work; nothing is lost.",
     FailureClass.LAUNCHER: "The step that followed the job vanished; the job committed and ended. Resume the run.",
     FailureClass.DELETED: "Somebody deleted the job; resume the run to go on after the last commit.",
     FailureClass.TERMINATED: "Start a run with resume_run to go on after the last commit.",

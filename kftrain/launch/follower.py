@@ -10,7 +10,9 @@ from datetime import datetime, timezone
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
+from kftrain.errors import FencedError
 from kftrain.launch import diagnosis, observation, states
+from kftrain.launch.adoption import Hold
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.clock import Clock, Limits
 from kftrain.launch.completion import is_complete
@@ -36,12 +38,11 @@ NOTICE_SECONDS = 60.0
 class Follower:
     """One job of this launcher, from its creation or adoption on."""
 
-    def __init__(
-        self, cluster: Cluster, config: Config, spec: JobSpec, name: str, uid: str, wake: threading.Event
-    ) -> None:
+    def __init__(self, cluster: Cluster, config: Config, spec: JobSpec, hold: Hold, wake: threading.Event) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
         self._config = config
-        self._cluster, self._spec, self._paths, self._name, self._uid = cluster, spec, paths, name, uid
+        self._cluster, self._spec, self._paths, self._hold = cluster, spec, paths, hold
+        self._name = hold.name
         self._limits = Limits(
             settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
         )
@@ -56,10 +57,13 @@ class Follower:
         self._events: Sequence[observation.Event] = ()
         self._lost_nodes: frozenset[str] = frozenset()
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name=f"watch of {name}").start()
+        threading.Thread(target=self._watch, daemon=True, name=f"watch of {hold.name}").start()
 
     def look(self) -> State:
-        """One look at the job; returns its state. Raises JobFailedError for what makes no sense to wait for."""
+        """One look at the job; returns its state.
+
+        Raises JobFailedError for what makes no sense to wait for, FencedError where another launch holds the job.
+        """
         seen = self._observe()
         for pod in seen.pods:
             self._endings.note(pod, time.monotonic())
@@ -94,13 +98,18 @@ class Follower:
     def _observe(self) -> Observation:
         now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
-        job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._uid else None
+        job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._hold.uid else None
+        if item and job and self._hold.is_lost(item):
+            raise FencedError(
+                "another launcher holds this run by now, and follows its job",
+                where=f"job {self._name} in namespace {self._cluster.namespace}",
+            )
         pods = sorted(
             (observation.parse_pod(pod, now) for pod in self._cluster.list_pods(self._name)), key=lambda pod: pod.index
         )
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
-        raw = self._cluster.find_workload(self._uid) if job and job.has_queue and job.suspended else None
+        raw = self._cluster.find_workload(self._hold.uid) if job and job.has_queue and job.suspended else None
         return Observation(
             job=job,
             pods=pods,

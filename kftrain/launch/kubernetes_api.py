@@ -93,14 +93,16 @@ class Cluster:
         """Jobs with these labels. Raises LaunchError."""
         return self._list("jobs", self._custom.list_namespaced_custom_object, *self._at(JOBS), label_selector=selector)
 
-    def delete_job(self, name: str, uid: str = "") -> None:
-        """Deletes a job, of several of one name the one with this `uid`; its pods get SIGTERM and their grace.
+    def delete_job(self, name: str, uid: str = "", version: str = "") -> None:
+        """Deletes a job; its pods get SIGTERM and their grace.
 
-        Nothing happens where there is none, or by now another one. Raises LaunchError.
+        Of several of one name the one with this `uid`, and only as it was read in this resource `version`. Nothing
+        happens where there is none such. Raises LaunchError.
         """
         options: Object = {"propagationPolicy": "Background"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        conditions = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
+        if conditions:
+            options["preconditions"] = conditions
         try:
             self._call(self._custom.delete_namespaced_custom_object, *self._at(JOBS), name, body=options)
         except self._api_exception as error:
@@ -117,13 +119,14 @@ class Cluster:
         method = self._custom.patch_namespaced_custom_object
         self._explain(PATCH_JOBS, 0.0, method, *self._at(JOBS), name, patch)
 
-    def take_over_job(self, name: str, metadata: Object) -> None:
-        """Merges into what says whose a job is, where that may be changed. Raises LaunchError after an outage.
+    def take_over_job(self, name: str, metadata: Object) -> bool:
+        """Merges into what says whose a job is; False where that may not be changed.
 
-        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`.
+        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`. Raises
+        LaunchError after an outage.
         """
         method = self._custom.patch_namespaced_custom_object
-        self._explain(PATCH_JOBS, None, method, *self._at(JOBS), name, {"metadata": metadata})
+        return self._explain(PATCH_JOBS, None, method, *self._at(JOBS), name, {"metadata": metadata}) is not None
 
     def patch_workload(self, name: str, patch: Object) -> bool:
         """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""

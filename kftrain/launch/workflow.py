@@ -22,8 +22,9 @@ SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("longer than the specified deadline", FailureClass.DEADLINE),
     ("ImagePull", FailureClass.IMAGE),
     ("pod deleted", FailureClass.PREEMPTED),
+    ("holds this run", FailureClass.FENCED),
 )
-"""What Argo's messages contain, and what it means."""
+"""What Argo's messages and those of our steps contain, and what it means."""
 
 
 def explain_pipeline_run() -> FailureSummary | None:

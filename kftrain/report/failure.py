@@ -33,7 +33,7 @@ def next_step(error: Mapping[str, Any], run_uri: str) -> tuple[str, str]:
     uri = wording.clean(run_uri).rstrip("/")
     first = f"{fix[:1].upper()}{_ended(fix[1:])} " if fix else ""
     if code == FencedError.exit_code:
-        return f"{first}A newer attempt of this run is at work; nothing is lost and nothing needs to be done here.", ""
+        return f"{first}Another attempt of this run is at work; nothing is lost and nothing needs to be done here.", ""
     if code == DivergedError.exit_code:
         command = "kftrain run --set optimizer.learning_rate=RATE"
         return f"{first}Start a new run with a lower learning rate; this one would diverge again.", command

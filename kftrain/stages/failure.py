@@ -16,6 +16,7 @@ from typing import Any
 from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
+from kftrain.errors import FencedError
 from kftrain.launch.outage import tolerated
 from kftrain.launch.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
@@ -34,6 +35,8 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
         try:
             with lifetime.signals_as_errors():
                 yield
+        except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
+            raise
         except BaseException as error:
             found = None
             with tolerated("what the launcher found out could not be read"):

@@ -11,8 +11,9 @@ from typing import Any
 from kftrain import errors, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import KftrainError, LaunchError, RetryableError
+from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
 from kftrain.launch.outage import retryable, tolerated
+from kftrain.launch.states import FailureClass
 from kftrain.progress import Progress, to_log
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.outcome import Outcome
@@ -51,6 +52,8 @@ def finish(
         )
     error_document = error_document or _unexplained(state)
     outcome = _failed(error_document, paths.uri)
+    if error_document["exit_code"] == FencedError.exit_code:  # folder and MLflow run are those of who is at work there
+        return outcome
     is_open = False
     with tolerated("the failure report could not be written"):
         is_open = storage.exists(paths.config)
@@ -88,7 +91,8 @@ def _unexplained(state: str) -> dict[str, Any]:
     found = launch.explain_pipeline_run()
     if found is None:
         return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
-    return {**failure.document("run", LaunchError(found.line)), "failure": found.to_dict()}
+    kind = FencedError if found.failure_class == FailureClass.FENCED.value else LaunchError
+    return {**failure.document("run", kind(found.line)), "failure": found.to_dict()}
 
 
 def _close(paths: RunPaths, config: Config, error: dict[str, Any], progress: Progress) -> None:

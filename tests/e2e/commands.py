@@ -32,7 +32,7 @@ def options(settings):
 class Command:
     """A running `kftrain`; its output is kept, and read in the background."""
 
-    def __init__(self, *arguments, folder="."):
+    def __init__(self, *arguments, folder):
         command = [sys.executable, "-m", "kftrain", *map(str, arguments)]
         self.process = subprocess.Popen(
             command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -81,7 +81,7 @@ class Command:
 
 
 @contextlib.contextmanager
-def running(*arguments, folder="."):
+def running(*arguments, folder):
     """A command that goes on in the background, and does not survive the block; its output stays in the folder."""
     command = Command(*arguments, folder=folder)
     try:
@@ -92,7 +92,7 @@ def running(*arguments, folder="."):
             log.write(command.output)
 
 
-def kftrain(*arguments, folder=".", code=0, seconds=600):
+def kftrain(*arguments, folder, code=0, seconds=600):
     """Runs a command to its end."""
     with running(*arguments, folder=folder) as command:
         return command.finish(code, seconds)

@@ -43,9 +43,9 @@ def test_a_job_that_is_cancelled_leaves_nothing(changes, line, settings, namespa
         if state == "Committing":
             namespace.delete_pod(next(iter(namespace.workers())))
         if state == "Suspended":
-            kftrain("suspend", run_uri, "-n", namespace.name)
+            kftrain("suspend", run_uri, "-n", namespace.name, folder=tmp_path)
             command.wait_for("Queued: suspended")
-        kftrain("cancel", run_uri, "-n", namespace.name)
+        kftrain("cancel", run_uri, "-n", namespace.name, folder=tmp_path)
         phases = {pod.status.phase for pod in namespace.workers().values()}
         assert phases <= {"Succeeded", "Failed"}, "cancel returned before the last container had ended"
         command.finish(code=13)

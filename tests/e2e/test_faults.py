@@ -103,9 +103,9 @@ def test_a_suspended_job_goes_on_where_it_was(faulty, namespace, tmp_path):
     run_uri = start({**faulty, "task.slow_seconds": 0.2}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.wait_for("checkpoint at step 10 started")
-        kftrain("suspend", run_uri, "-n", namespace.name)
+        kftrain("suspend", run_uri, "-n", namespace.name, folder=tmp_path)
         command.wait_for("Queued: suspended")
         wait_until(lambda: not namespace.workers(), 60, "the end of the pods")
-        kftrain("resume", run_uri, "-n", namespace.name)
+        kftrain("resume", run_uri, "-n", namespace.name, folder=tmp_path)
         command.finish()
     assert "going on after step" in command.output and attempts.last_attempt(RunPaths(run_uri)) == 2

@@ -88,7 +88,8 @@ class Namespace:
             if verb == "PATCH":
                 self.patch(kind, name, body)
             if verb == "DELETE":
-                self.delete(kind, name, (body or {}).get("preconditions", {}).get("uid"), body)
+                self._require(found, (body or {}).get("preconditions", {}))
+                self.delete(kind, name, options=body)
             return 200, copy.deepcopy(found)
         except Refused as refused:
             return refused.status, refused.body
@@ -141,11 +142,9 @@ class Namespace:
             self.condition(name, "Suspended")
 
     @_locked
-    def delete(self, kind, name, uid=None, options=None):
+    def delete(self, kind, name, options=None):
         """Deletes in the background: what it owns goes afterwards, pods with their grace."""
         item = self.get(kind, name)
-        if uid not in (None, item["metadata"]["uid"]):
-            raise Refused(409, "Conflict", f"the UID in the precondition ({uid}) does not match")
         if kind == "pods":
             self._delete_pod(item, options or {})
             return
@@ -156,6 +155,11 @@ class Namespace:
                 owners = child["metadata"].get("ownerReferences", [])
                 if any(owner["uid"] == item["metadata"]["uid"] for owner in owners):
                     self.delete(owned, child["metadata"]["name"])
+
+    def _require(self, item, preconditions):
+        for key, value in preconditions.items():
+            if item["metadata"][key] != value:
+                raise Refused(409, "Conflict", f"the {key} in the precondition ({value}) does not match")
 
     def _delete_pod(self, pod, options):
         grace = options.get("gracePeriodSeconds", 30)

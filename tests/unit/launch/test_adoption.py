@@ -4,8 +4,11 @@ import pytest
 from helpers.api_server import LOST
 from helpers.launching import JOB, wait_until
 
-from kftrain.errors import LaunchError
+from kftrain import storage
+from kftrain.errors import FencedError, LaunchError
 from kftrain.launch import adoption, kubernetes_api, patience, pytorchjob
+from kftrain.launch.follower import Follower
+from kftrain.launch.states import State
 from kftrain.stages import cleanup
 
 POST, READ = ("POST", "/pytorchjobs"), ("GET", f"/pytorchjobs/{JOB}")
@@ -91,18 +94,96 @@ def test_a_job_that_another_launcher_has_adopted_meanwhile_is_left_alone(
     """The first launcher lost its connection right after the creation, and comes back when it is too late."""
     resolved, training = make_job()
     document = pytorchjob.build(training, resolved)
-    cluster, read = kubernetes_api.Cluster(), adoption._created
+    cluster, read = kubernetes_api.Cluster(), adoption._require_kept
 
     def cut_off(*arguments):
         adoption.create_or_adopt(cluster, document)
         raise LaunchError("cut off")
 
-    monkeypatch.setattr(adoption, "_created", cut_off)
+    monkeypatch.setattr(adoption, "_require_kept", cut_off)
     with pytest.raises(LaunchError, match="cut off"):
         adoption.create_or_adopt(cluster, document)
-    monkeypatch.setattr(adoption, "_created", read)
+    monkeypatch.setattr(adoption, "_require_kept", read)
     assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
     namespace.delete("pytorchjobs", JOB)
+
+
+def test_a_launcher_whose_job_another_one_has_adopted_leaves_it_and_says_so(launch, server, namespace):
+    """It was cut off, and the pipeline's retry has taken over: two would fight over one job."""
+    first = launch()
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    first.wait_for("Rendezvous")
+    second = launch()
+    second.wait_for("following it")
+    with pytest.raises(FencedError, match="another launcher holds this run by now"):
+        first.finish()
+    assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
+    assert not storage.exists(first.paths.failure) and not storage.exists(first.paths.error)
+    namespace.finish(JOB)
+    assert second.finish() == 0
+
+
+def test_a_launcher_that_is_stopped_leaves_a_job_that_another_one_has_adopted(launch, server, namespace, monkeypatch):
+    """Kubeflow starts the retry before the pod of the first try has ended."""
+    first = launch()
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    first.wait_for("Rendezvous")
+    monkeypatch.setattr(Follower, "look", lambda self: State.RENDEZVOUS)
+    second = launch()
+    second.wait_for("following it")
+    first.launcher.interrupted = True
+    assert first.finish() == 143
+    assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
+    second.launcher.interrupted = True
+    assert second.finish() == 143 and namespace.jobs() == []
+
+
+def test_a_job_that_is_adopted_between_look_and_deletion_is_left(server, fast, namespace, make_job, monkeypatch):
+    resolved, training = make_job()
+    document = pytorchjob.build(training, resolved)
+    cluster, other = kubernetes_api.Cluster(), kubernetes_api.Cluster()
+    hold, delete = adoption.create_or_adopt(cluster, document), cluster.delete_job
+
+    def be_slow(*arguments):
+        monkeypatch.setattr(cluster, "delete_job", delete)
+        adoption.create_or_adopt(other, document)
+        delete(*arguments)
+
+    monkeypatch.setattr(cluster, "delete_job", be_slow)
+    assert not adoption.delete_held(cluster, hold)
+    assert namespace.jobs() == [JOB]
+    namespace.delete("pytorchjobs", JOB)
+
+
+def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
+    server, fast, namespace, make_job, monkeypatch
+):
+    resolved, training = make_job()
+    cluster = kubernetes_api.Cluster()
+    hold, delete = adoption.create_or_adopt(cluster, pytorchjob.build(training, resolved)), cluster.delete_job
+
+    def be_slow(*arguments):
+        monkeypatch.setattr(cluster, "delete_job", delete)
+        namespace.condition(JOB, "Running")
+        delete(*arguments)
+
+    monkeypatch.setattr(cluster, "delete_job", be_slow)
+    assert adoption.delete_held(cluster, hold)
+    assert namespace.jobs() == []
+
+
+def test_a_launcher_that_may_not_mark_a_job_holds_it_by_the_mark_it_has(launch, server, namespace, make_job):
+    resolved, training = make_job()
+    server.fail("PATCH", "/pytorchjobs/", 403, times=float("inf"))
+    adoption.create_or_adopt(kubernetes_api.Cluster(), pytorchjob.build(training, resolved))
+    one = launch()
+    one.wait_for("following it")
+    namespace.run_pods(JOB)
+    one.wait_for("Rendezvous")
+    namespace.finish(JOB)
+    assert one.finish() == 0 and namespace.jobs() == []
 
 
 def test_an_adopted_job_belongs_to_who_has_adopted_it(fast, namespace, make_job):

@@ -11,7 +11,7 @@ from helpers.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
-from kftrain.errors import ConfigError, LaunchError
+from kftrain.errors import ConfigError, FencedError, LaunchError
 from kftrain.launch import adoption, cluster, control, kubernetes_api, logs, patience, pytorchjob
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.cluster import ClusterLauncher
@@ -101,10 +101,10 @@ def test_fault_57_the_very_same_job_is_adopted_with_its_logs(launch, namespace, 
 def test_another_job_of_the_run_is_refused_with_the_difference_and_stays(launch, namespace, make_job):
     create(namespace, make_job)
     one = launch("train", "launch.kubernetes.memory=8Gi", "launch.kubernetes.cpu=4")
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(FencedError) as caught:
         one.finish()
     where = "spec.pytorchReplicaSpecs.Worker.template.spec.containers[0].resources.limits"
-    assert "another specification is at work" in caught.value.line
+    assert "a job with another specification holds this run" in caught.value.line
     assert f"{where}.memory: 4Gi -> 8Gi" in caught.value.line and f"{where}.cpu: 2 -> 4" in caught.value.line
     assert namespace.jobs() == [JOB]
     namespace.delete("pytorchjobs", JOB)

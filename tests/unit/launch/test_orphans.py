@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kftrain.contracts import RunPaths
-from kftrain.errors import LaunchError
+from kftrain.errors import FencedError, LaunchError
 from kftrain.launch import adoption, cluster, follower, kubernetes_api, logs, patience
+from kftrain.launch.adoption import mark_of
 from kftrain.launch.cluster import ClusterLauncher
 from kftrain.launch.follower import Follower
 from kftrain.stages import cleanup
@@ -47,7 +48,7 @@ class Process:
         self.script, self.launcher = list(script), launcher
         self.dead, self.fault = False, ""
         self.followed = []
-        """Uids of the jobs that it created or adopted."""
+        """Holds of the jobs that it created or adopted."""
 
 
 class World:
@@ -81,6 +82,9 @@ class World:
         parts = urllib.parse.urlsplit(url)
         query = dict(fields or urllib.parse.parse_qsl(parts.query))
         status, document = self.namespace.answer(method, parts.path, query, json.loads(body) if body else None)
+        if (method, status) == ("DELETE", 200) and "/pytorchjobs/" in parts.path and self.processes[-1].followed:
+            held = self.processes[-1].followed[-1]
+            assert not held.is_lost(document), "it has deleted the job of another launcher"
         if fault == "lost":
             raise urllib3.exceptions.ProtocolError(fault)
         return _answer(status, document, preload_content)
@@ -166,20 +170,20 @@ class World:
     def launch(self, script):
         """A launcher from its start to its end: it tells the truth, and leaves its job only if it was killed.
 
-        Returns its exit code; None: it was killed or has raised.
+        Or if another launcher has adopted it. Returns its exit code; None: it was killed or has raised.
         """
         process = Process(script, ClusterLauncher(self.resolved))
         process.launcher._wake = types.SimpleNamespace(wait=self.sleep, clear=lambda: None)
         self.processes.append(process)
         try:
             code = process.launcher.run(self.training)
-        except (Killed, LaunchError):
+        except (Killed, LaunchError, FencedError):
             code = None
         self.processes.pop()
         if code == 0:
-            assert process.followed[-1] in self.succeeded, "it has seen no success of its job"
-        left = {job["metadata"]["uid"] for job in self.namespace.objects["pytorchjobs"].values()}
-        assert process.dead or not left & set(process.followed), "it has left its job behind"
+            assert process.followed[-1].uid in self.succeeded, "it has seen no success of its job"
+        left = {mark_of(job) for job in self.namespace.objects["pytorchjobs"].values()}
+        assert process.dead or not left & {hold.mark for hold in process.followed}, "it has left its job behind"
         return code
 
     def finish(self):
@@ -225,7 +229,7 @@ def worlds(tmp_path, monkeypatch, make_job):
 
     class KnownFollower(Follower):
         def __init__(self, *arguments):
-            worlds[-1].processes[-1].followed.append(arguments[4])
+            worlds[-1].processes[-1].followed.append(arguments[3])
             super().__init__(*arguments)
 
     def connect(client, *_):

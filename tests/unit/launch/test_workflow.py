@@ -27,6 +27,10 @@ def a_workflow(*nodes, **spec):
         ("Pod was active on the node longer than the specified deadline", "deadline"),
         ("ImagePullBackOff: Back-off pulling image", "image"),
         ("pod deleted", "preempted"),
+        (
+            "main: Error (exit code 1): another launcher holds this run by now, and follows its job",
+            "superseded by a newer attempt",
+        ),
         ("main: Error (exit code 1): digest mismatch: shard 3", "unknown"),
     ],
 )

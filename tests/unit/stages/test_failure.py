@@ -6,7 +6,7 @@ import pytest
 
 from kftrain import errors, storage, tracking
 from kftrain.contracts import RunPaths
-from kftrain.errors import DataError, InterruptedByUser, Preempted, TrackingError, error_from_dict
+from kftrain.errors import DataError, FencedError, InterruptedByUser, Preempted, TrackingError, error_from_dict
 from kftrain.launch import termination
 from kftrain.stages import failure, lifetime, tracked
 
@@ -46,6 +46,13 @@ def test_a_bug_is_written_with_its_place_and_exit_code_1(run):
     found = failure.read(run[0])
     assert found["exit_code"] == 1
     assert "ZeroDivisionError" in found["line"] and "test_failure.py" in found["line"]
+
+
+def test_who_does_not_hold_the_run_any_more_leaves_its_folder_and_its_mlflow_run(run):
+    fail(run, FencedError("another launcher holds this run"))
+    paths, _, lines, ended = run
+    assert failure.read(paths) is None and ended == []
+    assert "another launcher holds this run" in lines[-1]
 
 
 @pytest.mark.parametrize("error", [Preempted("stopped"), InterruptedByUser("stopped")])

@@ -8,9 +8,10 @@ from helpers.kube_namespace import NAME
 from kftrain import config, storage, tracking
 from kftrain.contracts import RunPaths
 from kftrain.launch import kubernetes_api, ownership, pytorchjob, spec
+from kftrain.launch import workflow as workflow_module
 from kftrain.launch.kubernetes_api import Cluster
 from kftrain.stages import cleanup, tracked
-from kftrain.stages.finish import finish
+from kftrain.stages.finish import FAILURE_REPORT, finish
 
 ON_CLUSTER = (
     "tracking.uri=http://mlflow:5000",
@@ -119,6 +120,30 @@ def test_a_pipeline_run_that_was_refused_leaves_the_job_that_it_could_not_join(s
     assert namespace.jobs() == [JOB]
     finish(other, "", paths.uri, "kfp-a", "FAILED", lines.append)
     assert namespace.jobs() == [] and f"removed job {JOB}, which was never finished" in lines
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        f"job {JOB} in namespace {NAME}: another launcher holds this run by now, and follows its job",
+        f"job {JOB} in namespace {NAME}: a job with another specification holds this run: spec.x: 1 -> 2; wait for it",
+        f"{RUN}: a newer attempt holds this run; nothing more is written by this one",
+    ],
+)
+def test_a_pipeline_run_whose_run_another_one_holds_leaves_its_folder_and_its_mlflow_run(
+    start_job, own_workflow, namespace, tmp_path, monkeypatch, message
+):
+    """The step said so in its termination message, which is all that Kubeflow keeps: in the Workflow's nodes."""
+    (tmp_path / "account").touch()
+    monkeypatch.setattr(workflow_module, "SERVICE_ACCOUNT", tmp_path / "account")
+    monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it is another's"))
+    paths = start_job(kfp_run_id="kfp-b")
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    node = {"type": "Pod", "phase": "Failed", "message": f"main: Error (exit code 1): {message}"}
+    namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
+    outcome = finish("", "", paths.uri, "kfp-a", "FAILED", [].append)
+    assert "holds this run" in outcome.markdown and "nothing needs to be done here" in outcome.markdown
+    assert namespace.jobs() == [JOB] and not storage.exists(storage.join(paths.uri, FAILURE_REPORT))
 
 
 @pytest.fixture
