@@ -30,7 +30,7 @@ def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes
     process = jobs.start_worker(paths, resolved)
     jobs.wait_for_line(process, "step 7/20")
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=150)[0]
     assert process.returncode == 143, output
     step = commit.last_step(paths)
     assert 7 <= step < 20
@@ -97,7 +97,7 @@ def test_one_killed_process_takes_the_others_down_and_the_code_is_retryable(tmp_
     ranks = jobs.ranks_of(process)
     assert len(ranks) == 2
     ranks[1].kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=150)
     assert process.returncode in (137, 138)
     assert storage.read_json(paths.error)["exit_code"] == process.returncode
 
@@ -108,6 +108,6 @@ def test_the_workers_die_with_the_supervisor(tmp_path):
     jobs.wait_for_line(process, "step 2/2000")
     below = jobs.tree_of(process)[1:]
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=150)
     gone, alive = psutil.wait_procs(below, timeout=10)
     assert not alive and len(gone) >= 3

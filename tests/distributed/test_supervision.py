@@ -39,7 +39,7 @@ def test_a_job_of_two_nodes_whose_launcher_falls_silent_commits_and_ends_for_goo
     with Heartbeat(paths, interval_seconds=0.2):
         first, second = (jobs.start_worker(paths, resolved, **node(number), **environment) for number in (0, 1))
         jobs.wait_for_line(first, "step 3/20")  # it was watched for longer than 3 s until here
-    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=150)[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (18, 143), outputs
     error = storage.read_json(paths.error)
     assert (error["kind"], error["exit_code"], error["node_rank"]) == ("LauncherGoneError", 18, 0)
@@ -147,7 +147,7 @@ def test_sigterm_during_the_export_does_not_keep_the_job_from_completing(run):
     time.sleep(1.0)
     assert not storage.exists(paths.complete)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=150)[0]
     assert process.returncode == 0, output
     assert contracts.read(Completion, paths.complete).step == 20
 
@@ -173,10 +173,10 @@ def test_a_first_node_that_is_lost_during_the_export_takes_the_other_one_along(r
     time.sleep(2.0)
     assert second.poll() is None
     jobs.kill_tree(first)
-    output = second.communicate(timeout=60)[0]
+    output = second.communicate(timeout=150)[0]
     assert second.returncode == 138, output
     again = [jobs.start_worker(paths, resolved, **node(number)) for number in (0, 1)]
-    outputs = [process.communicate(timeout=60)[0] for process in again]
+    outputs = [process.communicate(timeout=150)[0] for process in again]
     assert [process.returncode for process in again] == [0, 0], outputs
     assert jobs.losses(paths) == two_processes[1]
 
@@ -197,7 +197,7 @@ def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers
     jobs.wait_for_line(process, "slow statistics")
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=150)[0]
     assert process.returncode == 143, output
     assert time.monotonic() - start < 15
     done = jobs.run_worker(paths, resolved, "evaluate")
@@ -222,7 +222,7 @@ def until(condition):
 
 
 def assert_preempted(process, paths):
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=150)[0]
     assert process.returncode == 143, output
     assert storage.read_json(paths.error)["kind"] == "Preempted"
     assert not storage.exists(paths.complete)

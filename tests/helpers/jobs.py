@@ -72,7 +72,7 @@ def run_worker(paths, resolved, task="train", processes=2, nodes=1, **environmen
         env=worker_environment(environment),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
