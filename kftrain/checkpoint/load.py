@@ -42,7 +42,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
     """
     damaged: list[str] = []
     while uri := world.from_main(_newest(paths, damaged) if world.is_main else None):
-        problem = next(filter(None, world.gather(_problem(uri, identity, world))), None)
+        problem = next(filter(None, world.gather_slowly(_problem(uri, identity, world))), None)
         if problem is None:
             manifest, digest = commit.read_manifest(uri)
             history = storage.read_json(storage.join(uri, commit.HISTORY))

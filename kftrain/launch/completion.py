@@ -80,8 +80,10 @@ def has_export(completion: Completion) -> bool:
 def is_export(uri: str) -> bool:
     """Whether a whole export is there: its manifest, and every file of it with its size. Only the manifest is read."""
     try:
-        files = storage.read_json(storage.join(uri, EXPORT_MANIFEST)).get("files", {})
-        return all(storage.size_bytes(storage.join(uri, name)) == entry["bytes"] for name, entry in files.items())
+        files = storage.read_json(storage.join(uri, EXPORT_MANIFEST))["files"]
+        return bool(files) and all(
+            storage.size_bytes(storage.join(uri, name)) == entry["bytes"] for name, entry in files.items()
+        )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -10,6 +10,7 @@ Answers are plain JSON; `observation.py` makes something of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -143,13 +144,14 @@ class Cluster:
         """The job's pods as they are, then as they change, for a minute or until the connection breaks."""
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         query = [("labelSelector", f"{JOB_NAME_LABEL}={job_name}"), ("watch", "true"), ("timeoutSeconds", "55")]
-        for line in self._stream("watch pods", path, query):
-            try:
-                event = json.loads(line)
-            except ValueError:  # torn
-                return
-            if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                yield event["object"]
+        with contextlib.suppress(ConnectionError):
+            for line in self._stream("watch pods", path, query):
+                try:
+                    event = json.loads(line)
+                except ValueError:  # torn
+                    return
+                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    yield event["object"]
 
     def read_pod(self, name: str) -> Object | None:
         """A pod as it is now. Raises LaunchError."""
@@ -166,10 +168,10 @@ class Cluster:
         return self._explain("delete pods", EXPLAIN_OUTAGE_SECONDS, delete, name, self.namespace, body=body) is not None
 
     def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
-        """Lines of a pod's log with their times, from the time `since` on, until the connection or the log ends.
+        """Lines of a pod's log with their times, from the time `since` on, until the log ends.
 
         Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or
-        any more).
+        any more). Raises ConnectionError where the connection breaks, or where nothing comes for a minute.
         """
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod_name}/log"
         query = [("container", CONTAINER), ("follow", str(follow).lower()), ("timestamps", "true")]
@@ -301,7 +303,7 @@ class Cluster:
         return call
 
     def _stream(self, verb: str, path: str, query: list[tuple[str, str]], limit: int | None = None) -> Iterator[bytes]:
-        """Lines of an answer that goes on, until it ends or the connection breaks: whoever reads asks again."""
+        """Lines of an answer that goes on, until it ends. Raises ConnectionError: whoever reads asks again."""
         import urllib3
 
         if verb in self._forbidden:
@@ -313,8 +315,8 @@ class Cluster:
         except self._api_exception as error:
             if error.status == FORBIDDEN:
                 self._say_forbidden(verb, error)
-        except (urllib3.exceptions.HTTPError, OSError):
-            return
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ConnectionError(f"{verb}: {type(error).__name__}") from error
 
     def _raw_get(self, path: str, query: list[tuple[str, str]]) -> Any:
         return self._core.api_client.call_api(

@@ -27,6 +27,9 @@ JOIN_SECONDS = 5.0
 DRAIN_SECONDS = 60.0
 """How long a pod that goes on to print after the end of its job is followed: longer than its grace."""
 
+MAX_BROKEN = 5
+"""How many connections in a row may break without a line before the log of a pod that has ended is given up."""
+
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
 
@@ -39,9 +42,9 @@ class LogSource(Protocol):
         ...
 
     def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Any:
-        """Lines with their times, until the connection or the log ends; without `follow`, what there is now.
+        """Lines with their times, until the log ends; without `follow`, what there is now.
 
-        Each ends with a newline, except where the last one is torn.
+        Each ends with a newline, except where the last one is torn. Raises ConnectionError where the connection breaks.
         """
         ...
 
@@ -128,23 +131,37 @@ class Logs:
             self._broken = error
 
     def _read_to_end(self, pod: Pod) -> None:
-        """Until the pod's container has ended. A log that ended once is asked again: a connection may have broken."""
-        gauge, place = _Gauge(), _Place()
-        while not self._closed.is_set():
+        """Until the pod's container has ended, and its log without a connection that broke."""
+        gauge, place, num_broken = _Gauge(), _Place(), 0
+        while not self._closed.is_set() and num_broken < MAX_BROKEN:
             follow, found = self._follow, self._source.read_pod(pod.name)
             if found is None or found["metadata"]["uid"] != pod.uid:
                 break
             ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
-            place.resume()
+            since = place.since
+            is_whole = self._read_once(pod, place, gauge, follow, ended)
+            if ended and is_whole:
+                break
+            num_broken = num_broken + 1 if ended and place.since == since else 0
+            self._closed.wait(RECONNECT_SECONDS)
+        if num_broken == MAX_BROKEN:
+            to_log(f"warning: the log of {pod.name} breaks off: its node does not send the rest")
+        self._say_left_out(pod, gauge.left_out())
+
+    def _read_once(self, pod: Pod, place: _Place, gauge: _Gauge, follow: bool, ended: bool) -> bool:
+        """Takes what one connection gives; whether it held until the end of the log."""
+        place.resume()
+        try:
             for raw in self._lines(pod, place.since, follow):
                 if raw.endswith(b"\n") or ended:  # a torn line comes again, whole
                     line = place.pass_by(raw.decode(errors="replace").rstrip("\n"))
                     if line is not None:
                         self._take(pod, line, gauge)
-            if ended:
-                break
-            self._closed.wait(RECONNECT_SECONDS)
-        self._say_left_out(pod, gauge.left_out())
+        except BrokenPipeError:  # not that of the cluster: nobody reads what is written
+            raise
+        except ConnectionError:
+            return False
+        return True
 
     def _lines(self, pod: Pod, since: str, follow: bool) -> Iterator[bytes]:
         """What one connection gives of the pod's log.

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SLOW_SECONDS = 7200.0
+"""How long one process may read or write files while the others wait. A peer that dies is noticed at once all the same,
+because its connections end."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -28,7 +32,7 @@ class World:
     control: dist.ProcessGroup
     """Gloo group of the training thread."""
     background: dist.ProcessGroup
-    """Gloo group of the checkpoint thread."""
+    """Gloo group of the checkpoint thread, and before the first step of what reads large files; it is patient."""
 
     @property
     def is_main(self) -> bool:
@@ -45,6 +49,15 @@ class World:
         """The values of all processes, in order of rank, on every process."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def gather_slowly(self, value: Any) -> list[Any]:
+        """`gather` after work that takes one process longer than the others, such as hashing a large file.
+
+        Not while the checkpoint thread is at work: it uses the same group.
+        """
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.background)
         return values
 
     def from_main(self, value: Any) -> Any:
@@ -73,7 +86,7 @@ def join_world(timeout_seconds: float) -> Iterator[World]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        background = dist.new_group(backend="gloo", timeout=timeout)
+        background = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(seconds=SLOW_SECONDS)))
         yield World(dist.get_rank(), dist.get_world_size(), device, control, background)
     finally:
         dist.destroy_process_group()

@@ -12,6 +12,7 @@ replicated across (hybrid sharding).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
+
+COMPARED_NUMBERS = 64
+"""Of each tensor, to see whether all processes have built the same model."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,11 +74,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def distribute(model: nn.Module, layout: Layout, world: World) -> nn.Module:
     """The module, ready to train on all processes of `world`.
 
-    `model` is on the CPU, in fp32, equal on all processes. Raises ConfigError where its numbers would depend on the
-    number of processes.
+    `model` is on the CPU, in fp32, equal on all processes. Collective. Raises ConfigError where its numbers would
+    depend on the number of processes.
     """
     if world.size > 1:
         _refuse_local_statistics(model)
+        _refuse_different_weights(model, world)
     if layout.checkpoint_blocks:
         _recompute_blocks(model)
     if layout.strategy == "ddp":
@@ -145,6 +150,27 @@ def _refuse_local_statistics(model: nn.Module) -> None:
                 value=type(module).__name__,
                 fix="use GroupNorm or LayerNorm, on GPUs SyncBatchNorm, or launch.processes_per_node: 1",
             )
+
+
+def _refuse_different_weights(model: nn.Module, world: World) -> None:
+    """Sharding takes a part of each process's weights: of different ones it would make a model that nobody built."""
+    own = {name: _head(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    if len(set(world.gather(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()))) == 1:
+        return
+    for other in world.gather(own):
+        for name in sorted(own.keys() | other.keys()):
+            if own.get(name) != other.get(name):
+                raise ConfigError(
+                    "the model is not built the same on all processes",
+                    where=f"model {name}",
+                    fix="draw initial weights from the global generators of torch, numpy or random: they are seeded",
+                )
+
+
+def _head(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
+    """What tells two draws of a tensor apart: shape, type, and the first numbers as they lie in memory."""
+    head = tensor.detach().reshape(-1)[:COMPARED_NUMBERS].contiguous().view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), head.numpy().tobytes()
 
 
 def _recompute_blocks(model: nn.Module) -> None:

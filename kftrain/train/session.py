@@ -7,12 +7,14 @@ the loop, agree that all are done, export, and last of all write COMPLETE.json.
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kftrain import attempts, storage, tracking
@@ -150,13 +152,20 @@ def _verify(manifest_uri: str, config: Config, world: World) -> None:
         problem = None
     except KftrainError as error:
         problem = error.to_dict()
-    first = next((p for p in world.gather(problem) if p), None)
+    first = next((p for p in world.gather_slowly(problem) if p), None)
     if first is not None:
         raise error_from_dict(first)
 
 
+def _seed(seed: int) -> None:
+    """Of every generator that a model may draw its initial weights from: they must be the same on all processes."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _build(config: Config, task: Task, world: World) -> Stepper:
-    torch.manual_seed(config.run.seed)
+    _seed(config.run.seed)
     model = build_model(config.model, task.model_arguments())
     parallel, precision = config.parallel, config.precision
     layout = wrap.Layout(

@@ -74,6 +74,25 @@ def test_a_layout_that_cannot_be_is_a_config_error(tmp_path, overrides, processe
     assert commit.committed(paths) == []
 
 
+def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_processes(tmp_path):
+    curves = []
+    for processes in (1, 2):
+        paths, resolved = jobs.make_run(
+            tmp_path, ["model.kind=helpers.drawn_models:FromGlobalGenerators"], str(processes)
+        )
+        done = jobs.run_worker(paths, resolved, processes=processes)
+        assert done.returncode == 0, done.stdout + done.stderr
+        curves.append(jobs.losses(paths))
+    jobs.assert_same_curve(*curves)
+
+
+def test_a_model_that_is_another_one_on_each_process_is_refused(tmp_path):
+    paths, resolved = jobs.make_run(tmp_path, ["model.kind=helpers.drawn_models:FromNowhere"])
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 10
+    assert "model bias: the model is not built the same on all processes" in storage.read_json(paths.error)["line"]
+
+
 def test_a_torn_shard_is_found_before_the_first_step(tmp_path):
     paths, resolved = jobs.make_run(tmp_path)
     manifest_uri = storage.read_json(paths.shards)["manifest_uri"]

@@ -166,7 +166,10 @@ class ApiServer:
                     self.namespace.changed.wait(0.2)
                 self._raise_if_cut(cut)
             sent += len(news)
-            yield from (f"{stamp} {line}" for stamp, line in news if _nanoseconds(stamp) >= since)
+            for stamp, line in news:
+                self._raise_if_cut(cut)
+                if _nanoseconds(stamp) >= since:
+                    yield f"{stamp} {line}"
             if ended:
                 return
 

@@ -108,3 +108,11 @@ def finished_run(root, *overrides):
     storage.publish_json(storage.join(folder, "metrics.json"), evaluation.to_dict())
     storage.publish_json(paths.registration, registration_of(paths, resolved).to_dict())
     return paths, resolved
+
+
+def publish_export(uri):
+    """An export of one file, whole as `completion` sees it; returns its URI."""
+    storage.publish(f"{uri}/model.safetensors", b"tensors")
+    manifest = {"files": {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}}
+    storage.publish_json(f"{uri}/manifest.json", manifest)
+    return uri

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from helpers.documents import completion_of
+from helpers.documents import completion_of, publish_export
 from helpers.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, wait_until
 
@@ -203,7 +203,7 @@ def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(storage_an
     one, completion = training, completion_of(training.paths, make_job()[0], "d")
     if storage_answers:
         storage.publish_json(one.paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
-    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    publish_export(completion.export_uri)
     storage.publish_json(one.paths.complete, completion.to_dict())
     with namespace.changed:
         namespace.finish(JOB)

@@ -1,5 +1,5 @@
 import pytest
-from helpers.documents import completion_of, digits_config, evaluation_of
+from helpers.documents import completion_of, digits_config, evaluation_of, publish_export
 
 from kftrain import storage
 from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths
@@ -29,7 +29,7 @@ def test_a_training_is_complete_with_the_completion_of_this_very_training(run):
     paths, resolved = run
     assert not is_complete("train", paths, resolved)
     completion = completion_of(paths, resolved, "d")
-    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    publish_export(completion.export_uri)
     storage.publish_json(paths.complete, completion.to_dict())
     assert is_complete("train", paths, resolved)
     assert read_completion(paths, resolved) == completion
@@ -49,7 +49,7 @@ def test_a_training_whose_export_is_gone_is_not_complete(run):
 def test_a_completion_of_something_else_completes_nothing(run, changes):
     paths, resolved = run
     completion = completion_of(paths, resolved, "d", **changes)
-    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    publish_export(completion.export_uri)
     storage.publish_json(paths.complete, completion.to_dict())
     assert not is_complete("train", paths, resolved)
 
@@ -126,11 +126,7 @@ def test_a_worker_that_is_started_again_takes_what_its_job_was_started_for_whoev
 
 @pytest.fixture
 def export_uri(tmp_path):
-    """An export of one file, as completion sees it."""
-    storage.publish(f"{tmp_path}/export/model.safetensors", b"tensors")
-    manifest = {"files": {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}}
-    storage.publish_json(f"{tmp_path}/export/manifest.json", manifest)
-    return f"{tmp_path}/export"
+    return publish_export(f"{tmp_path}/export")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +137,7 @@ def export_uri(tmp_path):
         ("manifest.json", None),
         ("manifest.json", '{"files": '),
         ("manifest.json", '{"files": {"model.safetensors": 7}}'),
+        ("manifest.json", '{"files": {}}'),
         ("manifest.json", "[]"),
     ],
 )

@@ -1,4 +1,5 @@
 import pytest
+from helpers.documents import publish_export
 
 from kftrain import attempts, config, storage
 from kftrain.contracts import Completion, RunPaths
@@ -52,7 +53,7 @@ def complete(paths, **changes):
         metrics={},
         seconds=1.0,
     )
-    storage.publish(f"{document.export_uri}/manifest.json", "{}")
+    publish_export(document.export_uri)
     storage.publish_json(paths.complete, {**document.to_dict(), **changes})
 
 

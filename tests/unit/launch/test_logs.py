@@ -129,6 +129,36 @@ def test_who_asks_for_the_logs_gets_all_of_them(monkeypatch):
     assert found == [f"line {index}" for index in range(100)]
 
 
+class BreaksOff(ScriptedSource):
+    """A pod that has ended, and connections that break after what they give; the last one holds."""
+
+    def read_pod(self, name):
+        return {"metadata": {"uid": "u"}, "status": {"phase": "Succeeded"}}
+
+    def log_lines(self, pod_name, since="", follow=True):
+        self.asked.append(since)
+        yield from self.connections.pop(0)
+        if self.connections:
+            raise ConnectionError("reset")
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_connection_that_breaks_costs_nothing_of_the_log_of_a_pod_that_has_ended(follow):
+    source, found = BreaksOff([raw(1, "a")], [], [raw(1, "a"), raw(2, "b")], [raw(2, "b"), raw(3, "c")]), []
+    one = Logs(source, 1, found.append, follow=follow, limited=False)
+    one.follow([POD])
+    one.drain()
+    assert found == ["a", "b", "c"]
+    assert source.asked == ["", stamp(1), stamp(1), stamp(2)]
+
+
+def test_a_log_whose_connections_break_for_ever_says_so(capsys):
+    source = BreaksOff([raw(1, "a")], *[[raw(1, "a")]] * 20)
+    assert shown(source) == ["a"]
+    assert len(source.asked) == logs.MAX_BROKEN + 1
+    assert "warning: the log of p breaks off" in capsys.readouterr().out
+
+
 def test_a_long_download_is_not_cut(monkeypatch):
     monkeypatch.setattr(logs, "JOIN_SECONDS", 0.01)
 
@@ -279,6 +309,25 @@ def test_connections_that_break_lose_and_repeat_nothing(training, server, namesp
     assert training.finish() == 0
     said = [line for line in training.output.splitlines() if line.startswith("worker-1: line ")]
     assert said == [f"worker-1: line {number}.{part}." for number in range(10) for part in range(20)]
+
+
+def test_logs_that_are_asked_for_survive_a_connection_that_breaks(server, namespace, fast):
+    """`kftrain logs` of a pod that runs: the API server goes in the middle of the answer."""
+    namespace.create("pods", {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}})
+    lines = [f"line {index} {'x' * 4000}" for index in range(5000)]  # more than sockets buffer
+    namespace.write("p", *lines)
+    pod, found = Pod("p", namespace.get("pods", "p")["metadata"]["uid"], 0, running=True), []
+
+    def write(line):
+        found.append(line)
+        if len(found) in (10, 700):
+            server.cut_streams()
+
+    one = Logs(Cluster(), 1, write, follow=False, limited=False)
+    one.follow([pod])
+    one.drain()
+    assert found == lines
+    assert sum(path.endswith("/p/log") for _, path in server.requests) == 3
 
 
 def test_a_pod_that_takes_the_place_of_another_is_followed_anew(training, namespace):

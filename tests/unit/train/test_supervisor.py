@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from helpers import jobs
-from helpers.documents import completion_of, digits_config
+from helpers.documents import completion_of, digits_config, publish_export
 
 from kftrain import attempts, storage
 from kftrain.contracts import RunPaths
@@ -110,7 +110,7 @@ def wait_for_ranks(process, *ranks):
 def complete(run):
     paths, resolved = run
     completion = completion_of(paths, resolved, "d")
-    storage.publish(f"{completion.export_uri}/manifest.json", "{}")
+    publish_export(completion.export_uri)
     storage.publish_json(paths.complete, completion.to_dict())
 
 
