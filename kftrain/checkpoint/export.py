@@ -172,13 +172,12 @@ def _tied_names(model: nn.Module) -> list[str]:
 def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
     """Copies the model's tensors from a checkpoint into safetensors files, one file in memory at a time."""
     import torch
-    import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from kftrain.checkpoint.load import reader
+    from kftrain.checkpoint import reader
 
-    metadata = reader(checkpoint_uri).read_metadata().state_dict_metadata
+    metadata = reader.reader(checkpoint_uri).read_metadata().state_dict_metadata
     tensors = {
         name: entry
         for name, entry in sorted(metadata.items())
@@ -193,7 +192,7 @@ def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
             warnings.filterwarnings(
                 "ignore", message="torch.distributed is disabled"
             )  # one process: that is the intent
-            dcp.state_dict_loader.load(state, storage_reader=reader(checkpoint_uri), no_dist=True)
+            reader.load(state, checkpoint_uri, alone=True)
         plain = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in state.items()}
         save_file(plain, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(plain, file))

@@ -11,11 +11,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from kftrain import attempts, contracts, storage
 from kftrain.attempts import Claim
-from kftrain.checkpoint import commit
+from kftrain.checkpoint import commit, reader
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
 from kftrain.checkpoint.save import State
 from kftrain.contracts import RunPaths
@@ -79,19 +79,10 @@ def load_into(state: State, uri: str) -> None:
     Collective. Raises CheckpointError.
     """
     try:
-        dcp.state_dict_loader.load(state, storage_reader=reader(uri))
-    except dcp.api.CheckpointException as error:
+        reader.load(state, uri)
+    except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error
-
-
-def reader(uri: str) -> Any:
-    """A DCP reader of a checkpoint folder."""
-    if storage.is_local(uri):
-        return dcp.filesystem.FileSystemReader(storage.local_path(uri))
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(uri)
 
 
 def _newest(paths: RunPaths, damaged: list[str]) -> str | None:

@@ -22,6 +22,8 @@ class Alone:
     def gather(self, value):
         return [value]
 
+    gather_slowly = gather
+
 
 @pytest.fixture
 def paths(tmp_path):

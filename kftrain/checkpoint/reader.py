@@ -1,0 +1,93 @@
+"""Reading `torch.distributed.checkpoint` folders without running what somebody may have put into them.
+
+DCP unpickles `.metadata`, and what is no tensor. A pickle can name any function to call; the digests of the commit
+protocol tell damage from intent, but not one writer from another. So here a pickle may name the classes that DCP writes
+and nothing else, and the rest is read by `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from kftrain import storage
+from kftrain.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+ALLOWED = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *((_METADATA, f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
+        (_METADATA, "TensorProperties"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+    }
+)
+"""(module, name) of what DCP's metadata is made of, beside dtypes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in ALLOWED and not is_dtype:
+            raise CheckpointError(
+                "the metadata names what no checkpoint holds, and is not read",
+                value=f"{module}.{name}",
+                fix="find out who has written it",
+            )
+        return super().find_class(module, name)
+
+
+class _SafeMetadata:
+    """Over a DCP reader: reads the same metadata, in a safe way."""
+
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError("the metadata is none", value=type(metadata).__name__)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
+    """Of a folder on this machine."""
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads into a state as DCP's own planner does; what is no tensor must be numbers, text and the like."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Puts one entry that is no tensor into the state."""
+        found = torch.load(value, weights_only=True)
+        keys = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, keys, found)
+
+
+def reader(uri: str) -> Any:
+    """A DCP reader of a checkpoint folder; its errors are CheckpointErrors where the metadata is not DCP's."""
+    if storage.is_local(uri):
+        return _LocalReader(storage.local_path(uri))
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    class RemoteReader(_SafeMetadata, FsspecReader):  # type: ignore[misc]
+        """Of a folder in object storage; its driver is needed only here."""
+
+    return RemoteReader(uri)
+
+
+def load(state: dict[str, Any], uri: str, *, alone: bool = False) -> None:
+    """Fills the tensors of `state` in place; collective, unless this process is to do it `alone`.
+
+    Raises DCP's CheckpointException.
+    """
+    dcp.state_dict_loader.load(state, storage_reader=reader(uri), planner=SafePlanner(), no_dist=alone)

@@ -1,0 +1,89 @@
+"""Checkpoints that somebody has tampered with: nothing of theirs runs."""
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from kftrain.checkpoint import load, reader
+from kftrain.checkpoint.reader import ALLOWED
+from kftrain.errors import CheckpointError
+
+STATE = {
+    "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "optimizer": {"step": torch.tensor(7), "lr": 0.5, "betas": (0.9, 0.95), "fused": None, "name": "adamw"},
+}
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def empty():
+    """A state that is to be filled."""
+    optimizer = {**dict.fromkeys(STATE["optimizer"], 0), "step": torch.tensor(0)}
+    return {"weights": torch.zeros(2, 3, dtype=torch.bfloat16), "optimizer": optimizer}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder as DCP writes it."""
+    uri = str(tmp_path / "checkpoint")
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(uri), no_dist=True)
+    return uri
+
+
+def test_what_dcp_writes_is_read_as_dcp_reads_it(checkpoint):
+    state = empty()
+    reader.load(state, checkpoint, alone=True)
+    assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
+    assert [state["optimizer"][key] for key in ("lr", "betas", "fused", "name")] == [0.5, (0.9, 0.95), None, "adamw"]
+
+
+@pytest.mark.parametrize("place", ["state_dict_metadata", "planner_data", "storage_data"])
+def test_a_function_in_the_metadata_is_not_called(checkpoint, tmp_path, place):
+    parts = {"state_dict_metadata": {}, "planner_data": {}, "storage_data": {}, "storage_meta": StorageMeta()}
+    metadata = Metadata(**{**parts, place: {"x": Payload(tmp_path / "marker")}})
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names what no checkpoint holds.*io\.open") as caught:
+        load.load_into(empty(), checkpoint)
+    assert checkpoint in caught.value.line
+    with pytest.raises(CheckpointError, match="names what no checkpoint holds"):
+        reader.reader(checkpoint).read_metadata()
+    assert not (tmp_path / "marker").exists()
+
+
+def test_metadata_of_another_kind_is_refused(checkpoint, tmp_path):
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="the metadata is none"):
+        reader.reader(checkpoint).read_metadata()
+
+
+def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkeypatch):
+    uri = str(tmp_path / "checkpoint")
+    dcp.save(
+        {"optimizer": {"lr": Payload(tmp_path / "marker")}}, storage_writer=dcp.FileSystemWriter(uri), no_dist=True
+    )
+    (tmp_path / "marker").unlink(missing_ok=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        reader.load({"optimizer": {"lr": 0.0}}, uri, alone=True)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.serialization", "pathlib", "builtins", "os"])
+@pytest.mark.parametrize("name", ["load", "eval", "system", "hub", "_get_restore_location", "nn.Module", "Path"])
+def test_nothing_else_can_be_named(module, name):
+    assert (module, name) not in ALLOWED
+    content = pickle.PROTO + b"\x02" + pickle.GLOBAL + f"{module}\n{name}\n".encode() + pickle.STOP
+    with pytest.raises(CheckpointError, match="names what no checkpoint holds"):
+        reader._MetadataUnpickler(io.BytesIO(content)).load()
