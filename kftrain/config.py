@@ -202,7 +202,8 @@ class LaunchConfig(Section):
     max_restarts_without_progress: Amount = 3
     """Attempts in a row that may fail without a new checkpoint before the job is given up."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """A collective operation that takes longer ends the attempt."""
+    """How long a process may wait for another one in a collective operation; one that nobody on its node waits for may
+    take twice as long between two. A hang ends the attempt."""
 
 
 class TrackingConfig(Section):

@@ -24,6 +24,7 @@ from kftrain.parallel import wrap
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
 from kftrain.train.optimizer import learning_rate, set_learning_rate
+from kftrain.train.pulse import Pulse
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper, seed_step
@@ -51,9 +52,11 @@ class Loop:
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
+        pulse: Pulse,
     ) -> None:
         self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
         self._validation, self._writer, self._recorder, self._stop = validation, writer, recorder, stop
+        self._pulse = pulse
         self._num_nonfinite = self._last_recorded = 0
         self._gradient_norm = 0.0
 
@@ -78,16 +81,22 @@ class Loop:
 
         Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite.
         """
+        with self._pulse.watched():
+            return self._run(first_step)
+
+    def _run(self, first_step: int) -> int:
         train = self._config.train
         self._last_recorded = done = first_step
         for step, batch in enumerate(self._loader.steps(first_step, train.steps - first_step), start=first_step):
             control = self._agree(batch)
             if control.stop:
-                self._stop_after_commit(step)
+                with self._pulse.resting():
+                    self._stop_after_commit(step)
             loss = self._take(step, batch, control.num_terms)
             done = step + 1
             self._after_step(done, loss, control.busy)
-        self._writer.wait()
+        with self._pulse.resting():
+            self._writer.wait()
         return done
 
     def _agree(self, batch: StepBatch) -> Control:
@@ -117,9 +126,11 @@ class Loop:
         if last or done % config.train.log_interval_steps == 0:
             self._record(done, local_loss_sum)
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
-            self._validate(done)
+            with self._pulse.resting():  # without sharding it is one long computation
+                self._validate(done)
         if last or done % config.checkpoint.interval_steps == 0:
-            self._save(done, last, busy)
+            with self._pulse.resting():  # storage may be slow
+                self._save(done, last, busy)
 
     def _record(self, done: int, local_loss_sum: torch.Tensor) -> None:
         (loss,) = self._world.sum([float(local_loss_sum)])

@@ -38,6 +38,7 @@ from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
+from kftrain.train.pulse import MARGIN_SECONDS, Pulse
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
@@ -85,7 +86,8 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     if _is_complete(training):
         to_log("already complete: nothing to do")
         return
-    with join_world(config.launch.timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as scratch:
+    timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
+    with join_world(timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as scratch:
         finished = _attempt(training, world, stop, Path(scratch))
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
@@ -128,10 +130,12 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     writer = CheckpointWriter(paths, world, identity, config.checkpoint.keep_last, first_step)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
-    loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop)
+    pulse = Pulse(world.background.group_name)
+    loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop, pulse)
     try:
         last_step = loop.run(loop.resume(loaded))
     finally:
+        pulse.close()
         writer.close()
         if tracker is not None:
             tracker.close(timeout_seconds=TRACKER_TIMEOUT_SECONDS)

@@ -49,7 +49,9 @@ from kftrain.processes import die_with_parent
 from kftrain.progress import to_log
 from kftrain.train import verdict
 from kftrain.train.output import OUTPUT_ENV, Output, shortened
+from kftrain.train.pulse import PULSE_ENV
 from kftrain.train.verdict import Document
+from kftrain.train.watchdog import LOOK_SECONDS, Watchdog, end_with_stacks
 
 RANK_MODULE = "kftrain.train.rank"
 AGENT_MODULE = "kftrain.train.agent"
@@ -194,7 +196,7 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             error_file = Path(folder) / "error.json"
             with Output(Path(folder), self._share.ranks, named=self._share.world_size > 1) as output:
-                returncode = self._run_torchrun(output.folder, error_file)
+                returncode = self._run_torchrun(output.folder, error_file, config.launch.timeout_seconds)
             error = self._explained(returncode, error_file, config)
             if error is not None:
                 self._announce(error)
@@ -202,13 +204,15 @@ class Supervisor:
                 _publish_log(path, storage.join(logs, path.name))
         return error
 
-    def _run_torchrun(self, folder: Path, error_file: Path) -> int:
-        share = self._share
+    def _run_torchrun(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
+        share, pulses = self._share, folder / "pulses"
+        pulses.mkdir()
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.processes)),
             **os.environ,
             ERROR_FILE_ENV: str(error_file),
             OUTPUT_ENV: str(folder),
+            PULSE_ENV: str(pulses),
         }
         arguments = torchrun_arguments(share.rendezvous, share.processes, share.rank_arguments())
         self._agent = subprocess.Popen([sys.executable, "-m", AGENT_MODULE, *arguments], env=environment)
@@ -217,6 +221,8 @@ class Supervisor:
         if share.is_first and share.launcher_timeout_seconds:
             watch = LauncherWatch(self._paths, share.launcher_timeout_seconds)
             threading.Thread(target=self._watch, args=(watch,), daemon=True, name="launcher-watch").start()
+        watchdog = Watchdog(pulses, share.ranks, timeout_seconds, share.rendezvous.nodes)
+        threading.Thread(target=self._watch_ranks, args=(watchdog, error_file), daemon=True, name="watchdog").start()
         try:
             return self._agent.wait()
         finally:
@@ -280,6 +286,20 @@ class Supervisor:
         if not self._ended.wait(watch.timeout_seconds) and self._agent is not None:
             self._killed = True
             self._agent.kill()  # and with it all processes
+
+    def _watch_ranks(self, watchdog: Watchdog, error_file: Path) -> None:
+        """Ends the processes where they hang. Two looks must find it: a beat may be written while it is read."""
+        before = None
+        while not self._ended.wait(LOOK_SECONDS):
+            hang = watchdog.look()
+            if hang is not None and before is not None and self._agent is not None:
+                with contextlib.suppress(FileExistsError):
+                    found = {**hang.error.to_dict(), "rank": hang.rank, verdict.BY_WATCHDOG: True}
+                    storage.create_json(str(error_file), found)
+                to_log(f"watchdog: {hang.error.line}")
+                end_with_stacks(_ranks_below(self._agent.pid))
+                return
+            before = hang
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._ask_to_stop()

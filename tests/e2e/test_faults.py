@@ -50,6 +50,7 @@ def test_a_passing_fault_costs_one_attempt(fault, faulty, tmp_path):
         ({"model.dimm": 3}, 10, "configuration", "model.dimm: unknown option"),
         ({"task.fault": "diverge"}, 19, "diverged", "not finite"),
         ({"task.fault": "retryable"}, 13, "lost connection between workers", "a passing fault"),
+        ({"task.fault": "freeze", "launch.timeout_seconds": 10}, 13, "hang", "rank 0: stopped or blocked"),
     ],
 )
 def test_what_failed_has_a_class(changes, code, failure_class, part, faulty, tmp_path):

@@ -3,6 +3,7 @@
 `SCRIPT` is JSON: step of the process (from 0) -> what it does before that step's loss.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -59,3 +60,15 @@ def leave():
 
 def fail():
     raise ValueError("scripted")
+
+
+def hang():
+    time.sleep(1000)
+
+
+def freeze():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_gil():
+    ctypes.PyDLL(None).sleep(1000)

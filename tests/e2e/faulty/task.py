@@ -66,11 +66,16 @@ def _take_memory() -> None:
         kept.append(bytearray(os.urandom(1 << 20)) * 64)
 
 
+def _freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 FAULTS = {
     "raise": _raise,
     "retryable": _retryable,
     "terminate": _terminate,
     "diverge": _diverge,
     "memory": _take_memory,
+    "freeze": _freeze,
 }
 """Each raises, never returns, or returns what the loss is multiplied by."""

@@ -1,0 +1,69 @@
+"""A process that hangs is named with its stack and ended; the next attempt gives the same curve."""
+
+import json
+
+import pytest
+from helpers import jobs
+
+from kftrain import config, storage
+from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_SECONDS = 5
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(jobs.TESTS))
+    settings = ["task.kind=helpers.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
+    return jobs.make_run(tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "stack"),
+    [
+        ("hang", "no progress for 5 s, while others wait", "scripted_task.py"),
+        ("hold_the_gil", "stopped or blocked: no sign of life for 5 s", "scripted_task.py"),
+        ("freeze", "stopped or blocked: no sign of life for 5 s", ""),
+    ],
+)
+def test_fault_20_a_rank_that_hangs_is_named_with_its_stack_and_ended(run, what, how, stack):
+    paths, resolved = run
+    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 7, "rank": 1, "do": what}))
+    assert done.returncode == 140, done.stdout + done.stderr
+    error = storage.read_json(paths.error)
+    assert (error["kind"], error["rank"]) == ("HangError", 1) and f"rank 1: {how}" in error["line"]
+    log = storage.read_text(storage.join(paths.logs, "attempt-1", "rank-1.log"))
+    assert not stack or ("most recent call first" in log and f'{stack}", line' in log and what in log)
+
+
+def test_the_attempt_after_a_hang_gives_the_same_curve(run, two_processes):
+    paths, resolved = run
+    jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 7, "rank": 0, "do": "freeze"}))
+    again = jobs.run_worker(paths, resolved)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on after step 5" in again.stdout
+    assert jobs.losses(paths) == two_processes[1]
+
+
+def test_a_node_whose_processes_all_wait_leaves_the_blame_to_the_other_one(run):
+    paths, resolved = run
+    script = json.dumps({"step": 7, "rank": 1, "do": "hang"})
+    settings = [{"nodes": 2, "processes": 1, NODE_RANK_ENV: str(number), ADDRESS_ENV: "127.0.0.1"} for number in (0, 1)]
+    first, second = (jobs.start_worker(paths, resolved, SCRIPT=script, **one) for one in settings)
+    outputs = [process.communicate(timeout=150)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (138, 140), outputs
+    assert "all on this node have waited 5 s for another node" in outputs[0]
+    error = storage.read_json(paths.error)
+    assert (error["kind"], error["rank"], error["node_rank"]) == ("HangError", 1, 1)
+
+
+def test_what_is_only_slow_is_left_alone(run):
+    """Every step takes half of the timeout, and all together four times as long."""
+    paths, resolved = run
+    resolved = config.parse(resolved.to_yaml(), ["train.steps=8", "optimizer.warmup_steps=1"])
+    storage.publish(paths.config, resolved.to_yaml())
+    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": TIMEOUT_SECONDS / 2}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "watchdog" not in done.stdout
