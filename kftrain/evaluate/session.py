@@ -43,11 +43,13 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     with join_world(config.launch.timeout_seconds) as world:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
+        world.gather_slowly(None)
         dataset = ShardedDataset.open(manifest_uri, SPLIT)
         for target in request.targets:
             done = world.from_main(storage.exists(storage.join(target.output_uri, METRICS)) if world.is_main else None)
             if not done:
                 _evaluate_one(target, request.evaluation_digest, manifest, dataset, config, world)
+            world.gather_slowly(None)  # the first process has the statistics to work through
 
 
 def _evaluate_one(
