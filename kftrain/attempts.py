@@ -64,7 +64,7 @@ def require_held(paths: RunPaths, attempt: int) -> None:
     """
     if storage.exists(paths.attempt(attempt + 1)):
         raise FencedError(
-            "a newer attempt holds this run; nothing more is written by this one",
+            f"{FencedError.BY_ATTEMPT}; nothing more is written by this one",
             where=paths.uri,
             value=f"attempt {attempt}, the newest is {last_attempt(paths)}",
         )

@@ -8,6 +8,7 @@ and nothing else, and the rest is read by `torch.load(weights_only=True)`.
 from __future__ import annotations
 
 import pickle
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -28,14 +29,18 @@ ALLOWED = frozenset(
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
-        *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
     }
 )
-"""(module, name) of what DCP's metadata is made of, beside dtypes."""
+"""(module, name) of what DCP's metadata is made of, beside dtypes and paths."""
+
+PATHS = frozenset((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows"))
+"""The folder that it was written to, as the writer's Python and system name it: not looked at, and so only text."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in PATHS:
+            return PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in ALLOWED and not is_dtype:
             raise CheckpointError(

@@ -56,10 +56,10 @@ class Hold:
     name: str
     mark: str
     uid: str = ""
-    """Empty: the answer to the creation was lost; the mark says which it is."""
+    """Empty: the answer to the creation or adoption was lost; the mark says which it is."""
 
     def is_lost(self, job: Mapping[str, Any]) -> bool:
-        """Whether another launch has adopted this job of the hold's name."""
+        """Whether another launch has adopted or created this job of the hold's name."""
         return mark_of(job) != self.mark
 
 
@@ -88,19 +88,22 @@ def create_or_adopt(
 
 
 def delete_held(cluster: Jobs, hold: Hold) -> bool:
-    """Deletes the job as long as it is held; False where another launch has adopted it. Raises LaunchError.
+    """Deletes the job as long as it is held; False where another launch holds the name. Raises LaunchError."""
+    return delete_own(cluster, hold.name, lambda job: not hold.is_lost(job))
 
-    The job changes all the time, so it may take several looks until none has come between look and deletion.
+
+def delete_own(cluster: Jobs, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
+    """Deletes the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
+
+    The job changes all the time, so it may take several looks until nothing comes between look and deletion.
     """
     while True:
-        found = cluster.read_job(hold.name)
-        if found is None or (hold.uid and found["metadata"]["uid"] != hold.uid):
-            return True
-        if hold.is_lost(found):
+        found = cluster.read_job(name)
+        if found is not None and not is_own(found):
             return False
-        if "deletionTimestamp" in found["metadata"]:
+        if found is None or "deletionTimestamp" in found["metadata"]:
             return True
-        cluster.delete_job(hold.name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
+        cluster.delete_job(name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
 
 
 def any_pods(cluster: Jobs, name: str) -> bool:
@@ -109,7 +112,7 @@ def any_pods(cluster: Jobs, name: str) -> bool:
 
 
 class _Creation:
-    """The creation of a job by this launch, which knows its own job by a mark: the answer may be lost."""
+    """How this launch comes to its job, which it knows by a mark: the answer may be lost."""
 
     def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
         metadata = document["metadata"]
@@ -117,14 +120,26 @@ class _Creation:
         annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._hold.mark}
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
         self._cluster, self._was_sent = cluster, False
+        """Whether there may be a job with the mark."""
 
     def send(self) -> str | None:
         """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
         self._was_sent = True
         return self._cluster.create_job(self.document)
 
+    def adopt(self, existing: dict[str, Any]) -> Hold | None:
+        """Makes a job that is there ours, where it may be changed. None: it has gone meanwhile. Raises LaunchError."""
+        uid = existing["metadata"]["uid"]
+        self._was_sent = True
+        if _take_over(self._cluster, self.document["metadata"], existing["metadata"]):
+            return Hold(self._hold.name, self._hold.mark, uid)
+        found = self._cluster.read_job(self._hold.name)
+        if found is None or found["metadata"]["uid"] != uid or _is_over(found):
+            return None
+        return Hold(self._hold.name, mark_of(found), uid)
+
     def take_back(self) -> None:
-        """Deletes the job, if this launch has created one and nobody has adopted it.
+        """Deletes the job, if this launch has created or adopted one and nobody has adopted it since.
 
         Raises LaunchError: then it may be there.
         """
@@ -146,9 +161,11 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
             existing = cluster.read_job(name)
         if existing is not None and not _is_over(existing):
             _require_same(document, existing, cluster.namespace)
-            to_log(f"job {name} is there already: following it")
-            taken = _take_over(cluster, document["metadata"], existing["metadata"])
-            return Hold(name, mark_of(document if taken else existing), existing["metadata"]["uid"])
+            hold = creation.adopt(existing)
+            if hold is not None:
+                to_log(f"job {name} is there already: following it")
+                return hold
+            continue
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             cluster.delete_job(name, existing["metadata"]["uid"])
         if not said:
@@ -218,7 +235,7 @@ def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace
     changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
     raise FencedError(
-        f"a job with another specification holds this run: {shown}",
+        f"{FencedError.BY_JOB}: {shown}",
         where=f"job {wanted['metadata']['name']} in namespace {namespace}",
         fix="wait for it, or end it: kftrain cancel RUN",
     )

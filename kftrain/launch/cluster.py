@@ -17,7 +17,7 @@ from types import FrameType
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
-from kftrain.errors import KftrainError, LaunchError, Preempted
+from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted
 from kftrain.launch import diagnosis, ownership, pytorchjob
 from kftrain.launch.adoption import Hold, any_pods, create_or_adopt, delete_held
 from kftrain.launch.failures import JobFailedError
@@ -72,16 +72,19 @@ class ClusterLauncher:
             hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
             if hold is None:
                 return Preempted.exit_code
-            follower = None
+            follower, code = None, 0
+            where = f"job {name} in namespace {self._cluster.namespace}"
             try:
-                where = f"job {name} in namespace {self._cluster.namespace}"
                 to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
                 follower = Follower(self._cluster, self._config, spec, hold, self._wake)
-                return self._follow(follower, spec, paths)
+                code = self._follow(follower, spec, paths)
             finally:
-                self._end(hold)
+                is_own = self._end(hold)
                 if follower is not None:  # only now: workers that commit have something to say
                     follower.close()
+        if code and not is_own:
+            raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
+        return code
 
     def _follow(self, follower: Follower, spec: JobSpec, paths: RunPaths) -> int:
         try:
@@ -91,6 +94,8 @@ class ClusterLauncher:
                     return 0
                 if state is State.FAILED:
                     summary = follower.diagnose()
+                    if summary.exit_code == FencedError.exit_code:
+                        raise FencedError(FencedError.BY_ATTEMPT, where=paths.uri)
                     _publish_failure(paths, summary)
                     return summary.exit_code
                 self._wake.wait(POLL_SECONDS)
@@ -100,16 +105,20 @@ class ClusterLauncher:
             raise
         return Preempted.exit_code
 
-    def _end(self, hold: Hold) -> None:
-        """Deletes the job and waits until its pods are gone: the next attempt must not meet them."""
+    def _end(self, hold: Hold) -> bool:
+        """Deletes the job and waits until its pods are gone: the next attempt must not meet them.
+
+        False: another launch holds it by now.
+        """
         try:
             if not delete_held(self._cluster, hold):
-                return
+                return False
             deadline = time.monotonic() + GOING_SECONDS
             while any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
+        return True
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

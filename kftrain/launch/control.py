@@ -62,6 +62,8 @@ class Garbage:
 
     job: str
     uid: str
+    version: str
+    """As it was looked at: one that somebody has adopted since is left alone."""
     why: str
 
 
@@ -125,9 +127,10 @@ def collect_garbage(cluster: Cluster, dry_run: bool = False) -> list[Garbage]:
         phase = str((read or {}).get("status", {}).get("phase", ""))
         why = why_garbage(job, phase, time.time())
         if why:
-            found.append(Garbage(job["metadata"]["name"], job["metadata"]["uid"], why))
+            metadata = job["metadata"]
+            found.append(Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why))
     for garbage in () if dry_run else found:
-        cluster.delete_job(garbage.job, garbage.uid)
+        cluster.delete_job(garbage.job, garbage.uid, garbage.version)
     return found
 
 

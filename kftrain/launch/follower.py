@@ -51,6 +51,8 @@ class Follower:
         self._budget, self._claimed_by = Budget(config.launch.max_restarts_without_progress, paths), -1
         self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
         self._seen_at = time.time()
+        self._is_fenced = False
+        """Whether another launch holds the job, or one of its name."""
         self._was_hopeless = False
         """At the last look. One look may see a Workload that is younger than the job it has read, or half a message."""
         self._explained_at = self._annotated_at = float("-inf")
@@ -72,6 +74,9 @@ class Follower:
         self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
         self._show(assessment)
         state = State.SUCCEEDED if assessment.state is State.GONE and self._is_complete() else assessment.state
+        if self._is_fenced and state is not State.SUCCEEDED:
+            where = f"job {self._name} in namespace {self._cluster.namespace}"
+            raise FencedError(f"{FencedError.BY_LAUNCHER} by now, and follows its job", where=where)
         if state in (State.SUCCEEDED, State.FAILED):
             self._logs.finish({pod.uid for pod in seen.pods if pod.ended})
             return state
@@ -99,11 +104,7 @@ class Follower:
         now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
         job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._hold.uid else None
-        if item and job and self._hold.is_lost(item):
-            raise FencedError(
-                "another launcher holds this run by now, and follows its job",
-                where=f"job {self._name} in namespace {self._cluster.namespace}",
-            )
+        self._is_fenced = item is not None and self._hold.is_lost(item)
         pods = sorted(
             (observation.parse_pod(pod, now) for pod in self._cluster.list_pods(self._name)), key=lambda pod: pod.index
         )

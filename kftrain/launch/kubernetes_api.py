@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kftrain.errors import LaunchError
-from kftrain.launch.patience import FORBIDDEN_SECONDS, Patience, message_of
+from kftrain.launch.patience import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, Patience, message_of
 from kftrain.launch.pytorchjob import API_VERSION
 from kftrain.progress import Progress, to_log
 
@@ -153,10 +153,10 @@ class Cluster:
                 if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                     yield event["object"]
 
-    def read_pod(self, name: str) -> Object | None:
-        """A pod as it is now. Raises LaunchError."""
+    def read_pod(self, name: str, namespace: str = "") -> Object | None:
+        """A pod as it is now, of the jobs' namespace unless another one is named. Raises LaunchError."""
         reading = self._json(self._core.read_namespaced_pod)
-        return self._read(f"pod {name} cannot be read", reading, name, self.namespace)
+        return self._read(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
 
     def force_delete_pod(self, name: str, uid: str) -> bool:
         """Takes a pod off the API server without asking its node, which must be known to be dead.
@@ -315,6 +315,8 @@ class Cluster:
         except self._api_exception as error:
             if error.status == FORBIDDEN:
                 self._say_forbidden(verb, error)
+            elif error.status == UNAUTHORIZED or error.status in PASSING:
+                raise ConnectionError(message_of(error)) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ConnectionError(f"{verb}: {type(error).__name__}") from error
 

@@ -21,8 +21,8 @@ class PodReader(Protocol):
     namespace: str
     own_namespace: str
 
-    def read_pod(self, name: str) -> dict[str, Any] | None:
-        """A pod of `namespace`; None where it is gone."""
+    def read_pod(self, name: str, namespace: str = "") -> dict[str, Any] | None:
+        """A pod of that namespace, of `namespace` unless one is named; None where it is gone."""
         ...
 
 
@@ -33,13 +33,14 @@ def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
     another namespace than the step's can have no owner there.
     """
     name = os.environ.get(POD_NAME_ENV, "")
-    if not name or cluster.own_namespace != cluster.namespace:
+    if not name or not cluster.own_namespace:
         return None, ""
-    pod = cluster.read_pod(name)
+    pod = cluster.read_pod(name, cluster.own_namespace)
     if pod is None:
         return None, ""
     metadata = pod["metadata"]
-    owner = next((o for o in metadata.get("ownerReferences", []) if o["kind"] == "Workflow"), None)
+    owners = metadata.get("ownerReferences", []) if cluster.own_namespace == cluster.namespace else []
+    owner = next((o for o in owners if o["kind"] == "Workflow"), None)
     return _reference(owner) if owner else None, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
 
 

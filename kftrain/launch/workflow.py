@@ -6,23 +6,29 @@ read. The exit handler asks it about steps that were terminated, ran out of memo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from kftrain.contracts import FailureSummary
-from kftrain.errors import BUG_CODE, KftrainError, Preempted
+from kftrain.errors import BUG_CODE, FencedError, KftrainError, Preempted
 from kftrain.launch import ownership
 from kftrain.launch.diagnosis import ADVICE
 from kftrain.launch.kubernetes_api import SERVICE_ACCOUNT, Cluster
 from kftrain.launch.states import FailureClass
 from kftrain.progress import to_log
 
+_TRY = re.compile(r"\(\d+\)$")
+"""What Argo puts after a step's name where it is tried again."""
+
 SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("OOMKilled", FailureClass.HOST_MEMORY),
     ("longer than the specified deadline", FailureClass.DEADLINE),
     ("ImagePull", FailureClass.IMAGE),
     ("pod deleted", FailureClass.PREEMPTED),
-    ("holds this run", FailureClass.FENCED),
+    (FencedError.BY_ATTEMPT, FailureClass.FENCED),
+    (FencedError.BY_LAUNCHER, FailureClass.FENCED),
+    (FencedError.BY_JOB, FailureClass.FENCED),
 )
 """What Argo's messages and those of our steps contain, and what it means."""
 
@@ -50,10 +56,17 @@ def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
     failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") in ("Failed", "Error")]
     if not failed:
         return None
-    first = min(failed, key=lambda node: str(node.get("finishedAt") or "9"))
+    tries: dict[str, Any] = {}
+    for node in sorted(failed, key=_end):  # the last try of a step says why the step has failed
+        tries[_TRY.sub("", str(node.get("displayName", "")))] = node
+    first = min(tries.values(), key=_end)
     message = str(first.get("message") or "no message")
     kind = next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
     return _summary(kind, f"step {first.get('displayName', '')}: {message}", str(first.get("id", "")), BUG_CODE)
+
+
+def _end(node: Mapping[str, Any]) -> str:
+    return str(node.get("finishedAt") or "9")
 
 
 def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:

@@ -66,6 +66,13 @@ class World:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
+    def copy_from_main(self, tensor: torch.Tensor) -> None:
+        """Gives `tensor` the numbers that it has on rank 0, bit by bit; it may be of any type, on any device."""
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(content, src=0, group=self.control)
+        with torch.no_grad():
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
+
     def barrier(self) -> None:
         """Returns when all processes have called it."""
         dist.barrier(group=self.control)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
+from kftrain.progress import to_log
 
 COMPARED_NUMBERS = 64
 """Of each tensor, to see whether all processes have built the same model."""
@@ -74,12 +75,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def distribute(model: nn.Module, layout: Layout, world: World) -> nn.Module:
     """The module, ready to train on all processes of `world`.
 
-    `model` is on the CPU, in fp32, equal on all processes. Collective. Raises ConfigError where its numbers would
-    depend on the number of processes.
+    `model` is in fp32, and best equal on all processes: otherwise they take the weights of rank 0. Collective. Raises
+    ConfigError where its numbers would depend on the number of processes.
     """
     if world.size > 1:
         _refuse_local_statistics(model)
-        _refuse_different_weights(model, world)
+        _equalize(model, world)
     if layout.checkpoint_blocks:
         _recompute_blocks(model)
     if layout.strategy == "ddp":
@@ -152,25 +153,39 @@ def _refuse_local_statistics(model: nn.Module) -> None:
             )
 
 
-def _refuse_different_weights(model: nn.Module, world: World) -> None:
-    """Sharding takes a part of each process's weights: of different ones it would make a model that nobody built."""
-    own = {name: _head(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    if len(set(world.gather(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()))) == 1:
-        return
-    for other in world.gather(own):
-        for name in sorted(own.keys() | other.keys()):
-            if own.get(name) != other.get(name):
-                raise ConfigError(
-                    "the model is not built the same on all processes",
-                    where=f"model {name}",
-                    fix="draw initial weights from the global generators of torch, numpy or random: they are seeded",
-                )
+def _equalize(model: nn.Module, world: World) -> None:
+    """Gives all processes the weights of rank 0 where they have drawn different ones.
+
+    Sharding takes a part of each process's weights: of different ones it would make a model that nobody built.
+    """
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    heads = [_head(tensor) for tensor in tensors.values()]
+    seen = world.gather(tuple(hashlib.sha256(repr(part).encode()).hexdigest() for part in (shapes, heads)))
+    if len({digest for digest, _ in seen}) > 1:
+        raise ConfigError(
+            "the model does not have the same parts on all processes",
+            where="model",
+            fix="names, shapes and types of its weights must not depend on rank or chance",
+        )
+    if len({digest for _, digest in seen}) > 1:
+        if world.is_main:
+            to_log("the processes have drawn different initial weights: all take those of rank 0")
+        for tensor in tensors.values():
+            if _is_plain(tensor):
+                world.copy_from_main(tensor)
 
 
-def _head(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
-    """What tells two draws of a tensor apart: shape, type, and the first numbers as they lie in memory."""
-    head = tensor.detach().reshape(-1)[:COMPARED_NUMBERS].contiguous().view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype), head.numpy().tobytes()
+def _head(tensor: torch.Tensor) -> bytes:
+    """The first numbers of a tensor as they lie in memory; nothing of one that has none there."""
+    if not _is_plain(tensor):
+        return b""
+    head = tensor.detach().reshape(-1)[:COMPARED_NUMBERS].resolve_conj().resolve_neg().cpu().contiguous()
+    return head.view(torch.uint8).numpy().tobytes()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _recompute_blocks(model: nn.Module) -> None:

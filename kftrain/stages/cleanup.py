@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.launch import ownership
+from kftrain.launch.adoption import delete_own
 from kftrain.launch.kubernetes_api import Cluster
 from kftrain.launch.pytorchjob import KFP_RUN_LABEL, RUN_LABEL, label_value, started_for
 
@@ -37,10 +39,9 @@ def delete_jobs(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
     jobs = cluster.list_jobs(f"{RUN_LABEL}={label_value(paths.run_id)}")
     workflow = ownership.find_owner(cluster)[0] if jobs else None
     uid, digest = workflow["uid"] if workflow else "", config.digest()
-    found = [job["metadata"] for job in jobs if belongs(job, uid, job_id, digest)]
-    for job in found:
-        cluster.delete_job(job["name"], job["uid"])
-    return [f"job {job['name']}" for job in found]
+    own = functools.partial(belongs, workflow_uid=uid, job_id=job_id, config_digest=digest)
+    names = [str(job["metadata"]["name"]) for job in jobs if own(job)]
+    return [f"job {name}" for name in names if delete_own(cluster, name, own)]
 
 
 def belongs(job: Mapping[str, Any], workflow_uid: str, job_id: str, config_digest: str) -> bool:

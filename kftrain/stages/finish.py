@@ -41,19 +41,20 @@ def finish(
             config, paths = _named(text.strip() or UNREAD, knobs, resume_run, job_id)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
+    explained = None if state in SUCCESS_STATES else _explained(state)
+    if explained is not None and explained["exit_code"] == FencedError.exit_code:
+        return _failed(explained, paths.uri)  # job, folder and MLflow run are those of who is at work there
     for removed in cleanup.clean_up(config, paths, job_id):
         progress(f"removed {removed}, which was never finished")
     error_document = None
     with tolerated("error.json could not be read"):
         error_document = failure.read(paths)
-    if error_document is None and state in SUCCESS_STATES:
+    error_document = error_document or explained
+    if error_document is None:
         return Outcome(
             paths.uri, {"result": "the run succeeded", "run_uri": paths.uri}, markdown="The run succeeded.\n"
         )
-    error_document = error_document or _unexplained(state)
     outcome = _failed(error_document, paths.uri)
-    if error_document["exit_code"] == FencedError.exit_code:  # folder and MLflow run are those of who is at work there
-        return outcome
     is_open = False
     with tolerated("the failure report could not be written"):
         is_open = storage.exists(paths.config)
@@ -86,8 +87,8 @@ def _failed(error: dict[str, Any], run_uri: str) -> Outcome:
     )
 
 
-def _unexplained(state: str) -> dict[str, Any]:
-    """For a step that was stopped from outside: terminated, deleted, out of memory, out of time."""
+def _explained(state: str) -> dict[str, Any]:
+    """What the Workflow says of a step that could not: terminated, deleted, out of memory, out of time, or fenced."""
     found = launch.explain_pipeline_run()
     if found is None:
         return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))

@@ -18,13 +18,30 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=True,
     )
+    _begin(optimizer)
+    return optimizer
+
+
+def _begin(optimizer: torch.optim.AdamW) -> None:
+    """Gives each parameter the state that AdamW gives it at its first gradient.
+
+    One that has had none yet, such as an expert that no token has reached, would be missing from a checkpoint, which
+    then could not be loaded.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

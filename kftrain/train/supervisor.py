@@ -32,7 +32,7 @@ import psutil
 from kftrain import attempts, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import KftrainError, Preempted, RetryableError
+from kftrain.errors import FencedError, KftrainError, Preempted, RetryableError
 from kftrain.launch.completion import is_complete, load_config
 from kftrain.launch.heartbeat import LauncherWatch
 from kftrain.launch.outage import retryable, tolerated
@@ -272,6 +272,8 @@ class Supervisor:
         who = f"node {node}, rank {error['rank']}" if "rank" in error else f"node {node}"
         sys.stderr.write(f"{who}: {error['line']}\n")
         leave_message(str(error["line"]))
+        if error["exit_code"] == FencedError.exit_code:  # the run is another's, and so is what it says of itself
+            return
         with tolerated("error.json could not be written"):
             _publish_error(self._paths.error, {**error, **where})
 

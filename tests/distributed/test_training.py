@@ -4,7 +4,9 @@ import json
 import math
 
 import pytest
+import torch
 from helpers import jobs
+from safetensors.torch import load_file
 
 from kftrain import attempts, contracts, storage
 from kftrain.checkpoint import commit
@@ -86,11 +88,26 @@ def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_proces
     jobs.assert_same_curve(*curves)
 
 
-def test_a_model_that_is_another_one_on_each_process_is_refused(tmp_path):
-    paths, resolved = jobs.make_run(tmp_path, ["model.kind=helpers.drawn_models:FromNowhere"])
+def test_a_model_that_each_process_draws_anew_is_that_of_rank_0_and_goes_on_after_a_kill(tmp_path):
+    """Part of it has no gradient, and so no state of the optimizer but the first one."""
+    kinds = ["model.kind=helpers.drawn_models:FromNowhere", "task.kind=helpers.scripted_task:ScriptedTask"]
+    paths, resolved = jobs.make_run(tmp_path, kinds)
+    killed = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 12, "rank": 1, "do": "kill"}))
+    assert killed.returncode == 137, killed.stdout + killed.stderr
+    assert killed.stdout.count("the processes have drawn different initial weights: all take those of rank 0") == 1
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on after step 10" in done.stdout
+    export = storage.local_path(contracts.read(Completion, paths.complete).export_uri)
+    tensors = load_file(export / "model.safetensors")
+    assert torch.equal(tensors["first"], tensors["second"]) and tensors["first"].unique().numel() == 4
+
+
+def test_a_model_of_other_parts_on_each_process_is_refused(tmp_path):
+    paths, resolved = jobs.make_run(tmp_path, ["model.kind=helpers.drawn_models:ByRank"])
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 10
-    assert "model bias: the model is not built the same on all processes" in storage.read_json(paths.error)["line"]
+    assert "the model does not have the same parts on all processes" in storage.read_json(paths.error)["line"]
 
 
 def test_a_torn_shard_is_found_before_the_first_step(tmp_path):

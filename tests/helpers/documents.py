@@ -101,7 +101,7 @@ def finished_run(root, *overrides):
     """A run with all its documents."""
     paths, resolved, shards = sharded_run(root, *overrides)
     completion = completion_of(paths, resolved, shards.dataset_digest)
-    storage.publish(storage.join(completion.export_uri, "manifest.json"), "{}")
+    publish_export(completion.export_uri)
     evaluation = evaluation_of(resolved, completion)
     folder = paths.evaluation(completion.checkpoint_digest, evaluation.evaluation_digest)
     storage.publish_json(paths.complete, completion.to_dict())

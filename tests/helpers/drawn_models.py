@@ -1,5 +1,6 @@
 """Models whose initial weights do not come from torch's generator."""
 
+import os
 import random
 
 import numpy as np
@@ -20,9 +21,17 @@ class FromGlobalGenerators(Transformer):
 
 
 class FromNowhere(Transformer):
-    """Drawn by a generator of its own that nobody has seeded."""
+    """Has weights that a generator of its own has drawn, which nobody has seeded, and that nothing trains."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        generator = np.random.default_rng()
-        self.bias = nn.Parameter(torch.from_numpy(generator.normal(size=3).astype(np.float32)))
+        drawn = torch.from_numpy(np.random.default_rng().normal(size=4).astype(np.float32))
+        self.first, self.second = nn.Parameter(drawn.clone()), nn.Parameter(drawn.clone())
+
+
+class ByRank(Transformer):
+    """Is wider on rank 1."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.extra = nn.Parameter(torch.zeros(4 + int(os.environ["RANK"])))

@@ -86,6 +86,7 @@ class Namespace:
             self.num_looks += (verb, kind) == ("GET", "pytorchjobs")
             found = self.get(kind, name)
             if verb == "PATCH":
+                self._require(found, {key: value for key, value in body.get("metadata", {}).items() if key == "uid"})
                 self.patch(kind, name, body)
             if verb == "DELETE":
                 self._require(found, (body or {}).get("preconditions", {}))

@@ -80,6 +80,21 @@ def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkey
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("name", ["PosixPath", "WindowsPath"])
+def test_the_path_of_any_writer_is_read(module, name):
+    """Python 3.13 has it in another module; another system has another class."""
+    content = (
+        pickle.PROTO
+        + b"\x02"
+        + pickle.GLOBAL
+        + f"{module}\n{name}\n".encode()
+        + b"X\x02\x00\x00\x00/a\x85R"
+        + pickle.STOP
+    )
+    assert str(reader._MetadataUnpickler(io.BytesIO(content)).load()) == "/a"
+
+
 @pytest.mark.parametrize("module", ["torch", "torch.serialization", "pathlib", "builtins", "os"])
 @pytest.mark.parametrize("name", ["load", "eval", "system", "hub", "_get_restore_location", "nn.Module", "Path"])
 def test_nothing_else_can_be_named(module, name):

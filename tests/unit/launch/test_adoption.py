@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.api_server import LOST
-from helpers.launching import JOB, wait_until
+from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import storage
 from kftrain.errors import FencedError, LaunchError
@@ -134,7 +134,8 @@ def test_a_launcher_that_is_stopped_leaves_a_job_that_another_one_has_adopted(la
     second = launch()
     second.wait_for("following it")
     first.launcher.interrupted = True
-    assert first.finish() == 143
+    with pytest.raises(FencedError):  # "stopped" would be said of a run that goes on
+        first.finish()
     assert namespace.jobs() == [JOB] and requests_to_delete(server) == []
     second.launcher.interrupted = True
     assert second.finish() == 143 and namespace.jobs() == []
@@ -172,6 +173,49 @@ def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
     monkeypatch.setattr(cluster, "delete_job", be_slow)
     assert adoption.delete_held(cluster, hold)
     assert namespace.jobs() == []
+
+
+def test_an_adoption_whose_answer_is_lost_leaves_no_job_to_nobody(launch, server, namespace, make_job, monkeypatch):
+    """The launcher before sees another mark, and leaves the job to who has given up."""
+    resolved, training = make_job()
+    hold = adoption.create_or_adopt(kubernetes_api.Cluster(), pytorchjob.build(training, resolved))
+    monkeypatch.setattr(patience, "OUTAGE_SECONDS", 0.3)
+    server.fail("PATCH", "/pytorchjobs/", LOST)
+    server.fail("PATCH", "/pytorchjobs/", 503, times=float("inf"))
+    with pytest.raises(LaunchError, match="did not answer"):
+        launch().finish()
+    assert namespace.jobs() == [] and namespace.created == [JOB]
+    assert hold.name == JOB
+
+
+def test_a_job_that_goes_while_it_is_adopted_is_created_anew(launch, namespace, make_job, monkeypatch):
+    resolved, training = make_job()
+    adoption.create_or_adopt(kubernetes_api.Cluster(), pytorchjob.build(training, resolved))
+    answer = namespace.answer
+
+    def go_first(verb, path, query=None, body=None):
+        if verb == "PATCH":
+            monkeypatch.setattr(namespace, "answer", answer)
+            namespace.delete("pytorchjobs", JOB)
+        return answer(verb, path, query, body)
+
+    monkeypatch.setattr(namespace, "answer", go_first)
+    one = launch()
+    wait_until(lambda: namespace.created == [JOB, JOB])
+    namespace.run_pods(JOB)
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
+def test_a_worker_that_is_fenced_says_nothing_of_the_run(launch, namespace):
+    one = launch()
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    namespace.end_pod(WORKERS[0], 17)
+    namespace.condition(JOB, "Failed")
+    with pytest.raises(FencedError, match="a newer attempt holds this run"):
+        one.finish()
+    assert not storage.exists(one.paths.failure) and not storage.exists(one.paths.error)
 
 
 def test_a_launcher_that_may_not_mark_a_job_holds_it_by_the_mark_it_has(launch, server, namespace, make_job):

@@ -223,9 +223,10 @@ def test_a_job_that_somebody_replaced_is_not_taken_for_ours(training, namespace,
         namespace.delete("pytorchjobs", JOB)
         create(namespace, make_job)
         namespace.condition(JOB, "Succeeded")
-    with pytest.raises(LaunchError, match="somebody deleted the job"):
+    with pytest.raises(FencedError, match="another launcher holds this run"):
         training.finish()
     assert namespace.jobs() == [JOB], "the other one stays"
+    assert not storage.exists(training.paths.failure) and not storage.exists(training.paths.error)
     namespace.delete("pytorchjobs", JOB)
 
 

@@ -330,6 +330,19 @@ def test_logs_that_are_asked_for_survive_a_connection_that_breaks(server, namesp
     assert sum(path.endswith("/p/log") for _, path in server.requests) == 3
 
 
+@pytest.mark.parametrize("status", [401, 429, 500, 503])
+def test_a_log_that_is_refused_for_a_moment_is_asked_for_again(status, server, namespace, fast):
+    namespace.create("pods", {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}})
+    namespace.write("p", "ValueError: the reason")
+    namespace.end_pod("p", 1)
+    pod, found = Pod("p", namespace.get("pods", "p")["metadata"]["uid"], 0, running=True), []
+    server.fail("GET", "/p/log", status)
+    one = Logs(Cluster(), 1, found.append)
+    one.follow([pod])
+    one.drain()
+    assert found == ["ValueError: the reason"]
+
+
 def test_a_pod_that_takes_the_place_of_another_is_followed_anew(training, namespace):
     namespace.write(WORKERS[1], "of the first")
     training.wait_for("worker-1: of the first")

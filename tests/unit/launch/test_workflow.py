@@ -31,6 +31,7 @@ def a_workflow(*nodes, **spec):
             "main: Error (exit code 1): another launcher holds this run by now, and follows its job",
             "superseded by a newer attempt",
         ),
+        ("main: Error (exit code 1): RuntimeError: lease: host-3 holds this run", "unknown"),
         ("main: Error (exit code 1): digest mismatch: shard 3", "unknown"),
     ],
 )
@@ -44,6 +45,12 @@ def test_the_first_of_several_failures_is_the_cause():
     later = node("main: Error (exit code 1)", finished="2026-11-21T10:05:00Z", name="evaluate")
     steps = node("child failed", kind="DAG", finished="2026-11-21T09:00:00Z", name="root")
     assert "train" in workflow.explain(a_workflow(steps, later, node("OOMKilled"))).line
+
+
+def test_the_last_try_of_a_step_says_why_it_failed():
+    first = node("pod deleted", finished="2026-11-21T10:00:00Z", name="train(0)")
+    second = node("another launcher holds this run by now", finished="2026-11-21T10:10:00Z", name="train(1)")
+    assert workflow.explain(a_workflow(second, first)).failure_class == "superseded by a newer attempt"
 
 
 def test_terminate_is_told_from_a_failure():

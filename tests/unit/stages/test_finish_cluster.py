@@ -146,6 +146,36 @@ def test_a_pipeline_run_whose_run_another_one_holds_leaves_its_folder_and_its_ml
     assert namespace.jobs() == [JOB] and not storage.exists(storage.join(paths.uri, FAILURE_REPORT))
 
 
+def test_a_fenced_pipeline_run_leaves_a_job_that_says_nothing_of_a_pipeline_run(
+    start_job, own_workflow, namespace, tmp_path, monkeypatch
+):
+    """It is that of a laptop, with the very same configuration."""
+    (tmp_path / "account").touch()
+    monkeypatch.setattr(workflow_module, "SERVICE_ACCOUNT", tmp_path / "account")
+    monkeypatch.setattr(cleanup.ownership, "find_owner", lambda cluster: (None, ""))
+    monkeypatch.setattr(workflow_module.ownership, "find_owner", lambda cluster: (own_workflow, ""))
+    paths = start_job()
+    node = {"type": "Pod", "phase": "Failed", "message": "main: Error (exit code 1): another launcher holds this run"}
+    namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
+    finish("", "", paths.uri, "kfp-a", "FAILED", [].append)
+    assert namespace.jobs() == [JOB]
+
+
+def test_a_job_that_another_launcher_adopts_while_it_is_being_deleted_goes_on(
+    start_job, namespace, tmp_path, monkeypatch
+):
+    paths, delete = start_job(kfp_run_id=JOB_ID), Cluster.delete_job
+
+    def be_slow(self, *arguments):
+        monkeypatch.setattr(Cluster, "delete_job", delete)
+        namespace.patch("pytorchjobs", JOB, {"metadata": {"labels": {KFP_LABEL: "kfp-b"}}})
+        delete(self, *arguments)
+
+    monkeypatch.setattr(Cluster, "delete_job", be_slow)
+    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == []
+    assert namespace.jobs() == [JOB]
+
+
 @pytest.fixture
 def storage_is_away(monkeypatch):
     """A function after whose call no folder can be read or written."""

@@ -9,6 +9,7 @@ from helpers.documents import (
     digits_config,
     evaluation_of,
     finished_run,
+    publish_export,
     registration_of,
     sharded_run,
 )
@@ -245,7 +246,7 @@ def champion_of(tmp_path, text="", export=True, **changes):
     (folder / "config.yaml").write_text(text or digits_config(tmp_path).to_yaml())
     (folder / "export").mkdir()
     if export:
-        (folder / "export" / "manifest.json").write_text("{}")
+        publish_export(f"{folder}/export")
     fields = {"version": 1, "run_uri": str(folder), "checkpoint_digest": "d" * 64, "export_digest": "f" * 64}
     return Champion(**{**fields, "export_uri": f"{folder}/export", **changes})
 

@@ -15,7 +15,7 @@ from helpers.documents import completion_of, digits_config, publish_export
 
 from kftrain import attempts, storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import ConfigError, Preempted
+from kftrain.errors import ConfigError, FencedError, Preempted
 from kftrain.launch.heartbeat import Heartbeat
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 from kftrain.train.verdict import LOST_PEER
@@ -125,6 +125,14 @@ def node(number, nodes=2):
 
 
 MUST_NOT_START = "raise SystemExit('torchrun was started')"
+
+
+def test_who_was_fenced_says_nothing_of_a_run_that_is_anothers(run):
+    """What it left there would hide the real failure of the attempt that holds the run."""
+    paths, _ = run
+    code, output = ended(start(run, leaving(FencedError(FencedError.BY_ATTEMPT), 17)))
+    assert code == 17 and "a newer attempt holds this run" in output
+    assert not storage.exists(paths.error)
 
 
 @pytest.mark.parametrize("number", [0, 1])
