@@ -1,8 +1,8 @@
 """What a training process says of itself to its supervisor, from outside of the training thread.
 
-A thread writes once a second how many collective operations the process has begun, and whether it waits in one: torch's
-flight recorder counts them, on gloo as on NCCL. That is written into a file of a few bytes which the supervisor maps
-too, so a process that is stopped, or that holds the GIL for ever, is told from one that waits for another.
+A thread writes once a second how many collective operations the training has begun and ended: torch's flight recorder
+counts them, on gloo as on NCCL. That is written into a file of a few bytes which the supervisor reads, so a process
+that is stopped, or that holds the GIL for ever, is told from one that waits for another.
 
 Nothing here imports torch before the process has joined its group.
 """
@@ -18,10 +18,9 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 PULSE_ENV = "KFTRAIN_PULSE_FOLDER"
 """Folder of the files, each called by its process's local rank."""
@@ -35,9 +34,12 @@ STACK_SIGNAL = signal.SIGUSR1
 """Makes a process write the stacks of all its threads into its log, also while it holds the GIL."""
 
 RECORDERS = {"": "_dump_fr_trace_json", "nccl ": "_dump_nccl_trace_json"}
-"""How torch tells of the groups of its backends: prefix of their names here -> function; the second on GPUs only."""
+"""How torch tells of the groups of its backends: prefix of their keys here -> function; the second on GPUs only."""
 
-_FORMAT = struct.Struct("<dddq???x")
+Statuses = dict[str, tuple[int, int]]
+"""Key of a group -> numbers of the last operations that have begun and ended."""
+
+_FORMAT = struct.Struct("<dddqq??6x")
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Beat:
     alive_at: float = 0.0
     """When this was written."""
     progress_at: float = 0.0
-    """When it last began a collective operation, or was first watched."""
+    """When a collective operation last began or ended, or when the last rest did."""
     watched_at: float = 0.0
-    """Since when it has been watched, without a rest."""
+    """When that last changed; 0: it has not been watched yet."""
     num_collectives: int = 0
     """Begun by the training thread so far; the same on all processes that are at the same place."""
-    waits: bool = False
-    """Whether one of them has not ended."""
+    num_ended: int = 0
+    """Not reliable to the last one: gloo's may end in another order than they began."""
     counted: bool = False
     """Whether torch counts them at all."""
     watched: bool = False
@@ -75,10 +77,15 @@ SIZE_BYTES = _FORMAT.size
 class Pulse:
     """Of this process; without a supervisor that wants it, it does nothing."""
 
-    def __init__(self, background: str = "") -> None:
-        """`background`: name of the group whose operations do not count."""
+    def __init__(self, in_background: Callable[[], object]) -> None:
+        """`in_background`: an operation in the group of the checkpoint thread, whose operations do not count.
+
+        Collective.
+        """
         folder = os.environ.get(PULSE_ENV)
-        self._background = background
+        before = _statuses()
+        in_background()
+        self._background = frozenset(key for key, status in _statuses().items() if status != before.get(key))
         self._watched, self._watched_at = False, 0.0
         self._last = Beat()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -127,22 +134,18 @@ class Pulse:
             self._map[:SIZE_BYTES] = self._last.pack()
 
 
-def beat(last: Beat, statuses: dict[str, Any], background: str, watched: bool, watched_at: float) -> Beat:
-    """What to write after `last`; `statuses` are those of the flight recorder, by name of the group."""
+def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
+    """What to write after `last`; groups whose keys are in `background` do not count."""
     now = time.monotonic()
-    counts = [
-        (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
-        for name, status in statuses.items()
-        if name != background
-    ]
-    begun = sum(enqueued for enqueued, _ in counts if enqueued > 0)
-    moved = begun != last.num_collectives or watched_at > last.watched_at
+    counts = [numbers for key, numbers in statuses.items() if key not in background]
+    begun, ended = (sum(max(0, numbers[place]) for numbers in counts) for place in (0, 1))
+    moved = (begun, ended) != (last.num_collectives, last.num_ended) or watched_at > last.watched_at
     return Beat(
         alive_at=now,
         progress_at=now if moved else last.progress_at,
         watched_at=watched_at,
         num_collectives=begun,
-        waits=any(enqueued > completed for enqueued, completed in counts),
+        num_ended=ended,
         counted=bool(counts),
         watched=watched,
     )
@@ -163,13 +166,17 @@ def _map_file(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), SIZE_BYTES)
 
 
-def _statuses() -> dict[str, Any]:
+def _statuses() -> Statuses:
+    """How many operations each group has begun and ended. It is not public: what is not understood is not counted."""
     from torch._C import _distributed_c10d
 
-    found: dict[str, Any] = {}
+    found = {}
     for prefix, name in RECORDERS.items():
-        dump = getattr(_distributed_c10d, name, None)  # not public: where it is missing, nothing is counted
-        if dump is not None:
-            statuses = json.loads(dump(False)).get("pg_status", {})
-            found |= {f"{prefix}{group}": status for group, status in statuses.items()}
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            for key, status in json.loads(dump(False))["pg_status"].items():
+                numbers = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+                found[f"{prefix}{key}"] = numbers
     return found

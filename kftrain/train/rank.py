@@ -10,29 +10,18 @@ is read is noted.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import sys
 import traceback
 
 import click
 
-from kftrain import storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, ConfigError, KftrainError, RetryableError, UserCodeError, error_to_dict
+from kftrain.errors import BUG_CODE
 from kftrain.launch.completion import load_config
 from kftrain.processes import die_with_parent
 from kftrain.train import output
+from kftrain.train.failing import leave
 from kftrain.train.signals import StopRequest
-from kftrain.train.supervisor import ERROR_FILE_ENV
-from kftrain.train.verdict import LOST_PEER
-
-_TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
-"""torch's own wording, which no message of a user's code has by chance."""
-
-_LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (closed|reset)|Broken pipe")
-"""What a RuntimeError outside of a user's code says where a connection to a peer broke."""
 
 
 @click.command()
@@ -70,46 +59,11 @@ def _evaluate(paths: RunPaths, digest: str) -> None:
 
 def report(error: Exception) -> int:
     """Writes the error for the supervisor and to stderr; returns the exit code."""
-    known = classify(error)
-    document = {**error_to_dict(known or error), "rank": int(os.environ.get("RANK", "0"))}
-    if ERROR_FILE_ENV in os.environ:
-        with contextlib.suppress(FileExistsError):
-            storage.create_json(os.environ[ERROR_FILE_ENV], document)
+    known, document = leave(error)
     if known is None:
         traceback.print_exception(error, file=sys.stderr)
     sys.stderr.write(f"kftrain: error: {document['line']}\n")
     return known.exit_code if known else BUG_CODE
-
-
-def classify(error: BaseException) -> KftrainError | None:
-    """The expected failure behind an exception; None for a bug."""
-    if "torch" in sys.modules:  # else it failed before, and torch may be what cannot be imported
-        known = _of_torch(error)
-        if known is not None:
-            return known
-    if isinstance(error, KftrainError):
-        return error
-    if storage.is_outage(error):
-        return RetryableError(
-            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        )
-    return None
-
-
-def _of_torch(error: BaseException) -> KftrainError | None:
-    import torch
-    import torch.distributed as dist
-
-    cause = error.__cause__ if isinstance(error, KftrainError) and error.__cause__ else error
-    if isinstance(cause, torch.OutOfMemoryError):
-        return ConfigError(
-            "out of GPU memory", fix="lower train.micro_batch_size, or set train.activation_checkpointing: blocks"
-        )
-    wording = _TORCH_LOST_PEER if isinstance(error, UserCodeError) else _LOST_PEER
-    lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and wording.search(str(cause)))
-    if lost and not isinstance(error, RetryableError):
-        return RetryableError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
-    return None
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from kftrain.plugins import user_code
 from kftrain.progress import to_log
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.train.failing import leave
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.pulse import MARGIN_SECONDS, Pulse
@@ -130,10 +131,13 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     writer = CheckpointWriter(paths, world, identity, config.checkpoint.keep_last, first_step)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
-    pulse = Pulse(world.background.group_name)
+    pulse = Pulse(lambda: world.gather_slowly(None))
     loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop, pulse)
     try:
         last_step = loop.run(loop.resume(loaded))
+    except Exception as error:
+        leave(error)  # first: the save in flight may take long, and others wait meanwhile
+        raise
     finally:
         pulse.close()
         writer.close()

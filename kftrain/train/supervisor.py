@@ -221,7 +221,7 @@ class Supervisor:
         if share.is_first and share.launcher_timeout_seconds:
             watch = LauncherWatch(self._paths, share.launcher_timeout_seconds)
             threading.Thread(target=self._watch, args=(watch,), daemon=True, name="launcher-watch").start()
-        watchdog = Watchdog(pulses, share.ranks, timeout_seconds, share.rendezvous.nodes)
+        watchdog = Watchdog(pulses, share.ranks, timeout_seconds)
         threading.Thread(target=self._watch_ranks, args=(watchdog, error_file), daemon=True, name="watchdog").start()
         try:
             return self._agent.wait()
@@ -295,9 +295,7 @@ class Supervisor:
         while not self._ended.wait(LOOK_SECONDS):
             hang = watchdog.look()
             if hang is not None and before is not None and self._agent is not None:
-                with contextlib.suppress(FileExistsError):
-                    found = {**hang.error.to_dict(), "rank": hang.rank, verdict.BY_WATCHDOG: True}
-                    storage.create_json(str(error_file), found)
+                _publish_error(str(error_file), {**hang.error.to_dict(), "rank": hang.rank})
                 to_log(f"watchdog: {hang.error.line}")
                 end_with_stacks(_ranks_below(self._agent.pid))
                 return
@@ -327,7 +325,7 @@ class Supervisor:
 
 
 def _publish_error(uri: str, error: Document) -> None:
-    """Leaves the job's error. Of several nodes' the first stays, unless that one was no cause."""
+    """Leaves the error of a job or a node. Of several the first stays, unless that one was no cause."""
     try:
         storage.create_json(uri, error)
     except FileExistsError:

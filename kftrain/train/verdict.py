@@ -18,9 +18,6 @@ Document = dict[str, Any]
 LOST_PEER = "lost contact with another process"
 """How the error of a process begins whose peer was gone: never the cause."""
 
-BY_WATCHDOG = "by_watchdog"
-"""Set in an error for which the watchdog has killed the processes of a node: their deaths are no cause."""
-
 SAME_TIME_SECONDS = 1
 """torchrun notes the second in which a process failed, and gives the others 30 seconds before it kills them."""
 
@@ -59,7 +56,7 @@ def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, 
     """
     first = min(failures, key=lambda failure: failure.timestamp)
     killed = [f for f in failures if _was_killed(f) and f.timestamp <= first.timestamp + SAME_TIME_SECONDS]
-    if left is None or (only_lost_a_peer(left) and killed and not left.get(BY_WATCHDOG)):
+    if left is None or (only_lost_a_peer(left) and killed):
         found = killed[0] if killed else first
         return found, silent_end(found.returncode, found.rank)
     return first, None

@@ -14,67 +14,73 @@ from pathlib import Path
 
 import psutil
 
-from kftrain.errors import HangError, KftrainError, RetryableError
+from kftrain.errors import HangError
 from kftrain.train import pulse
-from kftrain.train.pulse import Beat
-from kftrain.train.verdict import LOST_PEER
+from kftrain.train.pulse import BEAT_SECONDS, Beat
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 1.0
 """How long the processes have to write their stacks before they are killed."""
 
 ALONE = 2.0
-"""A process that no other one on its node waits for may take so many timeouts between two collective operations."""
+"""A node whose processes are all at the same place may take so many timeouts between two collective operations: they
+compute, or wait for another node, whose own supervisor knows more."""
+
+MIN_SILENCE_SECONDS = 10 * BEAT_SECONDS
+"""A busy machine may skip some beats."""
+
+SILENT = "stopped or blocked, no sign of life"
 
 
 @dataclass(frozen=True)
 class Hang:
     """What is wrong, and the first of the processes that it is about."""
 
-    error: KftrainError
+    error: HangError
     rank: int
 
 
-def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float, nodes: int) -> Hang | None:
+def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang | None:
     """The hang of a node's processes, if there is one.
 
     Args:
         beats: By rank; all processes of this node.
         now: Seconds on the monotonic clock of the beats.
         timeout_seconds: How long a process may wait for another one.
-        nodes: How many nodes the job has: the cause may be on another one.
     """
     watched = {rank: beat for rank, beat in beats.items() if beat.watched}
-    silent = {rank for rank, beat in watched.items() if now - beat.alive_at >= timeout_seconds}
+    silence = max(timeout_seconds, MIN_SILENCE_SECONDS)
+    silent = {rank for rank, beat in watched.items() if now - beat.alive_at >= silence}
     if silent:
-        return _hang(silent, f"stopped or blocked: no sign of life for {timeout_seconds:g} s")
+        return _hang(silent, f"{SILENT} for {silence:g} s")
     counted = {rank: beat for rank, beat in watched.items() if beat.counted}
-    still = {rank for rank, beat in counted.items() if now - beat.progress_at >= timeout_seconds}
-    long_still = {rank for rank in still if now - counted[rank].progress_at >= ALONE * timeout_seconds}
-    waiting = {rank for rank in still if counted[rank].waits}
-    if not waiting and not long_still:
+    still = min((now - beat.progress_at for beat in counted.values()), default=0.0)
+    if still < timeout_seconds:  # somebody moves
         return None
+    resting = {rank for rank, beat in beats.items() if beat.watched_at and not beat.watched}
+    if resting:
+        return _hang(resting, f"in validation, a checkpoint or its end, while others wait for {still:.0f} s")
     least = min(beat.num_collectives for beat in counted.values())
-    behind = {rank for rank in still if counted[rank].num_collectives == least and not counted[rank].waits}
-    if behind:
-        return _hang(behind, f"no progress for {timeout_seconds:g} s, while others wait")
-    if nodes > 1:
-        what = f"{LOST_PEER}: all on this node have waited {timeout_seconds:g} s for another node"
-        return Hang(RetryableError(what), min(still))
-    return _hang(still, f"wait for each other since {timeout_seconds:g} s")
+    behind = {rank for rank, beat in counted.items() if beat.num_collectives == least}
+    silent = {rank for rank in behind if now - counted[rank].alive_at > still / 2}
+    if silent and len(behind) < len(counted):
+        return _hang(silent, f"{SILENT} while others wait for {still:.0f} s")
+    if len(behind) < len(counted):
+        return _hang(behind, f"no progress for {still:.0f} s, while others wait")
+    return _hang(behind, f"no progress for {still:.0f} s") if still >= ALONE * timeout_seconds else None
 
 
 class Watchdog:
     """Looks after the processes of a node."""
 
-    def __init__(self, folder: Path, ranks: range, timeout_seconds: float, nodes: int) -> None:
+    def __init__(self, folder: Path, ranks: range, timeout_seconds: float) -> None:
         self._paths = {rank: folder / str(local_rank) for local_rank, rank in enumerate(ranks)}
-        self._timeout_seconds, self._nodes = timeout_seconds, nodes
+        self._timeout_seconds = timeout_seconds
 
     def look(self) -> Hang | None:
         """What is wrong with the processes now."""
         beats = {rank: pulse.read(path) for rank, path in self._paths.items()}
-        return found(beats, time.monotonic(), self._timeout_seconds, self._nodes)
+        return found(beats, time.monotonic(), self._timeout_seconds)
 
 
 def end_with_stacks(processes: Sequence[psutil.Process]) -> None:

@@ -4,12 +4,14 @@
 """
 
 import ctypes
+import functools
 import json
 import os
 import signal
 import sys
 import time
 
+from kftrain.checkpoint import commit
 from kftrain.tasks.language_modeling import LanguageModeling
 
 
@@ -18,6 +20,8 @@ class ScriptedTask(LanguageModeling):
         super().__init__(sequence_length=sequence_length, tokenizer=tokenizer)
         self.script = json.loads(os.environ.get("SCRIPT", "{}"))
         self.num_losses = 0
+        if "commit_seconds" in self.script:
+            commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
 
     def model_arguments(self):
         if self.num_losses:  # after the last step: the export asks
@@ -38,6 +42,11 @@ class ScriptedTask(LanguageModeling):
             print("slow statistics")
             time.sleep(self.script["statistics_seconds"])
         return super().statistics(model, batch)
+
+
+def slowly(function, seconds, *arguments):
+    time.sleep(seconds)
+    return function(*arguments)
 
 
 def chatter(step):

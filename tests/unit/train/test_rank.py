@@ -7,7 +7,8 @@ import torch.distributed as dist
 from kftrain import storage
 from kftrain.errors import ConfigError, RetryableError, UserCodeError
 from kftrain.plugins import user_code
-from kftrain.train.rank import classify, report
+from kftrain.train.failing import classify
+from kftrain.train.rank import report
 from kftrain.train.supervisor import ERROR_FILE_ENV, Rendezvous, torchrun_arguments
 from kftrain.train.verdict import only_lost_a_peer
 

@@ -40,8 +40,6 @@ def test_a_process_without_a_word_is_named_by_rank_and_signal():
         # torchrun killed the others 30 s later: they are no cause.
         ([Failure(0, 138, 50), Failure(1, -9, 80)], LOST, 0, None),
         ([Failure(0, 138, 50), Failure(1, -15, 50)], LOST, 0, None),
-        # The watchdog has killed them.
-        ([Failure(0, -9, 50)], {**LOST, verdict.BY_WATCHDOG: True}, 0, None),
         # One that said why it failed is the cause, whatever became of the others.
         ([Failure(1, 10, 50), Failure(0, -6, 50)], WRONG, 1, None),
         ([Failure(0, 143, 50), Failure(1, -9, 51)], PREEMPTED, 0, None),
