@@ -7,18 +7,20 @@ and nothing else, and the rest is read by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from kftrain import storage
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, ConfigError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 ALLOWED = frozenset(
@@ -76,6 +78,25 @@ class SafePlanner(DefaultLoadPlanner):
         found = torch.load(value, weights_only=True)
         keys = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, keys, found)
+
+
+def require_readable(model: nn.Module) -> None:
+    """Raises ConfigError where a model keeps something beside its tensors that could be saved but not be read again."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            continue
+        content = io.BytesIO()
+        torch.save(value, content)
+        content.seek(0)
+        try:
+            torch.load(content, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                "the model keeps what cannot be read from a checkpoint in a safe way",
+                where=f"model {name}",
+                value=type(value).__name__,
+                fix="keep tensors, numbers, text, and lists and dicts of them",
+            ) from error
 
 
 def reader(uri: str) -> Any:

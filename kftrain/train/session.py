@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kftrain import attempts, storage, tracking
-from kftrain.checkpoint import commit, export, load
+from kftrain.checkpoint import commit, export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths, read
@@ -175,6 +175,7 @@ def _seed(seed: int) -> None:
 def _build(config: Config, task: Task, world: World) -> Stepper:
     _seed(config.run.seed)
     model = build_model(config.model, task.model_arguments())
+    reader.require_readable(model)
     parallel, precision = config.parallel, config.precision
     layout = wrap.Layout(
         strategy=parallel.strategy,

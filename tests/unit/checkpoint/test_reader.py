@@ -2,7 +2,9 @@
 
 import io
 import pickle
+from datetime import datetime, timezone
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.reader import ALLOWED
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, ConfigError
 
 STATE = {
     "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -78,6 +80,31 @@ def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkey
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         reader.load({"optimizer": {"lr": 0.0}}, uri, alone=True)
     assert not (tmp_path / "marker").exists()
+
+
+class Extra(torch.nn.Linear):
+    """Keeps something beside its tensors."""
+
+    def __init__(self, extra):
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+@pytest.mark.parametrize("extra", [{"a": [1, 2.5, None, "b"]}, torch.ones(2), (True,)])
+def test_a_model_may_keep_plain_data(extra):
+    reader.require_readable(torch.nn.Sequential(Extra(extra)))
+
+
+@pytest.mark.parametrize("extra", [datetime.now(timezone.utc), np.zeros(2), Payload("/nowhere/marker")])
+def test_a_model_that_could_be_saved_but_not_resumed_is_refused_by_name(extra):
+    with pytest.raises(ConfigError, match=r"model 0\._extra_state: the model keeps what cannot be read"):
+        reader.require_readable(torch.nn.Sequential(Extra(extra)))
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
