@@ -88,10 +88,12 @@ def test_arguments_arrive_as_they_were_given(tmp_path, folders):
 
 @pytest.fixture
 def terminal():
-    """A terminal that may be closed, also where the tests themselves run under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """A terminal with Ctrl-C that may be closed, also where the tests run under `nohup` or in a shell's background."""
+    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
