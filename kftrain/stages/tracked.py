@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from kftrain import contracts, errors, storage, tracking
 from kftrain.config import Config
 from kftrain.contracts import Document, RunPaths
 from kftrain.data.manifest import Manifest
-from kftrain.errors import InterruptedByUser, KftrainError, Preempted, TrackingError
+from kftrain.errors import FencedError, InterruptedByUser, KftrainError, Preempted, TrackingError
 from kftrain.launch.outage import tolerated
 from kftrain.progress import Progress, to_log
 from kftrain.stages.dataset import RunShards
@@ -51,6 +52,26 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
     return mlflow_run_id
 
 
+@contextlib.contextmanager
+def restored_if_refused(paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
+    """Around `start` and a launch: where a job of another specification holds the run, MLflow shows what it did before.
+
+    Its launcher may be gone, and then nobody else would end a run that is shown as RUNNING.
+    """
+    known, before = read(paths), ""
+    with contextlib.suppress(TrackingError):
+        before = tracking.status_of(config.tracking.uri, known) if known else ""
+    try:
+        yield
+    except FencedError as error:
+        try:
+            if error.what.startswith(FencedError.BY_JOB) and before in ("FAILED", "KILLED"):
+                tracking.finish_run(config.tracking.uri, known, cast(tracking.Status, before))
+        except TrackingError as second:
+            progress(f"the MLflow run could not be closed again: {second.line}")
+        raise
+
+
 def mark_failed(
     paths: RunPaths, config: Config, error: BaseException, failure: Mapping[str, Any] | None, progress: Progress
 ) -> None:
@@ -71,6 +92,6 @@ def mark_failed(
         progress(f"the MLflow run could not be marked as failed: {second.line}")
 
 
-def status_of(error: BaseException) -> Literal["FAILED", "KILLED"]:
+def status_of(error: BaseException) -> tracking.Status:
     """The MLflow status of a run that ended with `error`."""
     return "KILLED" if isinstance(error, Preempted | InterruptedByUser | KeyboardInterrupt) else "FAILED"

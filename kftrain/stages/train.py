@@ -26,8 +26,9 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
         completion = _existing(paths, config.training_digest(shards.dataset_digest))
         skipped = completion is not None
         if completion is None:
-            mlflow_run_id = tracked.start(paths, config, shards, manifest, progress)
-            completion = launch.run_training(paths, config, mlflow_run_id)
+            with tracked.restored_if_refused(paths, config, progress):
+                mlflow_run_id = tracked.start(paths, config, shards, manifest, progress)
+                completion = launch.run_training(paths, config, mlflow_run_id)
         return _outcome(paths, config, completion, skipped, progress)
 
 

@@ -66,6 +66,11 @@ def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
     return mlflow_run_id
 
 
+def status_of(uri: str, mlflow_run_id: str) -> str:
+    """Status of a run as MLflow shows it. Raises TrackingError."""
+    return client.read_run(uri, mlflow_run_id).status
+
+
 def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, str] | None = None) -> None:
     """Ends a run: FINISHED, FAILED or KILLED. May be repeated. Raises TrackingError."""
     if tags:

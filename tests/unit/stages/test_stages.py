@@ -16,7 +16,7 @@ from helpers.documents import (
 
 from kftrain import contracts, launch, registry, storage, tracking
 from kftrain.config import parse
-from kftrain.errors import CheckpointError, ConfigError, DataError, LaunchError, TrackingError
+from kftrain.errors import CheckpointError, ConfigError, DataError, FencedError, LaunchError, TrackingError
 from kftrain.registry import Champion
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
@@ -182,6 +182,30 @@ def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatc
     train_with(monkeypatch, calls, lambda p, c: pytest.fail("trained again"))
     outcome = train(paths.uri, calls.lines.append)
     assert outcome.summary["result"].startswith("was already trained")
+
+
+@pytest.mark.parametrize(
+    ("before", "phrase", "after"),
+    [
+        ("FAILED", FencedError.BY_JOB, [("m-1", "FAILED")]),
+        ("KILLED", FencedError.BY_JOB, [("m-1", "KILLED")]),
+        ("RUNNING", FencedError.BY_JOB, []),
+        ("FAILED", FencedError.BY_LAUNCHER, []),
+    ],
+)
+def test_a_launch_that_is_refused_leaves_mlflow_as_it_was(tmp_path, calls, monkeypatch, before, phrase, after):
+    """The job that holds the run may have lost its launcher; one that another launcher follows is at work."""
+    paths, _, _ = sharded_run(tmp_path)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: before)
+
+    def refuse(paths, config):
+        raise FencedError(f"{phrase}: spec.x: 1 -> 2")
+
+    train_with(monkeypatch, calls, refuse)
+    with pytest.raises(FencedError):
+        train(paths.uri, calls.lines.append)
+    assert calls.trained == ["m-1"] and calls.finished == after
 
 
 def test_a_run_whose_export_is_gone_is_trained_again(tmp_path, calls, monkeypatch):
