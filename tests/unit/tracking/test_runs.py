@@ -42,6 +42,7 @@ def test_a_run_is_recorded_with_its_configuration_digests_and_data(uri, monkeypa
 def test_starting_again_goes_on_with_the_same_run_and_never_trips_over_parameters(uri):
     first = tracking.start_run(config_at(uri), "run-1", LINEAGE)
     tracking.finish_run(uri, first, "FAILED", {"error": "at http://user:canary@host"})
+    assert tracking.status_of(uri, first) == "FAILED"
     again = tracking.start_run(config_at(uri, **{"launch.nodes": 4}), "run-1", LINEAGE)
     record = client.read_run(uri, again)
     assert again == first and number_of_runs(uri) == 1
