@@ -11,7 +11,7 @@ from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_SECONDS = 5
+TIMEOUT_SECONDS = 8
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "how", "stack"),
     [
-        ("hang", r"no progress for \d s, while others wait", "scripted_task.py"),
+        ("hang", r"no progress for \d+ s, while others wait", "scripted_task.py"),
         ("hold_the_gil", "stopped or blocked, no sign of life", "scripted_task.py"),
         ("freeze", "stopped or blocked, no sign of life", ""),
     ],
@@ -62,7 +62,7 @@ def test_ddp_whose_operations_end_in_another_order_blames_nobody_else(tmp_path, 
 def test_an_error_is_kept_while_a_checkpoint_is_still_being_written(run):
     """The process that failed waits for its save, and the others for the process."""
     paths, resolved = run
-    script = {"step": 6, "rank": 1, "do": "fail", "commit_seconds": 12}
+    script = {"step": 6, "rank": 1, "do": "fail", "commit_seconds": 16}
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps(script))
     assert done.returncode == 16, done.stdout + done.stderr
     error = storage.read_json(paths.error)
@@ -81,10 +81,10 @@ def test_a_process_alone_on_its_node_is_named_too(run):
 
 
 def test_what_is_only_slow_is_left_alone(run):
-    """Every step takes half of the timeout, and all together four times as long."""
+    """Every step takes a good part of the timeout, and all together twice as long."""
     paths, resolved = run
-    resolved = config.parse(resolved.to_yaml(), ["train.steps=8", "optimizer.warmup_steps=1"])
+    resolved = config.parse(resolved.to_yaml(), ["train.steps=5", "optimizer.warmup_steps=1"])
     storage.publish(paths.config, resolved.to_yaml())
-    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": TIMEOUT_SECONDS / 2}))
+    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 3}))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "watchdog" not in done.stdout
