@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as metadata_module
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -39,10 +40,19 @@ PATHS = frozenset((module, f"{kind}Path") for module in ("pathlib", "pathlib._lo
 """The folder that it was written to, as the writer's Python and system name it: not looked at, and so only text."""
 
 
+def _member(kind: Any, name: str) -> Any:
+    """In place of `getattr`, by which Python before 3.11.4 pickles members of enumerations: of DCP's only one."""
+    if kind is not metadata_module._MEM_FORMAT_ENCODING:
+        raise CheckpointError("the metadata asks for an attribute, and is not read", value=f"{kind}.{name}")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:
             return PurePosixPath
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in ALLOWED and not is_dtype:
             raise CheckpointError(

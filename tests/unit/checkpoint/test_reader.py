@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.reader import ALLOWED
@@ -80,6 +80,26 @@ def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkey
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         reader.load({"optimizer": {"lr": 0.0}}, uri, alone=True)
     assert not (tmp_path / "marker").exists()
+
+
+def pickled_getattr(module, kind, name):
+    arguments = b"".join(b"X" + len(text).to_bytes(4, "little") + text.encode() for text in [name])
+    named = pickle.GLOBAL + f"{module}\n{kind}\n".encode()
+    return pickle.PROTO + b"\x02" + pickle.GLOBAL + b"builtins\ngetattr\n" + named + arguments + b"\x86R" + pickle.STOP
+
+
+def test_members_of_the_memory_format_are_read_as_any_python_writes_them():
+    """Python 3.11.2, Debian's, pickles a member of an enumeration as `getattr(class, name)`."""
+    content = pickled_getattr("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT")
+    found = reader._MetadataUnpickler(io.BytesIO(content)).load()
+    assert found is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize("name", ["__class__", "__init__", "load_id"])
+def test_no_other_attribute_can_be_asked_for(name):
+    content = pickled_getattr("torch.distributed.checkpoint.metadata", "StorageMeta", name)
+    with pytest.raises(CheckpointError, match="asks for an attribute"):
+        reader._MetadataUnpickler(io.BytesIO(content)).load()
 
 
 class Extra(torch.nn.Linear):
