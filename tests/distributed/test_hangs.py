@@ -15,10 +15,15 @@ TIMEOUT_SECONDS = 8
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def script(monkeypatch):
+    """Settings of a run whose processes do what `SCRIPT` says."""
     monkeypatch.syspath_prepend(str(jobs.TESTS))
-    settings = ["task.kind=helpers.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
-    return jobs.make_run(tmp_path, settings)
+    return ["task.kind=helpers.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
+
+
+@pytest.fixture
+def run(tmp_path, script):
+    return jobs.make_run(tmp_path, script)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +44,8 @@ def test_fault_20_a_rank_that_hangs_is_named_with_its_stack_and_ended(run, what,
     assert not stack or ("most recent call first" in log and f'{stack}", line' in log and what in log)
 
 
-def test_the_attempt_after_a_hang_gives_the_same_curve(run, two_processes):
-    paths, resolved = run
+def test_the_attempt_after_a_hang_gives_the_same_curve(tmp_path, script, two_processes):
+    paths, resolved = jobs.make_run(tmp_path, [*script, "checkpoint.asynchronous=false"])
     jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 7, "rank": 0, "do": "freeze"}))
     again = jobs.run_worker(paths, resolved)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -48,12 +53,10 @@ def test_the_attempt_after_a_hang_gives_the_same_curve(run, two_processes):
     assert jobs.losses(paths) == two_processes[1]
 
 
-def test_ddp_whose_operations_end_in_another_order_blames_nobody_else(tmp_path, monkeypatch):
+def test_ddp_whose_operations_end_in_another_order_blames_nobody_else(tmp_path, script):
     """gloo's threads overtake each other, so the last operation that ended is not the last one that began."""
-    monkeypatch.syspath_prepend(str(jobs.TESTS))
     sizes = ["model.dim=640", "model.num_layers=5", "model.num_heads=10", "model.num_kv_heads=10", "train.steps=8"]
-    settings = ["task.kind=helpers.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
-    paths, resolved = jobs.make_run(tmp_path, [*settings, *sizes, "optimizer.warmup_steps=1", "parallel.strategy=ddp"])
+    paths, resolved = jobs.make_run(tmp_path, [*script, *sizes, "optimizer.warmup_steps=1", "parallel.strategy=ddp"])
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 4, "rank": 1, "do": "hang"}))
     assert done.returncode == 140, done.stdout + done.stderr
     assert storage.read_json(paths.error)["rank"] == 1
