@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser, run
 
 from kftrain import storage
 from kftrain.errors import RetryableError
-from kftrain.processes import die_with_parent, shell_code
+from kftrain.processes import die_with_parent, end_with, shell_code
 from kftrain.train import verdict
 from kftrain.train.supervisor import ERROR_FILE_ENV
 
@@ -51,4 +51,4 @@ def _explained(error: ChildFailedError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))

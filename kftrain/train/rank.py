@@ -18,7 +18,7 @@ import click
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE
 from kftrain.launch.completion import load_config
-from kftrain.processes import die_with_parent
+from kftrain.processes import die_with_parent, end_with
 from kftrain.train import output
 from kftrain.train.failing import leave
 from kftrain.train.signals import StopRequest
@@ -67,4 +67,4 @@ def report(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)
