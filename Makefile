@@ -21,10 +21,10 @@ demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; ea
 
 # Slow files come first in the alphabet, and stay there: the short ones fill what is left of the time.
 test: $(VENV)/.ready  ## everything that needs no cluster and no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/.ready  ## the same without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
