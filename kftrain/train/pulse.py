@@ -95,27 +95,25 @@ class Pulse:
             self._map = _map_file(Path(folder) / os.environ["LOCAL_RANK"])
             threading.Thread(target=self._run, daemon=True, name="pulse").start()
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """Within the block the process has to make progress."""
-        self._set(True)
-        try:
-            yield
-        finally:
-            self._set(False)
+        return self._within(True)
 
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
+    def resting(self) -> contextlib.AbstractContextManager[None]:
         """A part of a `watched` block that may take as long as it takes."""
-        self._set(False)
-        try:
-            yield
-        finally:
-            self._set(True)
+        return self._within(False)
 
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
+
+    @contextlib.contextmanager
+    def _within(self, watched: bool) -> Iterator[None]:
+        self._set(watched)
+        try:
+            yield
+        finally:
+            self._set(not watched)
 
     def _set(self, watched: bool) -> None:
         with self._lock:

@@ -58,7 +58,7 @@ def test_a_node_that_is_started_again_at_the_very_end_ends_alone(two_processes, 
     start = time.monotonic()
     done = jobs.run_worker(paths, resolved, **node(number))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_every_process_has_its_complete_log_and_is_named_on_the_console(run):
@@ -192,14 +192,14 @@ def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers
         output_uri=paths.evaluation(completion.checkpoint_digest, "e"),
     )
     storage.publish_json(paths.evaluation_request, EvaluationRequest(evaluation_digest="e", targets=[target]).to_dict())
-    slow = json.dumps({"statistics_seconds": 30})
+    slow = json.dumps({"statistics_seconds": 60})
     process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=slow)
     jobs.wait_for_line(process, "slow statistics")
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=150)[0]
     assert process.returncode == 143, output
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 45
     done = jobs.run_worker(paths, resolved, "evaluate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert storage.list_names(storage.join(paths.logs, "evaluation")) == ["rank-0.log", "rank-1.log"]

@@ -306,7 +306,7 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
     one.launcher.interrupted = True
     start = time.monotonic()
     assert one.finish() == 143
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 30
     assert "the job may still be there" in one.output
     server.is_away = server.is_silent = False
     server._faults.clear()

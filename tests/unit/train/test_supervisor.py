@@ -263,7 +263,7 @@ def test_sigterm_before_there_are_processes_ends_torchrun_itself(run):
     process.terminate()
     start_time = time.monotonic()
     assert ended(process)[0] == 143
-    assert time.monotonic() - start_time < 10
+    assert time.monotonic() - start_time < 30
     assert "nothing to commit" in storage.read_json(run[0].error)["line"]
 
 
