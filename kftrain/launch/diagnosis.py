@@ -47,7 +47,7 @@ CLASS_OF_WORDS = {
 """Where the exit code says less than a worker's own words."""
 
 ADVICE: dict[FailureClass, str] = {
-    FailureClass.CONFIG: "Correct the setting that the message names; the run goes on where it was.",
+    FailureClass.CONFIG: "Correct the setting that is named and resume the run; another model needs a new one.",
     FailureClass.DATA: "Check the shards: kftrain shards verify RUN. Shard again where they are damaged.",
     FailureClass.CHECKPOINT: "List what is committed: kftrain checkpoints list RUN.",
     FailureClass.EVALUATION: "Correct what the message names; training is complete and is not repeated.",

@@ -32,6 +32,13 @@ SIGNS: tuple[tuple[str, FailureClass], ...] = (
 )
 """What Argo's messages and those of our steps contain, and what it means."""
 
+STEP_ADVICE = {
+    **ADVICE,
+    FailureClass.HOST_MEMORY: "The step itself, not a worker, had too little memory: raise the limit of its namespace.",
+    FailureClass.IMAGE: "Check the image of the step (kftrain submit --steps-image) and its account's pull secret.",
+}
+"""What to do about a step, in one sentence."""
+
 
 def explain_pipeline_run() -> FailureSummary | None:
     """Why the pipeline run that this step belongs to failed; None outside a pipeline, or where nothing is known."""
@@ -70,4 +77,6 @@ def _end(node: Mapping[str, Any]) -> str:
 
 
 def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:
-    return FailureSummary(task="run", failure_class=kind.value, line=line, exit_code=code, pod=pod, advice=ADVICE[kind])
+    return FailureSummary(
+        task="run", failure_class=kind.value, line=line, exit_code=code, pod=pod, advice=STEP_ADVICE[kind]
+    )

@@ -10,6 +10,10 @@ from kftrain.errors import BUG_CODE, FIRST_RETRYABLE_CODE, CheckpointError, Conf
 from kftrain.report import wording
 from kftrain.report.content import Fact, Section
 
+CONFIG_ADVICE = (
+    "Then go on with the run. Another task, model, precision or optimizer is another training: it needs a new run."
+)
+
 
 def section(error: Mapping[str, Any], stage: str, run_uri: str) -> Section:
     """The section of a failed stage, from its `error.json` (see `stages.failure`); fields may be missing."""
@@ -39,10 +43,11 @@ def next_step(error: Mapping[str, Any], run_uri: str) -> tuple[str, str]:
         return f"{first}Start a new run with a lower learning rate; this one would diverge again.", command
     if code == CheckpointError.exit_code:
         return f"{first}See which checkpoints are committed.", f"kftrain checkpoints list {shlex.quote(uri)}"
-    if code == ConfigError.exit_code:
-        return f"{first}Then start a new run: another configuration is another training.", "kftrain run --config FILE"
     if not uri:
         return f"{first}Then start a new run.", "kftrain run"
+    if code == ConfigError.exit_code:
+        command = f"kftrain run --resume {shlex.quote(uri)} --set KEY=VALUE"
+        return f"{first}{CONFIG_ADVICE}", command
     return first + _resuming(code, uri), f"kftrain run --resume {shlex.quote(uri)}"
 
 

@@ -41,6 +41,11 @@ def test_the_message_of_the_failed_step_is_the_reason(message, kind):
     assert found.pod == "w-train" and found.advice
 
 
+@pytest.mark.parametrize("message", ["main: OOMKilled (exit code 1)", "ImagePullBackOff: Back-off pulling image"])
+def test_the_advice_about_a_step_is_not_that_about_a_worker(message):
+    assert "launch.kubernetes" not in workflow.explain(a_workflow(node(message))).advice
+
+
 def test_the_first_of_several_failures_is_the_cause():
     later = node("main: Error (exit code 1)", finished="2026-11-21T10:05:00Z", name="evaluate")
     steps = node("child failed", kind="DAG", finished="2026-11-21T09:00:00Z", name="root")

@@ -387,7 +387,7 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
             "goes on from its last committed checkpoint",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
-        (lambda: ConfigError("unknown key"), "another configuration is another training", "kftrain run --config FILE"),
+        (lambda: ConfigError("unknown key"), "model, precision or optimizer is another training", "--set KEY=VALUE"),
         (lambda: FencedError("fenced"), "nothing needs to be done", None),
         (lambda: DivergedError("loss is NaN"), "lower learning rate", "kftrain run --set optimizer.learning_rate=RATE"),
         (
