@@ -1,17 +1,14 @@
-"""How processes end: with their parent, at once, and with which code; and how many of them this machine is good for."""
+"""Processes that must not outlive their parent, what they cost, and how many of them this machine is good for."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
-import io
 import os
 import re
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -30,28 +27,18 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with(main: Callable[[], Any]) -> None:
-    """Ends this process with what `main` returns or exits with, and does not take the interpreter apart.
+@contextlib.contextmanager
+def imports_for_good() -> Iterator[None]:
+    """What is imported within the block is not searched for garbage, neither now nor at the end of the process.
 
-    With torch in it that takes a second of a core, on every rank, and what crashes there would turn a job that is done
-    into one that failed. Threads are waited for, `atexit` runs and what is buffered is written, as ever.
+    torch is a million objects: that takes a second of a core, on every rank.
     """
-    code: Any = 1  # what Python says of an exception that nobody caught
-    atexit.register(lambda: _end_at_once(code))  # the first to be registered is the last to run
+    gc.disable()
     try:
-        code = main()
-    except SystemExit as end:
-        code = end.code
-        raise
-
-
-def _end_at_once(code: Any) -> None:
-    for stream in gc.get_objects():
-        if type(stream) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom) and not stream.closed:
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-    ctypes.CDLL(None).fflush(None)  # what libraries have printed
-    os._exit(code if isinstance(code, int) else 1 if code else 0)
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

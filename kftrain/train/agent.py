@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import sys
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import get_args_parser, run
-
 from kftrain import storage
 from kftrain.errors import RetryableError
-from kftrain.processes import die_with_parent, end_with, shell_code
+from kftrain.processes import die_with_parent, imports_for_good, shell_code
 from kftrain.train import verdict
 from kftrain.train.supervisor import ERROR_FILE_ENV
+
+with imports_for_good():
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import get_args_parser, run
 
 
 def main(arguments: list[str]) -> int:
@@ -51,4 +52,4 @@ def _explained(error: ChildFailedError) -> int:
 
 
 if __name__ == "__main__":
-    end_with(lambda: main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

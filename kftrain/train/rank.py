@@ -18,7 +18,7 @@ import click
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE
 from kftrain.launch.completion import load_config
-from kftrain.processes import die_with_parent, end_with
+from kftrain.processes import die_with_parent, imports_for_good
 from kftrain.train import output
 from kftrain.train.failing import leave
 from kftrain.train.signals import StopRequest
@@ -44,7 +44,8 @@ def main(task: str, run_uri: str, digest: str) -> None:
 def _train(paths: RunPaths, digest: str) -> None:
     with StopRequest().on_sigterm() as stop:
         resolved = load_config(paths, digest)
-        from kftrain.train.session import train
+        with imports_for_good():
+            from kftrain.train.session import train
 
         train(paths, resolved, stop)
 
@@ -52,7 +53,8 @@ def _train(paths: RunPaths, digest: str) -> None:
 def _evaluate(paths: RunPaths, digest: str) -> None:
     """Has nothing to commit, so SIGTERM simply ends it."""
     resolved = load_config(paths, digest)
-    from kftrain.evaluate.session import evaluate
+    with imports_for_good():
+        from kftrain.evaluate.session import evaluate
 
     evaluate(paths, resolved)
 
@@ -67,4 +69,4 @@ def report(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    main()
