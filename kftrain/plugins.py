@@ -58,7 +58,7 @@ def user_code(where: str) -> Iterator[None]:
         yield
     except KftrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # who ended the process here would leave the others to wait for it
         traceback.print_exc(file=sys.stderr)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserCodeError(

@@ -9,7 +9,7 @@ process that has run out of batches repeats its last one and throws the result a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,18 @@ Statistics = dict[str, np.ndarray]
 
 
 def score(
-    model: nn.Module, task: Task, dataset: ShardedDataset, world: World, batch_size: int, max_samples: int = 0
+    model: nn.Module,
+    task: Task,
+    dataset: ShardedDataset,
+    world: World,
+    batch_size: int,
+    max_samples: int = 0,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> tuple[Statistics, np.ndarray]:
     """Statistics of the first `max_samples` samples (0: all), `[samples]` float64 each, and their group ids.
 
-    Collective. Every process gets the same arrays. Raises EvaluationError where a sample is not counted once.
+    Collective. Every process gets the same arrays, and calls `on_batch` after each of its batches. Raises
+    EvaluationError where a sample is not counted once.
     """
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     num_batches = -(-num_samples // batch_size)
@@ -41,6 +48,7 @@ def score(
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
             parts[index] = _batch_statistics(model, task, arrays, world.device), groups
+            on_batch()
     return _merge(world.gather(parts), num_samples)
 
 

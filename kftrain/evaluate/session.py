@@ -6,6 +6,7 @@ Scores the exports that `evaluation/request.json` names, each on the whole valid
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from typing import Any
@@ -22,6 +23,7 @@ from kftrain.data.manifest import Manifest, read_manifest, verify_shards
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
+from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
@@ -40,34 +42,43 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         return  # a worker that was started again at the very end must not wait for peers that are done
     manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
     torch.set_num_threads(config.evaluate.cpu_threads)
-    with join_world(config.launch.timeout_seconds) as world:
+    with join_world(config.launch.timeout_seconds + MARGIN_SECONDS) as world:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
-        world.gather_slowly(None)
         dataset = ShardedDataset.open(manifest_uri, SPLIT)
-        for target in request.targets:
-            done = world.from_main(storage.exists(storage.join(target.output_uri, METRICS)) if world.is_main else None)
-            if not done:
-                _evaluate_one(target, request.evaluation_digest, manifest, dataset, config, world)
-            world.gather_slowly(None)  # the first process has the statistics to work through
+        with contextlib.closing(Pulse(lambda: world.gather_slowly(None))) as pulse:
+            for target in request.targets:
+                exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
+                if not world.from_main(exists):
+                    task, statistics, groups = _score(target, dataset, config, world, pulse)
+                    if world.is_main:
+                        _publish(target, request.evaluation_digest, manifest, dataset, config, task, statistics, groups)
+                world.gather_slowly(None)  # the first process has the statistics to work through
 
 
-def _evaluate_one(
+def _score(
+    target: EvaluationTarget, dataset: ShardedDataset, config: Config, world: World, pulse: Pulse
+) -> tuple[Task, Statistics, np.ndarray]:
+    """The task of an export, the statistics of every sample, and the samples' groups. The model is gone by then."""
+    loaded = load_export(target.export_uri, target.export_digest)
+    model, batch_size = loaded.model.to(world.device), config.evaluate.batch_size
+    with pulse.watched():
+        return loaded.task, *score(model, loaded.task, dataset, world, batch_size, on_batch=pulse.goes_on)
+
+
+def _publish(
     target: EvaluationTarget,
     evaluation_digest: str,
     manifest: Manifest,
     dataset: ShardedDataset,
     config: Config,
-    world: World,
+    task: Task,
+    statistics: Statistics,
+    groups: np.ndarray,
 ) -> None:
-    loaded = load_export(target.export_uri, target.export_digest)
-    statistics, groups = score(loaded.model.to(world.device), loaded.task, dataset, world, config.evaluate.batch_size)
-    if not world.is_main:
-        return
     grouped = group_sums(statistics, groups, dataset.num_groups)
     keys = dataset.group_keys()
     content = pack_statistics(grouped, keys)
-    task = loaded.task
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
         checkpoint_digest=target.checkpoint_digest,

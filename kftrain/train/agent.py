@@ -7,6 +7,7 @@ which one that was.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -36,19 +37,23 @@ def main(arguments: list[str]) -> int:
     except (dist.DistError, RendezvousError) as error:  # the nodes did not find each other
         reason = " ".join(str(error).split())[:160]
         lost = RetryableError(f"{verdict.LOST_PEER}: {reason}")
-        storage.publish_json(os.environ[ERROR_FILE_ENV], lost.to_dict())
+        _leave(lost.to_dict())
         return lost.exit_code
     return 0
 
 
 def _explained(error: ChildFailedError) -> int:
     """Writes the error of the process that was the cause, if it could not do so itself; returns its code."""
-    error_file = os.environ[ERROR_FILE_ENV]
     failures = [verdict.Failure(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()]
-    found, document = verdict.cause(failures, storage.read_json_if_exists(error_file))
+    found, document = verdict.cause(failures, storage.read_json_if_exists(os.environ[ERROR_FILE_ENV]))
     if document is not None:
-        storage.publish_json(error_file, document)
+        _leave(document)
     return shell_code(found.returncode)
+
+
+def _leave(document: verdict.Document) -> None:
+    with contextlib.suppress(OSError):  # the disk is full: the exit code says enough
+        storage.publish_json(os.environ[ERROR_FILE_ENV], document)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def leave(error: Exception) -> tuple[KftrainError | None, Document]:
     known = classify(error)
     document = {**error_to_dict(known or error), "rank": int(os.environ.get("RANK", "0"))}
     if ERROR_FILE_ENV in os.environ:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):  # it exists; or the disk is full, and the exit code says enough
             storage.create_json(os.environ[ERROR_FILE_ENV], document)
     return known, document
 

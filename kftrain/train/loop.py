@@ -21,10 +21,10 @@ from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DivergedError, Preempted
 from kftrain.evaluate.score import score, total_metrics
 from kftrain.parallel import wrap
+from kftrain.parallel.pulse import Pulse
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
 from kftrain.train.optimizer import learning_rate, set_learning_rate
-from kftrain.train.pulse import Pulse
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper, seed_step
@@ -126,8 +126,7 @@ class Loop:
         if last or done % config.train.log_interval_steps == 0:
             self._record(done, local_loss_sum)
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
-            with self._pulse.resting():  # without sharding it is one long computation
-                self._validate(done)
+            self._validate(done)
         if last or done % config.checkpoint.interval_steps == 0:
             with self._pulse.resting():  # storage may be slow
                 self._save(done, last, busy)
@@ -151,9 +150,11 @@ class Loop:
             self._world,
             evaluate.batch_size,
             evaluate.max_interval_samples,
+            self._pulse.goes_on,
         )
         if self._world.is_main:
-            self._recorder.record_validation(done, total_metrics(self._stepper.task, statistics))
+            with self._pulse.resting():  # the user's metrics of all samples
+                self._recorder.record_validation(done, total_metrics(self._stepper.task, statistics))
 
     def _save(self, done: int, last: bool, busy: bool) -> None:
         if busy and not last:

@@ -3,7 +3,7 @@
 Each process writes both its streams into one pipe, in the order in which it writes them, and the supervisor reads all
 pipes in one thread. Nothing is torn or held back: torchrun's own `--tee` writes from a thread per stream into one
 buffer, which on two processes tears lines, and shows them seconds later wherever the console is no terminal. A full
-disk costs the files, never the training.
+disk costs the files and a console that nobody reads costs its lines, never the training.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ MAX_LOG_BYTES = 64 << 20
 """A log that grows beyond loses its middle: PID 1 of a pod must fill neither memory nor disk."""
 
 MIDDLE = b"\n[the middle of this log was left out: it was too long]\n"
+
+MAX_WAITING_BYTES = 4 << 20
+"""What a console that is not read may owe; more is left out, and said to be."""
 
 LOOK_SECONDS = 0.1
 """How long the end of the processes may go unnoticed by the reading thread."""
@@ -76,11 +79,12 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="output")
+        self._console = _Console()
         self.folder = folder
         self.logs = {rank: folder / f"rank-{rank}.log" for rank in ranks}
         """Rank -> its file: bit by bit what the process printed."""
         self._sources = [
-            _Source(folder / str(local_rank), log, f"[rank {rank}] ".encode() if named else b"")
+            _Source(folder / str(local_rank), log, f"[rank {rank}] ".encode() if named else b"", self._console)
             for local_rank, (rank, log) in enumerate(self.logs.items())
         ]
 
@@ -98,6 +102,7 @@ class Output:
         self._selector.close()
         for source in self._sources:
             source.close()
+        self._console.close()
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -117,11 +122,11 @@ class Output:
 class _Source:
     """One process's pipe, its file, and the line that it has begun."""
 
-    def __init__(self, pipe: Path, log: Path, prefix: bytes) -> None:
+    def __init__(self, pipe: Path, log: Path, prefix: bytes, console: _Console) -> None:
         os.mkfifo(pipe)
         # Open for writing too: a pipe without a writer would be at its end, again and again.
         self.pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        self._log, self._prefix, self._begun = _Log(log), prefix, b""
+        self._log, self._prefix, self._console, self._begun = _Log(log), prefix, console, b""
 
     def read(self) -> None:
         data = os.read(self.pipe, READ_BYTES)
@@ -139,7 +144,54 @@ class _Source:
             self._show([self._begun])
 
     def _show(self, lines: list[bytes]) -> None:
-        _to_console(b"".join(self._prefix + line + b"\n" for line in lines))
+        self._console.show([self._prefix + line + b"\n" for line in lines])
+
+
+class _Console:
+    """Shows lines from a thread of its own: a halted terminal or a log driver that blocks holds up nothing else."""
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._num_bytes = self._num_left_out = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="console")
+        self._thread.start()
+
+    def show(self, lines: list[bytes]) -> None:
+        """Has the lines written; never waits."""
+        with self._changed:
+            if self._num_bytes > MAX_WAITING_BYTES:
+                self._num_left_out += len(lines)
+                return
+            self._add_note()
+            self._waiting.extend(lines)
+            self._num_bytes += sum(map(len, lines))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Waits until all is written, for a while."""
+        with self._changed:
+            self._add_note()
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(DRAIN_SECONDS)
+
+    def _add_note(self) -> None:
+        if self._num_left_out:
+            self._waiting.append(b"[%d lines are only in the log files: nobody read them here]\n" % self._num_left_out)
+            self._num_left_out = 0
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                lines, self._waiting = self._waiting, []
+            if not lines:
+                return
+            _to_console(b"".join(lines))
+            with self._changed:
+                self._num_bytes = sum(map(len, self._waiting))
 
 
 class _Log:

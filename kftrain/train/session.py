@@ -31,6 +31,7 @@ from kftrain.launch.completion import has_export
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.parallel import wrap
+from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.progress import to_log
@@ -39,7 +40,6 @@ from kftrain.tasks.base import Task
 from kftrain.train.failing import leave
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
-from kftrain.train.pulse import MARGIN_SECONDS, Pulse
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper

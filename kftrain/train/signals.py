@@ -1,8 +1,14 @@
-"""SIGTERM as a request: the handler only notes it; the loop asks every step and all processes stop at the same one."""
+"""SIGTERM as a request: the handler only notes it; the loop asks every step and all processes stop at the same one.
+
+Processes that user code forks die of it as any other does. Else whoever ends them with it, as Python does with its
+daemons, would wait for ever.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -17,6 +23,7 @@ class StopRequest:
     @contextlib.contextmanager
     def on_sigterm(self) -> Iterator[StopRequest]:
         """SIGTERM sets `requested` inside the block; SIGINT is ignored: whoever started the job answers it."""
+        _leave_forks_alone()
         before = signal.signal(signal.SIGTERM, self._note)
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -27,3 +34,20 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+
+
+@functools.cache
+def _leave_forks_alone() -> None:
+    """Once per process: it cannot be taken back. A signal on the way waits until the child can die of it."""
+    held = {signal.SIGTERM}
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, held),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, held),
+        after_in_child=_die_of_sigterm,
+    )
+
+
+def _die_of_sigterm() -> None:
+    if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is StopRequest._note:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

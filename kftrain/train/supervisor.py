@@ -45,11 +45,11 @@ from kftrain.launch.spec import (
     JobTask,
 )
 from kftrain.launch.termination import leave_message
+from kftrain.parallel.pulse import PULSE_ENV
 from kftrain.processes import die_with_parent
 from kftrain.progress import to_log
 from kftrain.train import verdict
 from kftrain.train.output import OUTPUT_ENV, Output, shortened
-from kftrain.train.pulse import PULSE_ENV
 from kftrain.train.verdict import Document
 from kftrain.train.watchdog import LOOK_SECONDS, Watchdog, end_with_stacks
 
@@ -60,6 +60,9 @@ ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
 
 RETRY_SECONDS = 0.2
 """Between two looks for workers that have not started yet when SIGTERM arrives."""
+
+ENDING_SECONDS = 1800.0
+"""How long processes may take to end once one of them has failed: a checkpoint that is being written is waited for."""
 
 FIRST_NODE_POLL_SECONDS = 2.0
 FIRST_NODE_MISSES = 3
@@ -291,13 +294,17 @@ class Supervisor:
 
     def _watch_ranks(self, watchdog: Watchdog, error_file: Path) -> None:
         """Ends the processes where they hang. Two looks must find it: a beat may be written while it is read."""
-        before = None
+        before, ending_seconds, agent = None, 0.0, self._agent
+        assert agent is not None, "the processes come first"
         while not self._ended.wait(LOOK_SECONDS):
+            ending_seconds += LOOK_SECONDS if error_file.exists() else 0.0
+            if ending_seconds > ENDING_SECONDS:
+                end_with_stacks(_below(agent.pid))
+                return
             hang = watchdog.look()
-            if hang is not None and before is not None and self._agent is not None:
+            if hang is not None and before is not None:
                 _publish_error(str(error_file), {**hang.error.to_dict(), "rank": hang.rank})
-                to_log(f"watchdog: {hang.error.line}")
-                end_with_stacks(_ranks_below(self._agent.pid))
+                end_with_stacks(_below(agent.pid))
                 return
             before = hang
 
@@ -314,7 +321,7 @@ class Supervisor:
         agent = self._agent
         if agent is None or agent.poll() is not None or self._ended.is_set():
             return
-        for process in _ranks_below(agent.pid) or ([] if self._told else _existing(agent.pid)):
+        for process in _ranks_of(agent.pid) or ([] if self._told else _existing(agent.pid)):
             if process not in self._told:
                 self._told.add(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -346,8 +353,16 @@ def _existing(pid: int) -> list[psutil.Process]:
     return []
 
 
-def _ranks_below(pid: int) -> list[psutil.Process]:
-    """The worker processes that torchrun, process `pid`, has started. One that is not yet executed looks like it."""
+def _ranks_of(pid: int) -> list[psutil.Process]:
+    """The processes that torchrun, process `pid`, has started, without what those have forked.
+
+    One that is not yet executed looks like torchrun.
+    """
+    return [process for process in _below(pid) if _parent(process) == pid]
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """The worker processes below torchrun, process `pid`, and what they have forked: that has their command line."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
@@ -356,3 +371,9 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
                 if RANK_MODULE in command and AGENT_MODULE not in command:
                     found.append(child)
     return found
+
+
+def _parent(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return int(process.ppid())
+    return None

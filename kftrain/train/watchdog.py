@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from kftrain.errors import HangError
-from kftrain.train import pulse
-from kftrain.train.pulse import BEAT_SECONDS, Beat
+from kftrain.parallel import pulse
+from kftrain.parallel.pulse import BEAT_SECONDS, Beat
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 1.0

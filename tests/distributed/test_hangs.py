@@ -44,6 +44,20 @@ def test_fault_20_a_rank_that_hangs_is_named_with_its_stack_and_ended(run, what,
     assert not stack or ("most recent call first" in log and f'{stack}", line' in log and what in log)
 
 
+@pytest.mark.parametrize(("task", "logs"), [("train", "attempt-1"), ("evaluate", "evaluation")])
+def test_a_rank_that_hangs_while_it_scores_is_named(tmp_path, script, task, logs):
+    paths, resolved = jobs.make_run(tmp_path, [*script, "evaluate.interval_steps=5", "train.steps=5"])
+    if task == "evaluate":
+        assert jobs.run_worker(paths, resolved).returncode == 0
+        jobs.request_evaluation(paths)
+    done = jobs.run_worker(paths, resolved, task, SCRIPT=json.dumps({"hang_in_statistics": 1}))
+    assert done.returncode == 140, done.stdout + done.stderr
+    error = storage.read_json(paths.error)
+    assert (error["kind"], error["rank"]) == ("HangError", 1) and "while others wait" in error["line"]
+    log = storage.read_text(storage.join(paths.logs, logs, "rank-1.log"))
+    assert "most recent call first" in log and 'scripted_task.py", line' in log and "in statistics" in log
+
+
 def test_the_attempt_after_a_hang_gives_the_same_curve(tmp_path, script, two_processes):
     paths, resolved = jobs.make_run(tmp_path, [*script, "checkpoint.asynchronous=false"])
     jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 7, "rank": 0, "do": "freeze"}))
@@ -90,4 +104,3 @@ def test_what_is_only_slow_is_left_alone(run):
     storage.publish(paths.config, resolved.to_yaml())
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 3}))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "watchdog" not in done.stdout

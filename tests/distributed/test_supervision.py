@@ -12,7 +12,7 @@ from helpers import jobs
 
 from kftrain import config, contracts, storage
 from kftrain.checkpoint import commit
-from kftrain.contracts import Completion, EvaluationRequest, EvaluationTarget
+from kftrain.contracts import Completion
 from kftrain.launch.heartbeat import Heartbeat
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 
@@ -184,14 +184,7 @@ def test_a_first_node_that_is_lost_during_the_export_takes_the_other_one_along(r
 def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers(run):
     paths, resolved = run
     assert jobs.run_worker(paths, resolved).returncode == 0
-    completion = contracts.read(Completion, paths.complete)
-    target = EvaluationTarget(
-        export_uri=completion.export_uri,
-        export_digest=completion.export_digest,
-        checkpoint_digest=completion.checkpoint_digest,
-        output_uri=paths.evaluation(completion.checkpoint_digest, "e"),
-    )
-    storage.publish_json(paths.evaluation_request, EvaluationRequest(evaluation_digest="e", targets=[target]).to_dict())
+    jobs.request_evaluation(paths)
     slow = json.dumps({"statistics_seconds": 60})
     process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=slow)
     jobs.wait_for_line(process, "slow statistics")

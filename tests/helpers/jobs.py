@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from kftrain import config, storage
-from kftrain.contracts import RunPaths
+from kftrain import config, contracts, storage
+from kftrain.contracts import Completion, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.data.sharding import shard_dataset
 from kftrain.tasks import build_task
 
@@ -51,6 +51,18 @@ def make_run(root, overrides=(), run_id="r"):
     storage.publish_json(paths.shards, {"manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest})
     storage.publish(paths.config, resolved.to_yaml())
     return paths, resolved
+
+
+def request_evaluation(paths):
+    """Asks for the evaluation of a complete run's model."""
+    completion = contracts.read(Completion, paths.complete)
+    target = EvaluationTarget(
+        export_uri=completion.export_uri,
+        export_digest=completion.export_digest,
+        checkpoint_digest=completion.checkpoint_digest,
+        output_uri=paths.evaluation(completion.checkpoint_digest, "e"),
+    )
+    storage.publish_json(paths.evaluation_request, EvaluationRequest(evaluation_digest="e", targets=[target]).to_dict())
 
 
 def worker_command(paths, resolved, task="train", processes=2, nodes=1):

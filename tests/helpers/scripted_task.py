@@ -38,6 +38,8 @@ class ScriptedTask(LanguageModeling):
         return super().loss(model, batch, weight)
 
     def statistics(self, model, batch):
+        if self.script.get("hang_in_statistics") == int(os.environ["RANK"]):
+            hang()
         if self.script.get("statistics_seconds"):
             print("slow statistics")
             time.sleep(self.script["statistics_seconds"])

@@ -185,6 +185,35 @@ with Output(Path({str(tmp_path)!r}), range(1), named=False):
     assert (tmp_path / "rank-0.log").read_text() == "\n".join(expected(0))
 
 
+def test_a_console_that_nobody_reads_does_not_stop_the_processes(tmp_path):
+    """Ctrl-S, a pager, a log driver that blocks."""
+    source = f"""
+import subprocess, sys
+from pathlib import Path
+from kftrain.train import output
+output.MAX_WAITING_BYTES = 10000
+output.DRAIN_SECONDS = 2.0
+with output.Output(Path({str(tmp_path)!r}), range(1), named=False):
+    for again in range(3):
+        subprocess.run([sys.executable, "-c", {CHATTER!r}], check=True)
+    sys.stderr.write("ended\\n")
+"""
+    environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", source], env=environment, **pipes)
+    assert process.stderr.readline() == b"ended\n"
+    shown = process.communicate(timeout=60)[0].decode().splitlines()
+    log = (tmp_path / "rank-0.log").read_text()
+    assert log == "\n".join(expected(0)) * 3
+    left_out = [
+        int(line[1:].split()[0]) for line in shown if line.endswith("are only in the log files: nobody read them here]")
+    ]
+    lines = [line for line in shown if "are only in" not in line]
+    assert left_out and sum(left_out) + len(lines) == len(log.splitlines())
+    rest = iter(log.splitlines())
+    assert all(line in rest for line in lines), "in their order"
+
+
 def test_without_a_supervisor_nothing_is_redirected(monkeypatch, capfd):
     monkeypatch.delenv(OUTPUT_ENV, raising=False)
     output.redirect()

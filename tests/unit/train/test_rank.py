@@ -1,16 +1,52 @@
 import errno
+import multiprocessing
+import os
+import signal
+import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from kftrain import storage
-from kftrain.errors import ConfigError, RetryableError, UserCodeError
+from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.train.failing import classify
 from kftrain.train.rank import report
+from kftrain.train.signals import StopRequest
 from kftrain.train.supervisor import ERROR_FILE_ENV, Rendezvous, torchrun_arguments
 from kftrain.train.verdict import only_lost_a_peer
+
+
+def test_a_full_disk_does_not_change_the_exit_code(monkeypatch, tmp_path):
+    def full(uri, document):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(ERROR_FILE_ENV, str(tmp_path / "error.json"))
+    monkeypatch.setattr(storage, "create_json", full)
+    assert report(Preempted("stopped at step 3 of 20")) == 143
+
+
+def test_user_code_that_ends_its_process_is_named(capsys):
+    with pytest.raises(UserCodeError) as caught, user_code("task.loss"):
+        sys.exit(0)
+    assert caught.value.line.startswith("task.loss: SystemExit: 0 (") and "Traceback" in capsys.readouterr().err
+
+
+def test_a_process_that_user_code_forks_dies_of_sigterm_and_this_one_only_notes_it():
+    context = multiprocessing.get_context("fork")
+    with StopRequest().on_sigterm() as stop:
+        for seconds in (0.0, 0.5):
+            child = context.Process(target=time.sleep, args=(60,), daemon=True)
+            child.start()
+            time.sleep(seconds)
+            child.terminate()
+            child.join(20)
+            assert child.exitcode == -signal.SIGTERM
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
 
 
 def raised_in_user_code(cause):

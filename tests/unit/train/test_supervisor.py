@@ -15,7 +15,7 @@ from helpers.documents import completion_of, digits_config, publish_export
 
 from kftrain import attempts, storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import ConfigError, FencedError, Preempted
+from kftrain.errors import ConfigError, FencedError, Preempted, UserCodeError
 from kftrain.launch.heartbeat import Heartbeat
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 from kftrain.train.verdict import LOST_PEER
@@ -26,6 +26,7 @@ from kftrain.launch import termination
 from kftrain.train import supervisor
 supervisor.AGENT_MODULE = "helpers.fake_agent"
 supervisor.FIRST_NODE_POLL_SECONDS = 0.1
+supervisor.ENDING_SECONDS = float(os.environ.get("ENDING_SECONDS", "1800"))
 supervisor.RENDEZVOUS_PORT = int(os.environ.get("FIRST_NODE", "1"))
 termination.TERMINATION_LOG = sys.argv.pop(1)
 from kftrain.cli import main
@@ -255,6 +256,33 @@ def test_sigterm_reaches_every_process_once_and_twice_is_as_good(run):
     code, output = ended(process)
     assert code == 143 and output.count("asked") == 2
     assert storage.read_json(run[0].error)["kind"] == "Preempted"
+
+
+def test_sigterm_is_not_for_what_a_process_has_forked(run):
+    """A data loader's worker would die of it, and take the process along before it has committed."""
+    forked = RANK.replace(
+        "while not signals",
+        "os.fork() or print('forked')\nparent = os.getpid()\nwhile not signals and os.getppid() != 1",
+    )
+    process = start(run, RANKS.replace(repr(RANK), repr(f"import os{forked}")))
+    wait_for_ranks(process, 0, 1)
+    time.sleep(0.5)
+    process.terminate()
+    code, output = ended(process)
+    assert code == 143 and output.count("forked") == output.count("asked") == 2, output
+
+
+def test_processes_that_have_failed_and_do_not_end_are_ended(run):
+    """A thread of the user's goes on, on every process: torchrun would wait for ever."""
+    hangs = RANK.replace("while not signals", "while True")
+    error = json.dumps({**UserCodeError("no such label").to_dict(), "rank": 1})
+    agent = f"import os; open(os.environ['KFTRAIN_ERROR_FILE'], 'w').write({error!r})\n" + RANKS.replace(
+        repr(RANK), repr(hangs)
+    )
+    process = start(run, agent, ENDING_SECONDS="3")
+    code, output = ended(process)
+    assert code == 16 and output.count("started") == 2, output
+    assert storage.read_json(run[0].error)["kind"] == "UserCodeError"
 
 
 def test_sigterm_before_there_are_processes_ends_torchrun_itself(run):

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch._C import _distributed_c10d
 
 from kftrain.errors import HangError
-from kftrain.train import pulse, watchdog
-from kftrain.train.pulse import Beat, beat
+from kftrain.parallel import pulse
+from kftrain.parallel.pulse import Beat, beat
+from kftrain.train import watchdog
 from kftrain.train.watchdog import Watchdog, found
 
 NOW = 1000.0
@@ -105,6 +106,12 @@ def test_a_beat_counts_what_the_training_thread_has_begun():
 def test_after_a_rest_the_time_begins_anew():
     first = beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
     assert beat(first, {"0": (5, 5)}, (), True, 2.0).progress_at > first.progress_at
+
+
+def test_a_process_may_say_itself_that_it_goes_on():
+    first = beat(Beat(), {"0": (5, 5)}, (), True, 1.0)
+    assert beat(first, {"0": (5, 5)}, (), True, 1.0).progress_at == first.progress_at
+    assert beat(first, {"0": (5, 5)}, (), True, 1.5).progress_at > first.progress_at
 
 
 def test_a_group_that_has_begun_nothing_and_a_torch_that_counts_nothing():

@@ -51,7 +51,7 @@ class Beat:
     progress_at: float = 0.0
     """When a collective operation last began or ended, or when the last rest did."""
     watched_at: float = 0.0
-    """When that last changed; 0: it has not been watched yet."""
+    """When that last changed, or the process last said that it goes on; 0: it has not been watched yet."""
     num_collectives: int = 0
     """Begun by the training thread so far; the same on all processes that are at the same place."""
     num_ended: int = 0
@@ -102,6 +102,11 @@ class Pulse:
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """A part of a `watched` block that may take as long as it takes."""
         return self._within(False)
+
+    def goes_on(self) -> None:
+        """Says that the process has made progress, where no collective operation shows it."""
+        with self._lock:
+            self._watched_at = time.monotonic()
 
     def close(self) -> None:
         """Ends the thread."""
