@@ -1,7 +1,17 @@
 """The runs that others are compared with: trained once for all tests of a process."""
 
+import fcntl
+
 import pytest
 from helpers import jobs
+
+
+@pytest.fixture
+def rendezvous(tmp_path_factory):
+    """For a job of several nodes: on one machine all of them meet at the same port, so there may be one at a time."""
+    with (tmp_path_factory.getbasetemp().parent / "rendezvous").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,7 @@ def test_an_error_is_kept_while_a_checkpoint_is_still_being_written(run):
     assert (error["kind"], error["rank"]) == ("UserCodeError", 1)
 
 
+@pytest.mark.usefixtures("rendezvous")
 def test_a_process_alone_on_its_node_is_named_too(run):
     paths, resolved = run
     script = json.dumps({"step": 7, "rank": 1, "do": "hang"})

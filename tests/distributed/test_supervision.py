@@ -33,6 +33,7 @@ def node(number):
     return {"nodes": 2, "processes": 1, NODE_RANK_ENV: str(number), ADDRESS_ENV: "127.0.0.1"}
 
 
+@pytest.mark.usefixtures("rendezvous")
 def test_a_job_of_two_nodes_whose_launcher_falls_silent_commits_and_ends_for_good(run, two_processes):
     paths, resolved = run
     environment = {"SCRIPT": json.dumps({"step_seconds": 0.5}), LAUNCHER_TIMEOUT_ENV: "3"}
@@ -165,6 +166,7 @@ def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(ru
     assert jobs.losses(paths) == two_processes[1]
 
 
+@pytest.mark.usefixtures("rendezvous")
 def test_a_first_node_that_is_lost_during_the_export_takes_the_other_one_along(run, two_processes):
     paths, resolved = run
     script = {"SCRIPT": json.dumps({"export_seconds": 60})}

@@ -314,13 +314,13 @@ def test_connections_that_break_lose_and_repeat_nothing(training, server, namesp
 def test_logs_that_are_asked_for_survive_a_connection_that_breaks(server, namespace, fast):
     """`kftrain logs` of a pod that runs: the API server goes in the middle of the answer."""
     namespace.create("pods", {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}})
-    lines = [f"line {index} {'x' * 4000}" for index in range(5000)]  # more than sockets buffer
+    lines = [f"line {index} {'x' * 4000}" for index in range(10000)]
     namespace.write("p", *lines)
     pod, found = Pod("p", namespace.get("pods", "p")["metadata"]["uid"], 0, running=True), []
 
     def write(line):
         found.append(line)
-        if len(found) in (10, 700):
+        if len(found) in (10, 5000):  # far from each other and from the end: sockets buffer megabytes
             server.cut_streams()
 
     one = Logs(Cluster(), 1, write, follow=False, limited=False)
