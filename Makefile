@@ -14,17 +14,17 @@ DISTURB ?=
 E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-fast lint format bench compile images e2e e2e-full clean
+.PHONY: demo test test-slow lint format bench compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
 
 # Slow files come first in the alphabet, and stay there: the short ones fill what is left of the time.
-test: $(VENV)/.ready  ## everything that needs no cluster and no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
-
-test-fast: $(VENV)/.ready  ## the same without the slow ones
+test: $(VENV)/.ready  ## what needs no cluster and no GPU; the long proofs are in test-slow
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(VENV)/.ready  ## the long proofs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
