@@ -19,7 +19,14 @@ from kftrain.launch.states import FailureClass
 from kftrain.progress import to_log
 
 _TRY = re.compile(r"\(\d+\)$")
-"""What Argo puts after a step's name where it is tried again."""
+"""What Argo puts after the name of a node that may be tried again."""
+
+EXECUTOR, DRIVER = "executor", "-driver"
+"""What Kubeflow calls the pod of a step within it, and how the name of the pod ends that prepares one."""
+
+POD_NAMES_BY_ID = "v1"
+MAX_POD_PREFIX = 242
+"""Of a pod's name, what Argo keeps before its hash."""
 
 SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("OOMKilled", FailureClass.HOST_MEMORY),
@@ -60,16 +67,38 @@ def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
         line = "somebody terminated the run in the Kubeflow UI"
         return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
     nodes = (workflow.get("status") or {}).get("nodes", {}).values()
-    failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") in ("Failed", "Error")]
+    last: dict[str, Any] = {}
+    for node in sorted((node for node in nodes if node.get("type") == "Pod"), key=_end):
+        last[step_of(node)] = node  # the last try of a step says why the step has failed, if it has
+    failed = [(step, node) for step, node in last.items() if node.get("phase") in ("Failed", "Error")]
     if not failed:
         return None
-    tries: dict[str, Any] = {}
-    for node in sorted(failed, key=_end):  # the last try of a step says why the step has failed
-        tries[_TRY.sub("", str(node.get("displayName", "")))] = node
-    first = min(tries.values(), key=_end)
+    step, first = min(failed, key=lambda found: _end(found[1]))
     message = str(first.get("message") or "no message")
     kind = next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
-    return _summary(kind, f"step {first.get('displayName', '')}: {message}", str(first.get("id", "")), BUG_CODE)
+    return _summary(kind, f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
+
+
+def step_of(node: Mapping[str, Any]) -> str:
+    """The step that a pod's node belongs to, without the number of the try.
+
+    Argo shows the pod of every step as `executor(0)`; the step stands before that in the node's full name,
+    `FLOW.root.exit-handler-1.train(0).executor(0)`.
+    """
+    name = str(node.get("name") or node.get("displayName") or "")
+    parts = [_TRY.sub("", part) for part in name.split(".")]
+    inner = parts[-2] if len(parts) > 1 and parts[-1] == EXECUTOR else parts[-1]
+    return inner.removesuffix(DRIVER)
+
+
+def pod_of(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """Name of a node's pod: Argo puts the template's name between the Workflow's and the hash in the node's id."""
+    metadata, identity = workflow.get("metadata") or {}, str(node.get("id", ""))
+    flow, template = str(metadata.get("name", "")), str(node.get("templateName", ""))
+    by_id = (metadata.get("annotations") or {}).get("workflows.argoproj.io/pod-name-format") == POD_NAMES_BY_ID
+    if by_id or not template or not identity.startswith(f"{flow}-"):
+        return identity
+    return f"{f'{flow}-{template}'[:MAX_POD_PREFIX]}-{identity.removeprefix(f'{flow}-')}"
 
 
 def _end(node: Mapping[str, Any]) -> str:
