@@ -6,13 +6,14 @@ message stays a label or a message. A page stays below 300 kB whatever the lengt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, Registration
 from kftrain.report import evaluation as _evaluation
 from kftrain.report import failure as _failure
+from kftrain.report import finish as _finish
 from kftrain.report import markdown, page
 from kftrain.report import registration as _registration
 from kftrain.report import run as _run
@@ -25,11 +26,13 @@ __all__ = [
     "evaluation_html",
     "registration_html",
     "failure_html",
+    "finish_html",
     "shards_markdown",
     "training_markdown",
     "evaluation_markdown",
     "registration_markdown",
     "failure_markdown",
+    "finish_markdown",
 ]
 
 
@@ -103,3 +106,13 @@ def failure_html(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
 def failure_markdown(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
     """The same as Markdown."""
     return markdown.render(_failure.section(error, stage, run_uri))
+
+
+def finish_html(run_uri: str, report_uri: str, removed: Sequence[str] = (), warnings: Sequence[str] = ()) -> str:
+    """That a run has succeeded, what was removed after it, and where its report is."""
+    return page.render(page.single(_finish.section(run_uri, report_uri, removed, warnings), "run"))
+
+
+def finish_markdown(run_uri: str, report_uri: str, removed: Sequence[str] = (), warnings: Sequence[str] = ()) -> str:
+    """The same as Markdown."""
+    return markdown.render(_finish.section(run_uri, report_uri, removed, warnings))

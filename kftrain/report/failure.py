@@ -24,7 +24,9 @@ def section(error: Mapping[str, Any], stage: str, run_uri: str) -> Section:
         title="Failure",
         headline=f"{wording.label(stage) or 'The run'} failed: {_ended(what)}",
         tone="bad",
-        sentences=[sentence for sentence in (_text(found, "advice"), advice) if sentence],
+        sentences=[
+            sentence for sentence in (_text(found, "advice"), advice, *(error.get("warnings") or ())) if sentence
+        ],
         command=command,
         log=[wording.clean(line) for line in found.get("last_lines") or ()],
         facts=[fact for fact in (*_facts(error, stage, run_uri), *_places(found)) if fact.value],

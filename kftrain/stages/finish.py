@@ -44,25 +44,43 @@ def finish(
     explained = None if state in SUCCESS_STATES else _explained(state)
     if explained is not None and explained["exit_code"] == FencedError.exit_code:
         return _failed(explained, paths.uri)  # job, folder and MLflow run are those of who is at work there
-    for removed in cleanup.clean_up(config, paths, job_id):
-        progress(f"removed {removed}, which was never finished")
     error_document = None
     with tolerated("error.json could not be read"):
         error_document = failure.read(paths)
     error_document = error_document or explained
+    # The report comes before the clean-up: whatever that meets, the reason of the failure is there.
+    is_open = error_document is not None and _leave_report(paths, error_document)
+    removed, warnings = _clean_up(config, paths, job_id, progress)
     if error_document is None:
-        return Outcome(
-            paths.uri, {"result": "the run succeeded", "run_uri": paths.uri}, markdown="The run succeeded.\n"
-        )
-    outcome = _failed(error_document, paths.uri)
+        return _succeeded(paths, removed, warnings)
+    if warnings:
+        error_document = {**error_document, "warnings": warnings}
+        _leave_report(paths, error_document)
+    if is_open:
+        _close(paths, config, error_document, progress)
+    return _failed(error_document, paths.uri)
+
+
+def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) -> tuple[list[str], list[str]]:
+    """What was removed, and what went wrong: a failure of its own must not hide the run's."""
+    try:
+        removed = cleanup.clean_up(config, paths, job_id)
+    except KftrainError as error:
+        progress(f"warning: the clean-up failed: {error.line}")
+        return [], [f"The clean-up failed, so a job may still be there: {error.line}"]
+    for name in removed:
+        progress(f"removed {name}, which was never finished")
+    return removed, []
+
+
+def _leave_report(paths: RunPaths, error: dict[str, Any]) -> bool:
+    """Writes the failure report into the run's folder; False where nobody has opened that."""
     is_open = False
     with tolerated("the failure report could not be written"):
         is_open = storage.exists(paths.config)
         if is_open:
-            storage.publish(storage.join(paths.uri, FAILURE_REPORT), outcome.html)
-    if is_open:
-        _close(paths, config, error_document, progress)
-    return outcome
+            storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri).html)
+    return is_open
 
 
 def _opened(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tuple[Config, RunPaths]:
@@ -75,6 +93,17 @@ def _named(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tup
     """The run as the pipeline was called, out of its folder only where no configuration was given."""
     config, resumed = resolve.resolve_run(text, knobs, resume_run)
     return config, RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
+
+
+def _succeeded(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outcome:
+    summary: dict[str, Any] = {"result": "the run succeeded", "run_uri": paths.uri, "report_uri": paths.report}
+    found = {"removed": removed, "warnings": warnings}
+    return Outcome(
+        run_uri=paths.uri,
+        summary={**summary, **{name: values for name, values in found.items() if values}},
+        html=report.finish_html(paths.uri, paths.report, removed, warnings),
+        markdown=report.finish_markdown(paths.uri, paths.report, removed, warnings),
+    )
 
 
 def _failed(error: dict[str, Any], run_uri: str) -> Outcome:

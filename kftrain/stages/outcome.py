@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from kftrain.contracts import Confusion
 
+NO_CLASSES = "This task has no classes, so there is no confusion matrix.\n"
+
 
 class Artifact(Protocol):
     """A `dsl.Artifact`: a local file that Kubeflow uploads."""
@@ -30,8 +32,8 @@ class MetricsArtifact(Protocol):
         """Adds one number."""
 
 
-class ClassificationArtifact(Protocol):
-    """A `dsl.ClassificationMetrics`."""
+class ClassificationArtifact(Artifact, Protocol):
+    """A `dsl.ClassificationMetrics`. Kubeflow draws the matrix, and shows the file's beginning as its text."""
 
     def log_confusion_matrix(self, categories: list[str], matrix: list[list[int]]) -> None:
         """Rows are true classes, columns predicted ones."""
@@ -75,9 +77,18 @@ def save(
     if metrics is not None:
         for name, value in finite(outcome.metrics).items():
             metrics.log_metric(name, value)
-    if confusion is not None and outcome.confusion is not None:
-        confusion.log_confusion_matrix(outcome.confusion.labels, outcome.confusion.matrix)
+    if confusion is not None:
+        _save_confusion(confusion, outcome.confusion)
     return outcome.run_uri
+
+
+def _save_confusion(artifact: ClassificationArtifact, found: Confusion | None) -> None:
+    """An output that a pipeline declares is there in every run; where there is no matrix, its text says so."""
+    if found is None:
+        _write(artifact.path, NO_CLASSES)
+        return
+    artifact.log_confusion_matrix(found.labels, found.matrix)
+    _write(artifact.path, f"{len(found.labels)} classes: the matrix is shown under Visualization.\n")
 
 
 def _write(path: str, text: str) -> None:

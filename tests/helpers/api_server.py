@@ -29,6 +29,7 @@ REASONS = {
     500: "InternalError",
     503: "ServiceUnavailable",
     403: "Forbidden",
+    404: "NotFound",
 }
 
 

@@ -7,10 +7,11 @@ from helpers.kube_namespace import NAME
 
 from kftrain import config, storage, tracking
 from kftrain.contracts import RunPaths
+from kftrain.errors import DataError
 from kftrain.launch import kubernetes_api, ownership, pytorchjob, spec
 from kftrain.launch import workflow as workflow_module
 from kftrain.launch.kubernetes_api import Cluster
-from kftrain.stages import cleanup, tracked
+from kftrain.stages import cleanup, failure, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 
 ON_CLUSTER = (
@@ -25,13 +26,19 @@ KFP_LABEL = pytorchjob.KFP_RUN_LABEL
 
 
 @pytest.fixture
-def namespace(tmp_path, monkeypatch):
-    """What is in the cluster that the exit handler finds."""
+def server(tmp_path, monkeypatch):
+    """The API server that the exit handler finds."""
     monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
     monkeypatch.delenv(ownership.POD_NAME_ENV, raising=False)
-    with ApiServer() as server:
-        monkeypatch.setenv("KUBECONFIG", server.write_kubeconfig(tmp_path / "kubeconfig"))
-        yield server.namespace
+    with ApiServer() as api_server:
+        monkeypatch.setenv("KUBECONFIG", api_server.write_kubeconfig(tmp_path / "kubeconfig"))
+        yield api_server
+
+
+@pytest.fixture
+def namespace(server):
+    """What is in the cluster."""
+    return server.namespace
 
 
 @pytest.fixture
@@ -217,3 +224,38 @@ def test_a_report_that_cannot_be_written_is_no_second_failure(start_job, tmp_pat
     outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "RUNNING", lines.append)
     assert "Kubeflow calls it RUNNING" in outcome.summary["result"]
     assert ended == [("m-1", "FAILED")]
+
+
+def test_a_clean_up_that_fails_hides_no_failure(start_job, server, tmp_path, monkeypatch):
+    """A cluster without the definition of PyTorchJobs answers 404."""
+    ended, lines = [], []
+    monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
+    paths = start_job(kfp_run_id=JOB_ID)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
+    server.fail("GET", "pytorchjobs", 404, times=float("inf"))
+    outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", lines.append)
+    assert "a shard is damaged" in outcome.summary["result"] and ended == [("m-1", "FAILED")]
+    page = storage.read_text(storage.join(paths.uri, FAILURE_REPORT))
+    for text in (page, outcome.html, outcome.markdown, str(outcome.summary["warnings"])):
+        assert "clean-up failed" in text and "404" in text
+
+
+def test_a_clean_up_that_fails_is_a_warning_in_the_report_of_a_run_that_succeeded(start_job, server, tmp_path):
+    start_job(kfp_run_id=JOB_ID)
+    server.fail("GET", "pytorchjobs", 404, times=float("inf"))
+    outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "COMPLETE", [].append)
+    assert outcome.summary["result"] == "the run succeeded" and "clean-up failed" in outcome.html
+
+
+def test_the_failure_report_is_there_before_the_clean_up_begins(start_job, tmp_path, monkeypatch):
+    """Whatever happens then, as to a step that is killed."""
+
+    def be_killed(*arguments):
+        raise KeyboardInterrupt
+
+    paths = start_job(kfp_run_id=JOB_ID)
+    monkeypatch.setattr(cleanup, "clean_up", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", [].append)
+    assert storage.exists(storage.join(paths.uri, FAILURE_REPORT))

@@ -20,7 +20,7 @@ class FakeMetrics:
         self.logged[metric] = value
 
 
-class FakeConfusion:
+class FakeConfusion(FakeArtifact):
     logged = None
 
     def log_confusion_matrix(self, categories, matrix):
@@ -50,8 +50,14 @@ def test_texts_go_to_the_artifacts_that_there_are(tmp_path):
     assert ((tmp_path / "h").read_text(), (tmp_path / "m").read_text()) == ("<p>", "#")
 
 
-@pytest.mark.parametrize("confusion", [None, Confusion(labels=["a", "b"], matrix=[[3, 1], [0, 4]])])
-def test_a_confusion_matrix_is_logged_only_where_there_is_one(confusion):
-    artifact = FakeConfusion()
+@pytest.mark.parametrize(
+    ("confusion", "text"),
+    [(None, "no classes"), (Confusion(labels=["a", "b"], matrix=[[3, 1], [0, 4]]), "2 classes")],
+)
+def test_a_confusion_matrix_is_logged_where_there_is_one_and_its_artifact_is_never_an_empty_box(
+    confusion, text, tmp_path
+):
+    artifact = FakeConfusion(tmp_path / "confusion")
     save(Outcome("run", {}, confusion=confusion), confusion=artifact)
     assert artifact.logged == (None if confusion is None else (["a", "b"], [[3, 1], [0, 4]]))
+    assert text in (tmp_path / "confusion").read_text()

@@ -364,8 +364,10 @@ def finish_of(tmp_path, state, calls, job_id="8f11"):
 
 @pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED"])
 def test_the_exit_handler_of_a_run_that_succeeded_says_so(tmp_path, calls, state):
-    assert finish_of(tmp_path, state, calls).summary["result"] == "the run succeeded"
-    assert not calls.finished
+    outcome = finish_of(tmp_path, state, calls)
+    assert outcome.summary["result"] == "the run succeeded"
+    assert "nothing to clean up" in outcome.html and f"{outcome.run_uri}/report.html" in outcome.html
+    assert "nothing to clean up" in outcome.markdown and not calls.finished
 
 
 def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls):
