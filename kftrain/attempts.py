@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 
 from kftrain import contracts, storage
 from kftrain.contracts import RunPaths
@@ -30,6 +31,8 @@ class Claim(contracts.Document):
     process_id: int
     start_time: float
     """Seconds since the epoch."""
+    token: str = ""
+    """Of this claim alone: an object store that lost an answer is asked by the content whose claim it holds."""
 
 
 def last_attempt(paths: RunPaths) -> int:
@@ -49,6 +52,7 @@ def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
             host=socket.gethostname(),
             process_id=os.getpid(),
             start_time=time.time(),
+            token=uuid.uuid4().hex,
         )
         try:
             storage.create_json(paths.attempt(number), document.to_dict())

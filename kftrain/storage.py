@@ -10,50 +10,26 @@ exactly one wins.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import inspect
 import json
 import os
-import re
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
-from http import HTTPStatus
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-import fsspec
+from typing import Any, BinaryIO
 
 from kftrain.errors import ConfigError
+from kftrain.outages import is_outage, patience, patiently, ride_out
+from kftrain.remote import RemotePath, version_of
+
+__all__ = ("is_outage", "patience", "version_of")
+"""What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
 
 PUBLISHED_MODE = 0o644
 """Temporary files are private; what is published is for other pods and users to read."""
-
-CONFLICT_WAITS_SECONDS = (0.1, 0.4, 1.6)
-"""Pauses before another try where an object store says that it was busy with another writer of the same object."""
-
-_STATUS_OF_CODE = {
-    "PreconditionFailed": HTTPStatus.PRECONDITION_FAILED,
-    "ConditionalRequestConflict": HTTPStatus.CONFLICT,
-}
-"""S3's error codes of a conditional write, for errors that do not carry the status."""
-
-_OUTAGE_CODES = {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN}
-"""What an object store that asks for fewer requests, and a network file system that lost its server, answer with."""
-
-_OUTAGE_NAMES = re.compile("Connect|Timeout")
-"""Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away."""
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
-    if isinstance(error, OSError) and error.errno in _OUTAGE_CODES:
-        return True
-    return any(_OUTAGE_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def is_local(uri: str) -> bool:
@@ -80,34 +56,48 @@ def join(uri: str, *parts: str) -> str:
     return "/".join([uri.rstrip("/"), *(part.strip("/") for part in parts)])
 
 
+@patiently("read")
 def exists(uri: str) -> bool:
     """Whether a file or a folder is there."""
-    if is_local(uri):
-        return local_path(uri).exists()
-    filesystem, path = _filesystem(uri)
-    return bool(filesystem.exists(path))
+    return local_path(uri).exists() if is_local(uri) else RemotePath(uri).exists()
 
 
+@patiently("read")
 def size_bytes(uri: str) -> int:
     """Size of a file. Raises FileNotFoundError."""
     if is_local(uri):
         return local_path(uri).stat().st_size
-    filesystem, path = _filesystem(uri)
-    return int(filesystem.size(path))
+    return int(RemotePath(uri).object_info()["size"])
 
 
-def open_read(uri: str) -> BinaryIO:
-    """A file opened for reading bytes; seekable, also remotely. Raises FileNotFoundError."""
+def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
+    """A file opened for reading bytes; seekable, also remotely. Raises FileNotFoundError.
+
+    Without `read_ahead` a remote one is asked for what is read and no more, which suits small reads that lie apart.
+    """
     if is_local(uri):
-        return local_path(uri).open("rb")
-    filesystem, path = _filesystem(uri)
-    return cast(BinaryIO, filesystem.open(path, "rb"))
+        return ride_out(uri, "read", lambda: local_path(uri).open("rb"))
+    return RemotePath(uri).open_read(read_ahead)
 
 
+def open_write(uri: str) -> BinaryIO:
+    """A new object of a remote store, opened for writing bytes; it is there once the stream is closed.
+
+    An outage is not ridden out in the middle of it: whoever writes it begins anew.
+    """
+    return RemotePath(uri).open_write()
+
+
+@patiently("read")
 def read_bytes(uri: str) -> bytes:
     """A whole file. Raises FileNotFoundError."""
-    with open_read(uri) as stream:
-        return stream.read()
+    return local_path(uri).read_bytes() if is_local(uri) else RemotePath(uri).read()
+
+
+@patiently("read")
+def read_ranges(uri: str, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
+    """Parts of a remote file, each from its start to before its stop, all fetched at once."""
+    return RemotePath(uri).read_ranges(starts, stops)
 
 
 def read_text(uri: str) -> str:
@@ -128,6 +118,16 @@ def read_json_if_exists(uri: str) -> Any | None:
         return None
 
 
+@patiently("list")
+def find(uri: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The URI of every object at or below a remote path -> its name there, and what its store says of it.
+
+    That is `size`, and what `version_of` takes.
+    """
+    return RemotePath(uri).find()
+
+
+@patiently("list")
 def list_names(uri: str) -> list[str]:
     """Names directly below a folder, sorted; empty where the folder does not exist.
 
@@ -137,19 +137,16 @@ def list_names(uri: str) -> list[str]:
         path = local_path(uri)
         names = os.listdir(path) if path.is_dir() else []
     else:
-        filesystem, path_ = _filesystem(uri)
-        with contextlib.suppress(FileNotFoundError):
-            filesystem.invalidate_cache(path_)
-        names = [entry.rstrip("/").rsplit("/", 1)[-1] for entry in _ls(filesystem, path_)]
+        names = RemotePath(uri).names()
     return sorted(name for name in names if not name.startswith(".tmp-"))
 
 
+@patiently("write")
 def publish(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
-        filesystem, path_ = _filesystem(uri)
-        filesystem.pipe_file(path_, content)
+        RemotePath(uri).write(content)
         return
     path = local_path(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,16 +160,17 @@ def publish_json(uri: str, document: Any) -> None:
     publish(uri, dump_json(document))
 
 
+@patiently("write")
 def create(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
 
-    Raises FileExistsError for the others. An object store's answer may be lost after the write has taken effect: then
-    the content tells whose it is, so callers that race put something into it that is theirs alone. Raises ConfigError
-    where the store's driver cannot create exclusively.
+    Raises FileExistsError for the others. An object store's answer may be lost after the write has taken effect, and
+    the write is repeated: so there the content tells whose it is, and callers that race put something into it that is
+    theirs alone. Raises ConfigError where the store's driver cannot create exclusively.
     """
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
-        _create_remote(uri, content)
+        RemotePath(uri).create(content)
         return
     path = local_path(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,10 +193,9 @@ def new_folder(uri: str) -> Iterator[Path]:
     one by one, so whoever reads needs a file that the caller publishes last.
     """
     if not is_local(uri):
-        filesystem, path_ = _filesystem(uri)
         with tempfile.TemporaryDirectory(prefix="kftrain-") as aside:
             yield Path(aside)
-            filesystem.put(aside + "/", path_ + "/", recursive=True)
+            ride_out(uri, "write", lambda: RemotePath(uri).put_folder(Path(aside)))
         return
     target = local_path(uri)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -216,6 +213,7 @@ def new_folder(uri: str) -> Iterator[Path]:
     sync_folder(target.parent)
 
 
+@patiently("remove")
 def remove(uri: str) -> None:
     """Deletes a file or a folder with all below it; nothing happens where there is none."""
     if is_local(uri):
@@ -225,11 +223,10 @@ def remove(uri: str) -> None:
         else:
             path.unlink(missing_ok=True)
         return
-    filesystem, path_ = _filesystem(uri)
-    if filesystem.exists(path_):
-        filesystem.rm(path_, recursive=True)
+    RemotePath(uri).remove()
 
 
+@patiently("read")
 def sha256_file(uri: str) -> str:
     """Hex digest of a file's content, read in chunks. Raises FileNotFoundError."""
     digest = hashlib.sha256()
@@ -286,78 +283,3 @@ def _written_aside(path: Path, content: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)
-
-
-def _create_remote(uri: str, content: bytes) -> None:
-    filesystem, path = _filesystem(uri)
-    _require_exclusive_writes(filesystem, uri)
-    unclear = False  # whether an earlier try may have taken effect although it was answered with an error
-    for wait_seconds in (*CONFLICT_WAITS_SECONDS, None):
-        try:
-            filesystem.pipe_file(path, content, mode="create")
-            return
-        except (PermissionError, FileNotFoundError):
-            raise
-        except OSError as error:
-            status = _http_status(error)
-            exists = isinstance(error, FileExistsError) or status == HTTPStatus.PRECONDITION_FAILED
-            if exists and not unclear:
-                raise FileExistsError(errno.EEXIST, "created by another", uri) from error
-            if _holds(filesystem, path, content, uri):
-                return
-            if status != HTTPStatus.CONFLICT or wait_seconds is None:
-                raise
-            unclear = True
-            time.sleep(wait_seconds)
-
-
-def _holds(filesystem: Any, path: str, content: bytes, uri: str) -> bool:
-    """Whether an object is there with this content. Raises FileExistsError where it has another one."""
-    try:
-        found = filesystem.cat_file(path)
-    except FileNotFoundError:
-        return False
-    if found != content:
-        raise FileExistsError(errno.EEXIST, "created by another", uri)
-    return True
-
-
-def _http_status(error: OSError) -> int:
-    """The status that an S3 driver's error was made of; 0 where it names none."""
-    response = getattr(error.__cause__, "response", None)
-    if not isinstance(response, dict):
-        return 0
-    named = _STATUS_OF_CODE.get(response.get("Error", {}).get("Code", ""), 0)
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", named))
-
-
-def _require_exclusive_writes(filesystem: Any, uri: str) -> None:
-    """An older driver takes `mode` for one more option, drops it, and overwrites."""
-    if "mode" not in inspect.signature(filesystem.pipe_file).parameters:
-        driver = type(filesystem).__module__.split(".")[0]
-        raise ConfigError(
-            "the driver of this store cannot create a file exclusively",
-            where=uri,
-            value=driver,
-            fix=f"pip install -U {driver} fsspec",
-        )
-
-
-def _ls(filesystem: Any, path: str) -> list[str]:
-    try:
-        return [str(name) for name in filesystem.ls(path, detail=False)]
-    except FileNotFoundError:
-        return []
-
-
-def _filesystem(uri: str) -> tuple[Any, str]:
-    try:
-        filesystem, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        scheme = uri.split("://", 1)[0]
-        raise ConfigError(
-            f"no driver for {scheme}:// ({error})",
-            where=uri,
-            fix=f"install it, for s3: pip install 'kftrain[{scheme}]'",
-        ) from error
-    return filesystem, str(path)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from kftrain import storage
 from kftrain.errors import DataError
 
@@ -77,22 +75,13 @@ def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
 
 
 def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[FileEntry]:
-    filesystem, root = fsspec.core.url_to_fs(uri)
-    found = filesystem.find(root, detail=True)
+    found = storage.find(uri)
     if not found:
         raise FileNotFoundError(uri)
-    for path, status in found.items():
-        name = path.removeprefix(root.rstrip("/")).lstrip("/") or path.rsplit("/", 1)[-1]
+    for path, (name, info) in found.items():
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
-            yield FileEntry(name, filesystem.unstrip_protocol(path), int(status["size"]), _version(status))
-
-
-def _version(status: dict[str, Any]) -> str:
-    for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "last_modified", "created"):
-        if status.get(key):
-            return str(status[key])
-    return ""
+            yield FileEntry(name, path, int(info["size"]), storage.version_of(info))
 
 
 def _hidden(name: str) -> bool:

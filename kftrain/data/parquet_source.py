@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
-
-import fsspec
+from typing import Any, BinaryIO
 
 from kftrain import storage
 from kftrain.data.decoding import load_library
@@ -38,7 +36,7 @@ class ParquetSource(FileSource):
         Raises DataError naming file and row.
         """
         for entry in self.entries():
-            with reading_source(entry.uri), _opened(entry.uri) as stream:
+            with reading_source(entry.uri), storage.open_read(entry.uri, read_ahead=False) as stream:
                 yield from self._records(entry, stream)
 
     def _records(self, entry: FileEntry, stream: BinaryIO) -> Iterator[Record]:
@@ -63,14 +61,6 @@ class ParquetSource(FileSource):
 def is_parquet(name: str) -> bool:
     """Whether a file counts as Parquet, by its suffix."""
     return name.lower().endswith(".parquet")
-
-
-def _opened(uri: str) -> BinaryIO:
-    """The file; a remote one without fsspec's read-ahead, which columns that lie apart would make fetch in vain."""
-    if storage.is_local(uri):
-        return storage.open_read(uri)
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    return cast(BinaryIO, filesystem.open(path, "rb", cache_type="none"))
 
 
 def _parquet_file(stream: BinaryIO) -> tuple[Any, int]:

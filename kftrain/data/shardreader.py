@@ -13,7 +13,6 @@ import math
 import mmap
 from typing import Any, Protocol
 
-import fsspec
 import numpy as np
 
 from kftrain import storage
@@ -110,7 +109,6 @@ class _RemoteBytes:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._filesystem, self._path = fsspec.core.url_to_fs(uri)
 
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
         ordered, places = np.unique(offsets, return_inverse=True)
@@ -118,9 +116,7 @@ class _RemoteBytes:
         starts = ordered[first_of_run]
         stops = ordered[np.append(first_of_run[1:], True)] + num_bytes
         with reading(self._uri):
-            chunks = self._filesystem.cat_ranges(
-                [self._path] * len(starts), starts.tolist(), stops.tolist(), on_error="raise"
-            )
+            chunks = storage.read_ranges(self._uri, starts.tolist(), stops.tolist())
         content = np.frombuffer(b"".join(chunks), np.uint8)
         if content.size != (stops - starts).sum():
             raise DataError("truncated while it was read", where=self._uri, fix=_FIX)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
+from unittest import mock
 
 import fsspec
 import pytest
@@ -12,8 +13,9 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
-from kftrain import storage
-from kftrain.errors import ConfigError
+from kftrain import attempts, outages, storage
+from kftrain.contracts import RunPaths
+from kftrain.errors import ConfigError, RetryableError
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -148,9 +150,28 @@ class Scripted(MemoryFileSystem):
         raise error
 
 
+class Time:
+    """A clock that passes while somebody sleeps."""
+
+    def __init__(self):
+        self.now, self.said = 0.0, []
+
+    def sleep(self, seconds):
+        self.now += max(seconds, 0.001)
+
+    def patience(self):
+        return outages.Patience(self.said.append, lambda: self.now, self.sleep)
+
+
 @pytest.fixture
-def scripted(monkeypatch, tmp_path):
-    monkeypatch.setattr(storage, "CONFLICT_WAITS_SECONDS", (0.0, 0.0))
+def time_(monkeypatch):
+    fake = Time()
+    monkeypatch.setattr(outages, "_patience", fake.patience())
+    return fake
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path, time_):
     fsspec.register_implementation("scripted", Scripted, clobber=True)
     monkeypatch.setattr(Scripted, "script", [])
     return f"scripted://{tmp_path.name}/claim"
@@ -158,15 +179,16 @@ def scripted(monkeypatch, tmp_path):
 
 CONFLICT = answer("ConditionalRequestConflict", 409)
 EXISTS = answer("PreconditionFailed", 412)
+NAMED = translate_boto_error(ClientError({"Error": {"Code": "PreconditionFailed"}}, "PutObject"))
 BUSY = answer("SlowDown", 503)
 
 
 @pytest.mark.parametrize(
     "script",
     [
-        [(EXISTS, b"ours")],  # another one's, and equal to ours: a 412 is an answer
         [(EXISTS, b"theirs")],
-        [(translate_boto_error(ClientError({"Error": {"Code": "PreconditionFailed"}}, "PutObject")), b"ours")],
+        [(NAMED, b"theirs")],
+        [(FileExistsError("of s3fs"), b"theirs")],
         [(CONFLICT, b"theirs")],
         [(CONFLICT, None), (EXISTS, b"theirs")],
         [(BUSY, b"theirs")],
@@ -183,9 +205,14 @@ def test_whoever_lost_the_race_for_an_object_is_told_so_whatever_the_store_answe
 @pytest.mark.parametrize(
     "script",
     [
+        [(EXISTS, b"ours")],  # the first answer was lost, and the driver has repeated the write
+        [(NAMED, b"ours")],
+        [(FileExistsError("of s3fs"), b"ours")],
+        [(TimeoutError("no answer"), b"ours")],
         [(CONFLICT, None), (CONFLICT, None)],
         [(CONFLICT, None), (EXISTS, b"ours")],  # the first write was carried out late
         [(BUSY, b"ours")],
+        [(BUSY, None), (ConnectionResetError(104, "reset"), None), (EXISTS, b"ours")],
     ],
 )
 def test_whoever_won_the_race_for_an_object_is_told_so_whatever_the_store_answered(scripted, script):
@@ -194,7 +221,7 @@ def test_whoever_won_the_race_for_an_object_is_told_so_whatever_the_store_answer
     assert storage.read_text(scripted) == "ours" and not Scripted.script
 
 
-@pytest.mark.parametrize("error", [BUSY, PermissionError("no"), answer("NoSuchBucket", 404)])
+@pytest.mark.parametrize("error", [PermissionError("no"), answer("NoSuchBucket", 404), EXISTS])
 def test_a_write_that_failed_without_a_race_keeps_its_error(scripted, error):
     Scripted.script[:] = [(error, None)]
     with pytest.raises(type(error)) as caught:
@@ -202,11 +229,21 @@ def test_a_write_that_failed_without_a_race_keeps_its_error(scripted, error):
     assert caught.value is error and not storage.exists(scripted)
 
 
-def test_a_conflict_that_does_not_end_is_not_waited_for_forever(scripted):
-    Scripted.script[:] = [(CONFLICT, None)] * 9
-    with pytest.raises(OSError, match="Conflict"):
+def test_a_conflict_that_does_not_end_is_not_waited_for_forever(scripted, time_):
+    Scripted.script[:] = [(CONFLICT, None)] * 1000
+    with pytest.raises(RetryableError, match="Conflict"):
         storage.create(scripted, "ours")
-    assert len(Scripted.script) == 6
+    assert time_.now == pytest.approx(outages.UNANSWERED_SECONDS, abs=0.1)
+
+
+def test_two_claims_are_never_equal():
+    """Whose claim it is is told by its content, also in containers that share host name, process number and clock."""
+    paths = RunPaths("memory://claims-of-a-test")
+    with mock.patch("time.time", return_value=1.0), mock.patch("socket.gethostname", return_value="localhost"):
+        numbers = [attempts.claim(paths, 0, 1), attempts.claim(paths, 0, 1)]
+    found = [storage.read_json(paths.attempt(number)) for number in numbers]
+    assert numbers == [1, 2]
+    assert {**found[0], "attempt": 2} != found[1]
 
 
 def test_a_driver_that_would_overwrite_is_refused(tmp_path):

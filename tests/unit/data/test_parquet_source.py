@@ -228,13 +228,13 @@ def test_a_folder_in_an_object_store_is_read_in_ranges(tmp_path: Path, monkeypat
     monkeypatch.setattr(parquet_source, "READ_BYTES", 3 << 20)
     try:
         fsspec.filesystem("s3", skip_instance_cache=True).put_file(str(path), f"{BUCKET}/tables/a.parquet")
-        fetched, fetch = [], s3fs.core.S3File._fetch_range
+        fetched, fetch = [], s3fs.S3FileSystem._cat_file
 
-        def counting(self: s3fs.core.S3File, start: int, end: int) -> bytes:
+        async def counting(self: s3fs.S3FileSystem, path: str, start: int, end: int) -> bytes:
             fetched.append(end - start)
-            return fetch(self, start, end)
+            return await fetch(self, path, start=start, end=end)
 
-        monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", counting)
+        monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", counting)
         assert records(f"s3://{BUCKET}/tables") == records(tmp_path)
         assert len(fetched) > 6 and sum(fetched) < 1.1 * path.stat().st_size
     finally:
