@@ -4,6 +4,7 @@
     ├── ConfigError          10  the configuration is wrong
     ├── DataError            11  source or shards are missing, empty, unreadable or not what their manifest says
     ├── CheckpointError      12  no usable checkpoint, or one of another training
+    │   └── OtherTrainingError   the run is another training than the one that was asked for; nothing was changed
     ├── LaunchError          13  the job cannot be started
     ├── EvaluationError      14  the evaluation cannot be done
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
@@ -86,6 +87,10 @@ class CheckpointError(KftrainError):
     """No usable checkpoint, or one that belongs to another training."""
 
     exit_code = 12
+
+
+class OtherTrainingError(CheckpointError):
+    """The run is another training than the one that was asked for; it is left as it was."""
 
 
 class LaunchError(KftrainError):

@@ -64,5 +64,5 @@ def user_code(where: str) -> Iterator[None]:
         raise UserCodeError(
             f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
             where=where,
-            fix="see the traceback above",
+            fix="its traceback is in the log",
         ) from error

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kftrain import attempts, contracts, storage
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, OtherTrainingError
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -153,13 +153,13 @@ def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
 
 
 def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
-    """Raises CheckpointError that names what differs if the checkpoint belongs to another training."""
+    """Raises OtherTrainingError that names what differs if the checkpoint belongs to another training."""
     if manifest.training_identity == identity:
         return
     fields = ", ".join(
         f"{key}: {old!r} -> {new!r}" for key, old, new in differences(manifest.training_identity, identity)
     )
-    raise CheckpointError(
+    raise OtherTrainingError(
         "the checkpoint belongs to another training",
         where=uri,
         value=fields,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shlex
 import sys
 import tempfile
 import time
@@ -12,6 +15,7 @@ from typing import Any, TextIO
 import click
 
 from kftrain import config as configuration
+from kftrain.advice import Place, Situation
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options
@@ -45,6 +49,8 @@ def run_command(
     _make(folder, workdir)
     log_path = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.run.name}.log"
     log_path.parent.mkdir(exist_ok=True)
+    situation = Situation(Place.LAPTOP, started_by=started_by(config_file, overrides, workdir), log=str(log_path))
+    os.environ.update(situation.to_environment())
     with tempfile.TemporaryDirectory(prefix="kftrain-run-") as temporary, log_path.open("w", buffering=1) as log:
         spec, arguments = _write_inputs(Path(temporary), config, resume_run)
         with display() as shown:
@@ -53,7 +59,14 @@ def run_command(
             code = process.follow(watched.on_line)
     if process.killed and config.launch.backend != "local" and watched.run_uri:
         click.echo(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}", err=True)
-    return _conclude(watched, code, process.stop_code, log_path, folder)
+    return _conclude(watched, code, process.stop_code, situation)
+
+
+def started_by(config_file: tuple[str, ...], overrides: tuple[str, ...], workdir: str) -> str:
+    """The command line that starts such a run anew."""
+    elsewhere = [] if workdir == "." else ["--workdir", workdir]
+    configured = [f"--config={name}" for name in config_file] + [f"--set={pair}" for pair in overrides]
+    return shlex.join(["kftrain", "run", *elsewhere, *configured])
 
 
 class Watched:
@@ -105,21 +118,22 @@ def _write_inputs(folder: Path, config: Config, resume_run: str) -> tuple[Path, 
     return spec, arguments
 
 
-def _conclude(watched: Watched, code: int, stop_code: int, log: Path, folder: Path) -> int:
+def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation) -> int:
     """Prints the summary; returns 0, or what the failed stage says, or what stopped us."""
     from kftrain.cli import summary
 
     if code == 0:
         click.echo("\n".join(summary.success_lines(watched.run_uri)))
         return 0
-    error = _error(watched, log)
+    situation = dataclasses.replace(situation, run_uri=watched.run_uri)
+    error = _error(watched, situation.log)
     code = stop_code or int(error.get("exit_code", BUG_CODE))
-    click.echo("\n".join(summary.failure_lines(error, watched.run_uri, log, folder)), err=True)
+    click.echo("\n".join(summary.failure_lines(error, situation)), err=True)
     click.echo(f"kftrain: error: {error['line']}", err=True)
     sys.exit(code)
 
 
-def _error(watched: Watched, log: Path) -> dict[str, Any]:
+def _error(watched: Watched, log: str) -> dict[str, Any]:
     """Why the pipeline failed: error.json of the run, or what a stage announced before there was one."""
     found = failure.read(RunPaths(watched.run_uri)) if watched.run_uri else None
     return found or watched.error or {"line": f"the pipeline ended without saying why; see {log}"}

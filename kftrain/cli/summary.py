@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from kftrain import contracts
+from kftrain import advice, contracts
+from kftrain.advice import Situation
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, Interval, Registration, RunPaths
 from kftrain.data.manifest import Manifest
@@ -38,21 +38,13 @@ def success_lines(run_uri: str) -> list[str]:
     ]
 
 
-def failure_lines(error: dict[str, Any], run_uri: str, log: Path, workdir: Path) -> list[str]:
-    """What to do after a failure; the error itself is the program's last line."""
+def failure_lines(error: Mapping[str, Any], situation: Situation) -> list[str]:
+    """What to do after a failure; the error itself, with its own fix, is the program's last line."""
+    found = advice.advise({**error, "fix": ""}, situation)
     lines = [f"{error.get('stage', 'the pipeline')} failed"]
-    if run_uri:
-        lines += _rows("run", [run_uri])
-    lines += _rows("log", [str(log)])
-    if run_uri:
-        lines += _rows("resume", [resume_command(run_uri, workdir)])
-    return lines
-
-
-def resume_command(run_uri: str, workdir: Path) -> str:
-    """The command that goes on with a run."""
-    elsewhere = [] if workdir == Path.cwd() else ["--workdir", str(workdir)]
-    return shlex.join(["kftrain", "run", *elsewhere, "--resume", run_uri])
+    for label, value in (("run", situation.run_uri), ("log", situation.log)):
+        lines += _rows(label, [value] if value else [])
+    return lines + _rows("next", [text for text in (found.text, found.command) if text])
 
 
 def mlflow_command(config: Config) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kftrain import errors
+from kftrain import advice, errors
+from kftrain.advice import FailureClass
 from kftrain.contracts import FailureSummary
 from kftrain.errors import KftrainError
 from kftrain.launch.observation import Pod
-from kftrain.launch.states import FailureClass
 
 OUT_OF_MEMORY = "OOMKilled"
 NO_COMMAND = frozenset(("StartError", "ContainerCannotRun"))
@@ -21,60 +21,6 @@ NO_COMMAND = frozenset(("StartError", "ContainerCannotRun"))
 
 SIGKILLED = 137
 SHOWN_LINES = 20
-
-CLASS_OF_CODE: dict[int, FailureClass] = {
-    errors.ConfigError.exit_code: FailureClass.CONFIG,
-    errors.DataError.exit_code: FailureClass.DATA,
-    errors.CheckpointError.exit_code: FailureClass.CHECKPOINT,
-    errors.EvaluationError.exit_code: FailureClass.EVALUATION,
-    errors.TrackingError.exit_code: FailureClass.TRACKING,
-    errors.UserCodeError.exit_code: FailureClass.USER_CODE,
-    errors.FencedError.exit_code: FailureClass.FENCED,
-    errors.LauncherGoneError.exit_code: FailureClass.LAUNCHER,
-    errors.DivergedError.exit_code: FailureClass.DIVERGED,
-    errors.RetryableError.exit_code: FailureClass.NETWORK,
-    errors.HangError.exit_code: FailureClass.HANG,
-    errors.Preempted.exit_code: FailureClass.PREEMPTED,
-    SIGKILLED: FailureClass.HOST_MEMORY,
-    errors.BUG_CODE: FailureClass.BUG,
-}
-
-CLASS_OF_WORDS = {
-    "out of GPU memory": FailureClass.GPU_MEMORY,
-    "storage cannot be reached": FailureClass.STORAGE,
-    "the checkpoint could not be": FailureClass.STORAGE,
-}
-"""Where the exit code says less than a worker's own words."""
-
-ADVICE: dict[FailureClass, str] = {
-    FailureClass.CONFIG: "Correct the setting that is named and resume the run; another model needs a new one.",
-    FailureClass.DATA: "Check the shards: kftrain shards verify RUN. Shard again where they are damaged.",
-    FailureClass.CHECKPOINT: "List what is committed: kftrain checkpoints list RUN.",
-    FailureClass.EVALUATION: "Correct what the message names; training is complete and is not repeated.",
-    FailureClass.TRACKING: "See that the MLflow server answers, then resume the run.",
-    FailureClass.HOST_MEMORY: "Raise launch.kubernetes.memory, or lower train.micro_batch_size.",
-    FailureClass.GPU_MEMORY: "Lower train.micro_batch_size, or set train.activation_checkpointing=blocks.",
-    FailureClass.NETWORK: "A worker went away or the network broke: resume the run; look at the node if it repeats.",
-    FailureClass.STORAGE: "See that the storage answers, from the pods too, then resume the run.",
-    FailureClass.PREEMPTED: "Resume the run: it goes on after the last commit.",
-    FailureClass.NODE: "Resume the run on other nodes; it goes on after the last commit.",
-    FailureClass.IMAGE: "Check launch.kubernetes.trainer_image, its tag and image_pull_secrets.",
-    FailureClass.VOLUME: "Check launch.kubernetes.volumes: the claim, secret or config map must exist.",
-    FailureClass.QUOTA: "Ask for less, or use another launch.kubernetes.queue.",
-    FailureClass.SCHEDULING: "No node fits: check GPUs, cpu, memory, node_selector, tolerations of launch.kubernetes.",
-    FailureClass.HANG: "The log of that rank says where it stood; if it was only slow, raise launch.timeout_seconds.",
-    FailureClass.DEADLINE: "Raise the limit that is named, or find out why it took so long; what is committed is kept.",
-    FailureClass.DIVERGED: "Start a new run with a lower optimizer.learning_rate.",
-    FailureClass.USER_CODE: "The traceback is in the log; correct the code, build the image, resume the run.",
-    FailureClass.OPERATOR: "See that the training operator runs: kubectl get pods -A | grep training-operator.",
-    FailureClass.FENCED: "Another attempt of this run is at work; nothing is lost.",
-    FailureClass.LAUNCHER: "The step that followed the job vanished; the job committed and ended. Resume the run.",
-    FailureClass.DELETED: "Somebody deleted the job; resume the run to go on after the last commit.",
-    FailureClass.TERMINATED: "Start a run with resume_run to go on after the last commit.",
-    FailureClass.BUG: "This is not an expected failure: the traceback is in the log. What is committed is kept.",
-    FailureClass.UNKNOWN: "Nothing is known but this; what is committed is kept, resume the run.",
-}
-"""What to do, in one sentence."""
 
 
 def diagnose(
@@ -103,7 +49,7 @@ def diagnose(
     if ended:
         pod = fatal or ended[0]
         line = " ".join(f"{pod.name} ended with {_code(pod)} {pod.end_reason} {pod.end_message}".split())
-        kind = FailureClass.IMAGE if pod.end_reason in NO_COMMAND else _class_of_code(_code(pod))
+        kind = FailureClass.IMAGE if pod.end_reason in NO_COMMAND else advice.class_of_code(_code(pod))
         return _summary(task, kind, line[:500], _code(pod), pod, tails)
     return _summary(task, FailureClass.UNKNOWN, "the job failed and left no reason", errors.BUG_CODE, None, tails)
 
@@ -124,7 +70,7 @@ def _is_consequence(error: Mapping[str, Any] | None) -> bool:
 
 def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequence[str]]) -> FailureSummary:
     code, line = int(error["exit_code"]), str(error["line"])
-    kind = next((kind for part, kind in CLASS_OF_WORDS.items() if part in line), _class_of_code(code))
+    kind = advice.class_of(error)
     index = error.get("node_rank") or 0
     return FailureSummary(
         task=task,
@@ -135,7 +81,7 @@ def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequenc
         node=str(error.get("node") or ""),
         pod=str(error.get("pod") or ""),
         last_lines=list(tails.get(index, ()))[-SHOWN_LINES:],
-        advice=ADVICE[kind],
+        advice=advice.remedy(kind),
     )
 
 
@@ -150,12 +96,8 @@ def _summary(
         node=pod.node if pod else "",
         pod=pod.name if pod else "",
         last_lines=list(tails.get(pod.index if pod else 0, ()))[-SHOWN_LINES:],
-        advice=ADVICE[kind],
+        advice=advice.remedy(kind),
     )
-
-
-def _class_of_code(code: int) -> FailureClass:
-    return CLASS_OF_CODE.get(code, FailureClass.UNKNOWN)
 
 
 def _code(pod: Pod) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from kftrain.advice import FailureClass, remedy
 from kftrain.contracts import FailureSummary
 from kftrain.errors import LaunchError
-from kftrain.launch.diagnosis import ADVICE
-from kftrain.launch.states import FailureClass
 
 
 class JobFailedError(LaunchError):
     """The launcher gave a job up, for a reason of a known class."""
 
     def __init__(self, what: str, kind: FailureClass, *, where: str, found: FailureSummary | None = None) -> None:
-        super().__init__(what, where=where, fix=ADVICE[kind])
+        super().__init__(what, where=where, fix=remedy(kind))
         self.kind, self.found = kind, found
         """`found` is the summary of the last attempt, where attempts have failed."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from kftrain import storage
+from kftrain.advice import FailureClass
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import FencedError
@@ -23,7 +24,7 @@ from kftrain.launch.logs import Logs
 from kftrain.launch.observation import Observation, Pod
 from kftrain.launch.outage import tolerated
 from kftrain.launch.spec import JobSpec
-from kftrain.launch.states import Assessment, FailureClass, State
+from kftrain.launch.states import Assessment, State
 from kftrain.progress import to_log
 
 ANNOTATE_SECONDS = 30.0

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kftrain.advice import FailureClass
 from kftrain.launch.observation import Event, Job, Observation, Pod, Workload
 
 SILENT_SECONDS = 30.0
@@ -71,37 +72,6 @@ class State(str, Enum):
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     GONE = "Gone"
-
-
-class FailureClass(str, Enum):
-    """What kind of failure it is: decides the advice."""
-
-    CONFIG = "configuration"
-    DATA = "data"
-    HOST_MEMORY = "out of memory on the host"
-    GPU_MEMORY = "out of memory on the GPU"
-    NETWORK = "lost connection between workers"
-    STORAGE = "storage"
-    PREEMPTED = "preempted"
-    NODE = "node lost"
-    IMAGE = "image"
-    VOLUME = "volume"
-    QUOTA = "quota"
-    SCHEDULING = "scheduling"
-    HANG = "hang"
-    DEADLINE = "deadline"
-    DIVERGED = "diverged"
-    USER_CODE = "user code"
-    OPERATOR = "training operator"
-    DELETED = "deleted"
-    TERMINATED = "terminated"
-    CHECKPOINT = "checkpoint"
-    EVALUATION = "evaluation"
-    TRACKING = "tracking"
-    FENCED = "superseded by a newer attempt"
-    LAUNCHER = "launcher vanished"
-    BUG = "bug"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)

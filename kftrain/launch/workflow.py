@@ -10,12 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kftrain.advice import FailureClass, Place, remedy
 from kftrain.contracts import FailureSummary
 from kftrain.errors import BUG_CODE, FencedError, KftrainError, Preempted
 from kftrain.launch import ownership
-from kftrain.launch.diagnosis import ADVICE
 from kftrain.launch.kubernetes_api import SERVICE_ACCOUNT, Cluster
-from kftrain.launch.states import FailureClass
 from kftrain.progress import to_log
 
 _TRY = re.compile(r"\(\d+\)$")
@@ -40,11 +39,10 @@ SIGNS: tuple[tuple[str, FailureClass], ...] = (
 """What Argo's messages and those of our steps contain, and what it means."""
 
 STEP_ADVICE = {
-    **ADVICE,
     FailureClass.HOST_MEMORY: "The step itself, not a worker, had too little memory: raise the limit of its namespace.",
     FailureClass.IMAGE: "Check the image of the step (kftrain submit --steps-image) and its account's pull secret.",
 }
-"""What to do about a step, in one sentence."""
+"""What to do about a step, where that is not what to do about a worker."""
 
 
 def explain_pipeline_run() -> FailureSummary | None:
@@ -107,5 +105,10 @@ def _end(node: Mapping[str, Any]) -> str:
 
 def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:
     return FailureSummary(
-        task="run", failure_class=kind.value, line=line, exit_code=code, pod=pod, advice=STEP_ADVICE[kind]
+        task="run",
+        failure_class=kind.value,
+        line=line,
+        exit_code=code,
+        pod=pod,
+        advice=STEP_ADVICE.get(kind) or remedy(kind, Place.KUBEFLOW),
     )

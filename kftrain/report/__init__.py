@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kftrain.advice import Situation
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, Registration
 from kftrain.report import evaluation as _evaluation
@@ -98,14 +99,14 @@ def shards_markdown(manifest: Mapping[str, Any]) -> str:
     return markdown.render(_shards.section(manifest))
 
 
-def failure_html(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
+def failure_html(error: Mapping[str, Any], stage: str, situation: Situation) -> str:
     """What failed, why, where and what to do next. `error` is the content of `error.json`."""
-    return page.render(page.single(_failure.section(error, stage, run_uri), stage))
+    return page.render(page.single(_failure.section(error, stage, situation), stage))
 
 
-def failure_markdown(error: Mapping[str, Any], stage: str, run_uri: str) -> str:
+def failure_markdown(error: Mapping[str, Any], stage: str, situation: Situation) -> str:
     """The same as Markdown."""
-    return markdown.render(_failure.section(error, stage, run_uri))
+    return markdown.render(_failure.section(error, stage, situation))
 
 
 def finish_html(run_uri: str, report_uri: str, removed: Sequence[str] = (), warnings: Sequence[str] = ()) -> str:

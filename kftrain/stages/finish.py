@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from kftrain import errors, launch, report, storage
+from kftrain.advice import FailureClass, Situation
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
 from kftrain.launch.outage import retryable, tolerated
-from kftrain.launch.states import FailureClass
 from kftrain.progress import Progress, to_log
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.outcome import Outcome
@@ -107,12 +107,12 @@ def _succeeded(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outc
 
 
 def _failed(error: dict[str, Any], run_uri: str) -> Outcome:
-    stage = str(error.get("stage", "run"))
+    stage, situation = str(error.get("stage", "run")), Situation.from_environment(run_uri)
     return Outcome(
         run_uri=run_uri,
         summary={"result": f"{stage} failed: {error['line']}", "run_uri": run_uri, **error},
-        html=report.failure_html(error, stage, run_uri),
-        markdown=report.failure_markdown(error, stage, run_uri),
+        html=report.failure_html(error, stage, situation),
+        markdown=report.failure_markdown(error, stage, situation),
     )
 
 

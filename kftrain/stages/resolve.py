@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kftrain import attempts, storage
 from kftrain import config as configuration
-from kftrain import storage
+from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import differences
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.data.sources import BUILT_IN
 from kftrain.data.webdataset_source import is_shard_pattern
-from kftrain.errors import CheckpointError, ConfigError
+from kftrain.errors import ConfigError, OtherTrainingError
 from kftrain.plugins import is_plugin
 
 Knobs = dict[str, str | int | float]
@@ -148,16 +149,21 @@ def valid_run_id(run_id: str) -> str:
 def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
     """Creates a run's folder or opens it again, and writes the resolved configuration into it.
 
-    Raises ConfigError where a run that must exist does not, and CheckpointError where it is another training.
+    Raises ConfigError where a run that must exist does not, and OtherTrainingError where it is another training.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
     previous = load_config(paths.uri) if storage.exists(paths.config) else None
     if previous is None and must_exist:
         raise _no_such_run(config, run_id)
-    if previous is not None:
+    if previous is not None and has_trained(paths):
         require_same_training(previous, config, paths.uri)
     storage.publish(paths.config, config.to_yaml())
     return OpenedRun(config, paths, previous)
+
+
+def has_trained(paths: RunPaths) -> bool:
+    """Whether a checkpoint was ever committed: from then on the run is one training, which cannot become another."""
+    return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
 
 
 def load_config(run_uri: str) -> Config:
@@ -171,10 +177,10 @@ def load_config(run_uri: str) -> Config:
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:
-    """Raises CheckpointError that names every setting by which the two are different trainings."""
+    """Raises OtherTrainingError that names every setting by which the two are different trainings."""
     changes = differences(previous.training_identity(""), config.training_identity(""))
     if changes:
-        raise CheckpointError(
+        raise OtherTrainingError(
             f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",
             where=where,
             fix="start a new run, or set them back",

@@ -11,7 +11,7 @@ from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.data import manifest, sharding
 from kftrain.data.manifest import Manifest
-from kftrain.errors import CheckpointError, DataError
+from kftrain.errors import DataError, OtherTrainingError
 from kftrain.progress import RUN_LINE, Progress, to_log
 from kftrain.stages import failure, preflight, resolve
 from kftrain.stages.dataset import RunShards, read_dataset
@@ -37,7 +37,7 @@ def shard_from_pipeline(
 def shard(config: Config, run_id: str, must_exist: bool = False, progress: Progress = to_log) -> Outcome:
     """Opens the run `run_id` and writes the shards of its dataset, unless they exist.
 
-    Raises ConfigError, DataError, CheckpointError (the run is another training) or TrackingError.
+    Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
     with failure.announced("shard", progress):
@@ -85,8 +85,8 @@ def _own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
 
 def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
     before = storage.read_json_if_exists(paths.shards)
-    if before is not None and before.get("dataset_digest") != shards.dataset_digest:
-        raise CheckpointError(
+    if before is not None and before.get("dataset_digest") != shards.dataset_digest and resolve.has_trained(paths):
+        raise OtherTrainingError(
             f"this run is another training: dataset {before.get('dataset_digest')} -> {shards.dataset_digest}",
             where=paths.uri,
             fix="start a new run for the new data",

@@ -7,7 +7,7 @@ from typing import Any
 from kftrain import contracts, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, pods, resolve, tracked
@@ -43,7 +43,7 @@ def _existing(paths: RunPaths, training_digest: str) -> Completion | None:
         return None
     completion = contracts.read(Completion, paths.complete, CheckpointError)
     if completion.training_digest != training_digest:
-        raise CheckpointError(
+        raise OtherTrainingError(
             "COMPLETE.json is of another training",
             where=paths.complete,
             value=completion.training_digest,

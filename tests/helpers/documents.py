@@ -110,6 +110,11 @@ def finished_run(root, *overrides):
     return paths, resolved
 
 
+def publish_commit(paths, step=10):
+    """A committed checkpoint as `commit.committed` sees it: the run has trained."""
+    storage.publish(f"{paths.checkpoints}/step-{step:08d}-a1/COMMITTED", "0" * 64)
+
+
 def publish_export(uri):
     """An export of one file, whole as `completion` sees it; returns its URI."""
     storage.publish(f"{uri}/model.safetensors", b"tensors")

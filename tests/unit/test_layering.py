@@ -23,7 +23,7 @@ BASE = {
         "contracts",
         "plugins",
     ),
-    *("bootstrap", "processes", "attempts", "progress"),
+    *("bootstrap", "processes", "attempts", "progress", "advice"),
 }
 """Modules that every folder may import; they import only each other."""
 

@@ -6,10 +6,13 @@ import json
 import pytest
 
 from kftrain import config, storage
+from kftrain.advice import Place, Situation
 from kftrain.cli import run
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.stages import resolve
+
+HERE = Situation(Place.LAPTOP, log="x.log")
 
 
 class Recorded:
@@ -89,7 +92,7 @@ def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, e
     error = {**CheckpointError("no usable checkpoint").to_dict(), "stage": "train"}
     storage.publish_json(RunPaths(watched.run_uri).error, error)
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watched, 1, stop_code, tmp_path / "x.log", tmp_path)
+        run._conclude(watched, 1, stop_code, HERE)
     assert caught.value.code == expected
     assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: no usable checkpoint"
 
@@ -98,13 +101,13 @@ def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd)
     watched = run.Watched(Recorded(), io.StringIO())
     watched.on_line("kftrain| error " + json.dumps({"line": "cannot write", "exit_code": 10}) + "\n")
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watched, 1, 0, tmp_path / "x.log", tmp_path)
+        run._conclude(watched, 1, 0, HERE)
     assert caught.value.code == 10
     assert "kftrain: error: cannot write" in capfd.readouterr().err
 
 
 def test_a_pipeline_that_says_nothing_is_a_bug_with_its_log(tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
-        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 0, tmp_path / "x.log", tmp_path)
+        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 0, HERE)
     assert caught.value.code == 1
     assert "x.log" in capfd.readouterr().err

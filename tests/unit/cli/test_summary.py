@@ -1,8 +1,7 @@
-from pathlib import Path
-
 from helpers.documents import finished_run, interval
 
 from kftrain import storage
+from kftrain.advice import Place, Situation
 from kftrain.cli import summary
 from kftrain.contracts import Registration, read
 
@@ -35,14 +34,18 @@ def test_a_first_model_is_compared_with_nothing(tmp_path):
     assert "was champion" not in text and "improvement" not in text
 
 
-def test_after_a_failure_the_command_that_goes_on_is_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = summary.failure_lines({"stage": "train"}, "/r/runs/a b", Path("/w/logs/x.log"), tmp_path)
+def test_after_a_failure_the_command_that_goes_on_is_shown():
+    situation = Situation(Place.LAPTOP, "/r/runs/a b", "kftrain run -c x.yaml", "/w/logs/x.log")
+    lines = summary.failure_lines({"stage": "train", "exit_code": 138}, situation)
     assert lines[0] == "train failed"
     assert any("kftrain run --resume '/r/runs/a b'" in line for line in lines)
-    elsewhere = summary.failure_lines({}, "/r/runs/a", Path("x"), Path("/w"))
-    assert any("--workdir /w --resume /r/runs/a" in line for line in elsewhere)
-    assert not any("resume" in line for line in summary.failure_lines({}, "", Path("x"), Path("/w")))
+    assert any("/w/logs/x.log" in line for line in lines)
+
+
+def test_after_a_failure_that_opened_no_run_a_new_one_is_started():
+    lines = summary.failure_lines({"exit_code": 138}, Situation(Place.LAPTOP, started_by="kftrain run -c x.yaml"))
+    assert lines[-1].endswith("kftrain run -c x.yaml")
+    assert not any("resume" in line for line in lines)
 
 
 def test_an_interval_is_shown_with_as_many_digits_as_it_has():

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kftrain.advice import FailureClass
 from kftrain.launch import observation, states
 from kftrain.launch.observation import Event, Job, Observation, Pod, Workload
-from kftrain.launch.states import FailureClass, State, assess
+from kftrain.launch.states import State, assess
 
 CONDITIONS = ("Created", "Running", "Restarting", "Suspended", "Succeeded", "Failed")
 TOO_SMALL = "insufficient quota for cpu in flavor small, request > maximum capacity (16 > 8)"

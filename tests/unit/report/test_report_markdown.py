@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from kftrain import config, report
+from kftrain.advice import Place, Situation
 from kftrain.contracts import Completion, Evaluation, Registration, Slice
 from kftrain.errors import DataError
 from kftrain.report.content import Fact, Section, Table
@@ -79,7 +80,9 @@ def test_hostile_text_in_documents_stays_text(
         ),
         report.shards_markdown(manifest | {"source": HOSTILE, "baselines": {HOSTILE: {HOSTILE: HOSTILE}}}),
         report.failure_markdown(
-            DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE).to_dict(), HOSTILE, HOSTILE
+            DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE).to_dict(),
+            HOSTILE,
+            Situation(Place.LAPTOP, HOSTILE, HOSTILE),
         ),
     ]
     allowed = {"h2", "p", "ul", "li", "code", "pre", "strong", "table", "thead", "tbody", "tr", "th", "td"}
@@ -113,9 +116,11 @@ def test_the_shards_are_a_table_of_splits(manifest: dict[str, Any]) -> None:
 
 
 def test_a_command_is_a_code_block() -> None:
-    text = report.failure_markdown(DataError("bad shard", fix="delete it").to_dict(), "shard", "/runs/r-1")
+    text = report.failure_markdown(
+        DataError("bad shard", fix="delete it").to_dict(), "shard", Situation(Place.LAPTOP, "/runs/r-1")
+    )
     assert "## Failure: Shard failed: bad shard." in text
-    assert "```\nkftrain run --resume /runs/r-1\n```" in text
+    assert "```\nkftrain run --resume /runs/r-1 --set data.source=SOURCE\n```" in text
 
 
 @pytest.mark.parametrize("wide", [12, 40])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -10,9 +11,11 @@ import pytest
 from report_documents import DIGESTS, make_history
 
 from kftrain import config, report
+from kftrain.advice import Place, Situation
 from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, Slice
 from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError, error_to_dict
 
+AT_HOME = Situation(Place.LAPTOP, "/data/runs/stdlib-lm-1", log="/data/logs/1.log")
 HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"
 TAGS = set(
     re.findall(
@@ -72,7 +75,7 @@ def all_pages(
         "training": report.training_html(settings, completion, history),
         "evaluation": report.evaluation_html(settings, evaluation),
         "registration": report.registration_html(settings, registration),
-        "failure": report.failure_html(error, "train", "/data/runs/stdlib-lm-1"),
+        "failure": report.failure_html(error, "train", AT_HOME),
         "run": report.run_html(
             settings,
             shards=manifest,
@@ -171,7 +174,9 @@ def test_hostile_text_in_any_field_is_shown_as_text(
         reader = check_harmless(html)
         assert "{{ 7 * 7 }}" in reader.shown
         assert "<script>alert('x')</script><img src=x" in reader.shown, name
-    check_harmless(report.failure_html(with_hostile_text(error), HOSTILE, HOSTILE))
+    check_harmless(
+        report.failure_html(with_hostile_text(error), HOSTILE, Situation(Place.LAPTOP, HOSTILE, HOSTILE, HOSTILE))
+    )
 
 
 def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(registration: Registration) -> None:
@@ -379,17 +384,21 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
     [
         (
             lambda: DataError("bad shard", fix="delete it"),
-            "Delete it. Then go on",
+            "Delete it. Correct the source",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
         (
             lambda: HangError("no progress"),
-            "goes on from its last committed checkpoint",
+            "raise launch.timeout_seconds. Then go on",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
-        (lambda: ConfigError("unknown key"), "model, precision or optimizer is another training", "--set KEY=VALUE"),
-        (lambda: FencedError("fenced"), "nothing needs to be done", None),
-        (lambda: DivergedError("loss is NaN"), "lower learning rate", "kftrain run --set optimizer.learning_rate=RATE"),
+        (lambda: ConfigError("unknown key"), "another task, model or optimizer needs a new run", "--set KEY=VALUE"),
+        (lambda: FencedError("fenced"), "nothing is lost", None),
+        (
+            lambda: DivergedError("loss is NaN"),
+            "Lower the learning rate",
+            "kftrain run --set optimizer.learning_rate=RATE",
+        ),
         (
             lambda: ZeroDivisionError("oops"),
             "traceback is in the log",
@@ -398,16 +407,24 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
     ],
 )
 def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice: str, command: str | None) -> None:
-    html = report.failure_html(error_to_dict(failure()), "train", "s3://bucket/runs/my run")
+    html = report.failure_html(error_to_dict(failure()), "train", Situation(Place.LAPTOP, "s3://bucket/runs/my run"))
     reader = check_harmless(html)
     assert advice in reader.shown
     assert (command in reader.shown) if command else ("<pre" not in html)
 
 
 def test_a_failed_run_can_be_resumed_in_the_ui(error: dict[str, Any]) -> None:
-    shown = Reader(report.failure_html(error, "train", "/data/runs/stdlib-lm-1")).shown
-    assert "start a run with nothing but resume_run set to /data/runs/stdlib-lm-1." in shown
+    shown = Reader(report.failure_html(error, "train", replace(AT_HOME, place=Place.KUBEFLOW))).shown
+    assert "start a run with nothing but resume_run set to /data/runs/stdlib-lm-1" in shown
+
+
+def test_at_home_nobody_is_sent_to_kubeflow_and_the_log_is_named(error: dict[str, Any]) -> None:
+    shown = Reader(report.failure_html(error, "train", AT_HOME)).shown
+    assert "Kubeflow" not in shown and "/data/logs/1.log" in shown
 
 
 def test_a_failure_without_any_field_is_still_reported() -> None:
-    assert "Train failed: it left no message." in Reader(check_and_return(report.failure_html({}, "train", ""))).shown
+    assert (
+        "Train failed: it left no message."
+        in Reader(check_and_return(report.failure_html({}, "train", Situation(Place.LAPTOP)))).shown
+    )

@@ -1,11 +1,12 @@
 import shutil
 
 import pytest
+from helpers.documents import publish_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import config, storage
-from kftrain.errors import CheckpointError, ConfigError
+from kftrain import attempts, config, storage
+from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.stages import resolve
 
 
@@ -131,11 +132,33 @@ def test_a_run_opens_again_with_other_launch_settings_and_those_are_kept(tmp_pat
 
 def test_a_run_refuses_another_training_and_names_every_field_old_and_new(tmp_path):
     run = opened(tmp_path, "model.dim=32")
+    publish_commit(run.paths)
     with pytest.raises(CheckpointError) as caught:
         opened(tmp_path, "model.dim=64", "optimizer.learning_rate=0.5", "run.seed=3")
     for part in ("model.dim 32 -> 64", "optimizer.learning_rate 0.001 -> 0.5", "seed 0 -> 3"):
         assert part in caught.value.line
     assert resolve.load_config(run.paths.uri).run.seed == 0
+
+
+def test_a_run_that_has_committed_nothing_may_still_become_another_training(tmp_path):
+    """A typo in the model is found by the first step: nothing is lost when it is mended in the same run."""
+    opened(tmp_path, "model.dim=32")
+    again = opened(tmp_path, "model.dim=64", must_exist=True)
+    assert resolve.load_config(again.paths.uri).model.model_dump()["dim"] == 64
+
+
+@pytest.mark.parametrize("trace", ["checkpoint", "complete", "claim"])
+def test_whatever_shows_that_a_run_has_trained_makes_it_one_training(tmp_path, trace):
+    """Also where every checkpoint was deleted since."""
+    paths = opened(tmp_path, "model.dim=32").paths
+    if trace == "checkpoint":
+        publish_commit(paths)
+    elif trace == "complete":
+        storage.publish(paths.complete, "{}")
+    else:
+        attempts.claim(paths, start_step=10, world_size=1)
+    with pytest.raises(OtherTrainingError):
+        opened(tmp_path, "model.dim=64")
 
 
 def test_a_run_that_must_exist_and_does_not_is_refused_with_those_that_do(tmp_path):

@@ -9,6 +9,7 @@ from helpers.documents import (
     digits_config,
     evaluation_of,
     finished_run,
+    publish_commit,
     publish_export,
     registration_of,
     sharded_run,
@@ -16,6 +17,7 @@ from helpers.documents import (
 
 from kftrain import contracts, launch, registry, storage, tracking
 from kftrain.config import parse
+from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError, DataError, FencedError, LaunchError, TrackingError
 from kftrain.registry import Champion
 from kftrain.stages import failure, resolve, tracked
@@ -95,7 +97,8 @@ def test_a_resumed_run_keeps_its_data_when_the_source_has_grown(tmp_path, calls)
 
 
 def test_a_resumed_run_refuses_other_data(tmp_path, calls):
-    shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    first = shard(digits_config(tmp_path), "r-1", progress=calls.lines.append)
+    publish_commit(RunPaths(first.run_uri))
     other = digits_config(tmp_path, "data.validation_fraction=0.3")
     with pytest.raises(CheckpointError, match=r"another training: dataset .* -> "):
         shard(other, "r-1", progress=calls.lines.append)

@@ -1,0 +1,329 @@
+"""What to do about a failure: one table by class of failure and by place, and the commands that go with it.
+
+Pure, but for `Situation.from_environment`. The launcher, the failure report and `kftrain run` all ask here, so that
+they cannot disagree. A row says what is to be done about the cause and what comes next; how the next thing is done here
+(a command on a laptop, the form in the Kubeflow UI) is decided once for all rows, in `_next`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kftrain import errors
+
+STARTED_BY_ENV = "KFTRAIN_STARTED_BY"
+"""The command line of the `kftrain run` that a stage belongs to, without its `--resume`."""
+
+LOG_ENV = "KFTRAIN_LOG"
+"""The log file of the `kftrain run` that a stage belongs to."""
+
+STEP_POD_ENV = "KFP_POD_NAME"
+"""Kubeflow tells every step the name of its pod."""
+
+
+class FailureClass(str, Enum):
+    """What kind of failure it is: decides the advice."""
+
+    CONFIG = "configuration"
+    DATA = "data"
+    HOST_MEMORY = "out of memory on the host"
+    GPU_MEMORY = "out of memory on the GPU"
+    NETWORK = "lost connection between workers"
+    STORAGE = "storage"
+    PREEMPTED = "preempted"
+    NODE = "node lost"
+    IMAGE = "image"
+    VOLUME = "volume"
+    QUOTA = "quota"
+    SCHEDULING = "scheduling"
+    HANG = "hang"
+    DEADLINE = "deadline"
+    DIVERGED = "diverged"
+    USER_CODE = "user code"
+    OPERATOR = "training operator"
+    DELETED = "deleted"
+    TERMINATED = "terminated"
+    INTERRUPTED = "interrupted"
+    CHECKPOINT = "checkpoint"
+    OTHER_TRAINING = "another training"
+    LAUNCH = "launch"
+    EVALUATION = "evaluation"
+    TRACKING = "tracking"
+    FENCED = "superseded by a newer attempt"
+    LAUNCHER = "launcher vanished"
+    BUG = "bug"
+    UNKNOWN = "unknown"
+
+
+class Place(str, Enum):
+    """Where the reader is."""
+
+    LAPTOP = "laptop"
+    """At a shell: `kftrain run`, or a stage's own command, whatever backend trains."""
+    KUBEFLOW = "kubeflow"
+    """In the Kubeflow UI."""
+
+
+class Next(Enum):
+    """What comes next."""
+
+    RESUME = "resume"
+    RESUME_CHANGED = "resume with a setting changed"
+    NEW_RUN = "start a new run"
+    NEW_RUN_CHANGED = "start a new run with a setting changed"
+    CHECKPOINTS = "look at the checkpoints"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What to do about a class of failures at one place."""
+
+    remedy: str
+    """About the cause; a sentence or two."""
+    next: Next = Next.RESUME
+    setting: str = "KEY=VALUE"
+    """What is changed, where `next` changes something."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a person reads."""
+
+    text: str
+    command: str = ""
+    """A line for a shell; empty where there is none to run."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a failure is read, and what is known there."""
+
+    place: Place
+    run_uri: str = ""
+    """Empty where the failed command has opened no run."""
+    started_by: str = "kftrain run"
+    """The command that starts such a run anew."""
+    log: str = ""
+    """Log file with everything that was printed; empty where Kubeflow keeps it."""
+
+    @classmethod
+    def from_environment(cls, run_uri: str = "") -> Situation:
+        """Of this process: a step of Kubeflow's, or something that was started at a shell."""
+        started_by = os.environ.get(STARTED_BY_ENV, "")
+        in_kubeflow = bool(os.environ.get(STEP_POD_ENV)) and not started_by
+        place = Place.KUBEFLOW if in_kubeflow else Place.LAPTOP
+        return cls(place, run_uri, started_by or "kftrain run", os.environ.get(LOG_ENV, ""))
+
+    def to_environment(self) -> dict[str, str]:
+        """What tells it to the processes that a laptop's command starts."""
+        assert self.place == Place.LAPTOP, self.place
+        return {STARTED_BY_ENV: self.started_by, LOG_ENV: self.log}
+
+
+CLASS_OF_CODE: dict[int, FailureClass] = {
+    errors.ConfigError.exit_code: FailureClass.CONFIG,
+    errors.DataError.exit_code: FailureClass.DATA,
+    errors.CheckpointError.exit_code: FailureClass.CHECKPOINT,
+    errors.LaunchError.exit_code: FailureClass.LAUNCH,
+    errors.EvaluationError.exit_code: FailureClass.EVALUATION,
+    errors.TrackingError.exit_code: FailureClass.TRACKING,
+    errors.UserCodeError.exit_code: FailureClass.USER_CODE,
+    errors.FencedError.exit_code: FailureClass.FENCED,
+    errors.LauncherGoneError.exit_code: FailureClass.LAUNCHER,
+    errors.DivergedError.exit_code: FailureClass.DIVERGED,
+    errors.InterruptedByUser.exit_code: FailureClass.INTERRUPTED,
+    errors.RetryableError.exit_code: FailureClass.NETWORK,
+    errors.HangError.exit_code: FailureClass.HANG,
+    errors.Preempted.exit_code: FailureClass.PREEMPTED,
+    137: FailureClass.HOST_MEMORY,  # SIGKILL
+    errors.BUG_CODE: FailureClass.BUG,
+}
+
+CLASS_OF_KIND = {errors.OtherTrainingError.__name__: FailureClass.OTHER_TRAINING}
+"""Where the exit code says less than the error's own type."""
+
+CLASS_OF_WORDS = {
+    "out of GPU memory": FailureClass.GPU_MEMORY,
+    "storage cannot be reached": FailureClass.STORAGE,
+    "the checkpoint could not be": FailureClass.STORAGE,
+}
+"""Where they say less than a worker's own words."""
+
+PASSING = frozenset(
+    (
+        *(FailureClass.NETWORK, FailureClass.STORAGE, FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.HANG),
+        *(FailureClass.DELETED, FailureClass.TERMINATED, FailureClass.INTERRUPTED, FailureClass.LAUNCHER),
+        *(FailureClass.TRACKING, FailureClass.FENCED),
+    )
+)
+"""What may succeed when it is run again just as it was."""
+
+_MENDED = (
+    "Correct the setting that is named. "
+    "Once a checkpoint is committed, another task, model or optimizer needs a new run."
+)
+_MEMORY = "train.micro_batch_size=N"
+
+
+def _both(remedy: str, next_: Next = Next.RESUME, setting: str = "KEY=VALUE") -> dict[Place, Row]:
+    row = Row(remedy, next_, setting)
+    return {Place.LAPTOP: row, Place.KUBEFLOW: row}
+
+
+def _each(laptop: Row, kubeflow: Row) -> dict[Place, Row]:
+    return {Place.LAPTOP: laptop, Place.KUBEFLOW: kubeflow}
+
+
+TABLE: dict[FailureClass, dict[Place, Row]] = {
+    FailureClass.CONFIG: _both(_MENDED, Next.RESUME_CHANGED),
+    FailureClass.DATA: _both(
+        "Correct the source, or name another; look at shards that are damaged with kftrain shards verify.",
+        Next.RESUME_CHANGED,
+        "data.source=SOURCE",
+    ),
+    FailureClass.CHECKPOINT: _both("See which checkpoints are committed.", Next.CHECKPOINTS),
+    FailureClass.OTHER_TRAINING: _both(
+        "Nothing was changed: a run that has committed a checkpoint keeps its data, task, model and optimizer.",
+        Next.NEW_RUN,
+    ),
+    FailureClass.LAUNCH: _both("Correct what the message names.", Next.RESUME_CHANGED),
+    FailureClass.EVALUATION: _both("Correct what the message names; training is complete and is not repeated."),
+    FailureClass.TRACKING: _both("See that MLflow can be reached and written."),
+    FailureClass.HOST_MEMORY: _each(
+        Row("Lower train.micro_batch_size or launch.processes_per_node.", Next.RESUME_CHANGED, _MEMORY),
+        Row("Raise launch.kubernetes.memory, or lower train.micro_batch_size.", Next.RESUME_CHANGED, _MEMORY),
+    ),
+    FailureClass.GPU_MEMORY: _both(
+        "Lower train.micro_batch_size, or set train.activation_checkpointing=blocks.", Next.RESUME_CHANGED, _MEMORY
+    ),
+    FailureClass.NETWORK: _each(
+        Row("A process went away. Look at the log if it repeats."),
+        Row("A worker went away or the network broke. Look at the node if it repeats."),
+    ),
+    FailureClass.STORAGE: _each(
+        Row("See that the storage answers and has room."),
+        Row("See that the storage answers, from the pods too, and has room."),
+    ),
+    FailureClass.PREEMPTED: _both("The run goes on after its last commit."),
+    FailureClass.NODE: _both("The run goes on after its last commit, on other nodes."),
+    FailureClass.IMAGE: _both(
+        "Check launch.kubernetes.trainer_image, its tag and image_pull_secrets.",
+        Next.RESUME_CHANGED,
+        "launch.kubernetes.trainer_image=IMAGE",
+    ),
+    FailureClass.VOLUME: _both(
+        "Check launch.kubernetes.volumes: the claim, secret or config map must exist.", Next.RESUME_CHANGED
+    ),
+    FailureClass.QUOTA: _both("Ask for less, or use another launch.kubernetes.queue.", Next.RESUME_CHANGED),
+    FailureClass.SCHEDULING: _both(
+        "No node fits: check GPUs, cpu, memory, node_selector, tolerations of launch.kubernetes.", Next.RESUME_CHANGED
+    ),
+    FailureClass.HANG: _both(
+        "The log of that rank says where it stood; if it was only slow, raise launch.timeout_seconds."
+    ),
+    FailureClass.DEADLINE: _both(
+        "Raise the limit that is named, or find out why it took so long; what is committed is kept.",
+        Next.RESUME_CHANGED,
+    ),
+    FailureClass.DIVERGED: _both(
+        "Lower the learning rate; this run would diverge again.",
+        Next.NEW_RUN_CHANGED,
+        "optimizer.learning_rate=RATE",
+    ),
+    FailureClass.USER_CODE: _each(
+        Row("Correct the code; its traceback is in the log."),
+        Row("Correct the code, its traceback is in the log; build the image."),
+    ),
+    FailureClass.OPERATOR: _both("See that the training operator runs: kubectl get pods -A | grep training-operator."),
+    FailureClass.FENCED: _both(
+        "Another attempt of this run is at work: nothing is lost, and nothing needs to be done here.", Next.NOTHING
+    ),
+    FailureClass.LAUNCHER: _both("The step that followed the job vanished; the job committed and ended."),
+    FailureClass.DELETED: _both("Somebody deleted the job; what is committed is kept."),
+    FailureClass.TERMINATED: _both("The run goes on after its last commit."),
+    FailureClass.INTERRUPTED: _both("The run goes on after its last commit."),
+    FailureClass.BUG: _both("This is not an expected failure; its traceback is in the log. What is committed is kept."),
+    FailureClass.UNKNOWN: _both("Nothing is known but this; what is committed is kept."),
+}
+"""What to do, by class of failure and by place."""
+
+
+def class_of(error: Mapping[str, Any]) -> FailureClass:
+    """The class of a failure, from its `error.json`; fields may be missing."""
+    found = error.get("failure")
+    named = found.get("failure_class") if isinstance(found, Mapping) else None
+    if named in {kind.value for kind in FailureClass}:
+        return FailureClass(named)
+    line, code = str(error.get("line", "")), error.get("exit_code", errors.BUG_CODE)
+    by_kind = CLASS_OF_KIND.get(str(error.get("kind")))
+    by_words = next((kind for words, kind in CLASS_OF_WORDS.items() if words in line), None)
+    return by_kind or by_words or class_of_code(code)
+
+
+def class_of_code(code: Any) -> FailureClass:
+    """The class of an exit code."""
+    return CLASS_OF_CODE.get(code, FailureClass.UNKNOWN) if isinstance(code, int) else FailureClass.UNKNOWN
+
+
+def remedy(kind: FailureClass, place: Place | None = None) -> str:
+    """What to do about the cause, in one or two sentences, at a place; by default where this process is."""
+    return TABLE[kind][place or Situation.from_environment().place].remedy
+
+
+def advise(error: Mapping[str, Any], situation: Situation) -> Advice:
+    """What to do about a failure, and the command for that. `error` is its `error.json`; fields may be missing."""
+    row = TABLE[class_of(error)][situation.place]
+    found = error.get("failure")
+    known = str(found.get("advice") or "") if isinstance(found, Mapping) else ""
+    following = _next(row, situation)
+    fix = str(error.get("fix") or "")
+    sentences = (_sentence(fix), _sentence(known or row.remedy), following.text)
+    return Advice(" ".join(dict.fromkeys(filter(None, sentences))), following.command)
+
+
+def _next(row: Row, situation: Situation) -> Advice:
+    step, uri = row.next, situation.run_uri.rstrip("/")
+    if step == Next.NOTHING:
+        return Advice("")
+    if not uri and step in (Next.RESUME, Next.RESUME_CHANGED, Next.CHECKPOINTS):
+        step = Next.NEW_RUN
+    if step == Next.CHECKPOINTS:
+        return Advice("", shlex.join(["kftrain", "checkpoints", "list", uri]))
+    return _at_a_shell(step, row, situation) if situation.place == Place.LAPTOP else _in_kubeflow(step, row, uri)
+
+
+def _at_a_shell(step: Next, row: Row, situation: Situation) -> Advice:
+    change = f" --set {row.setting}"
+    resume = shlex.join(["kftrain", "run", "--resume", situation.run_uri.rstrip("/")])
+    return {
+        Next.RESUME: Advice("Then go on:", resume),
+        Next.RESUME_CHANGED: Advice("Then go on:", resume + change),
+        Next.NEW_RUN: Advice("Then start a new run:", situation.started_by),
+        Next.NEW_RUN_CHANGED: Advice("Start a new run:", situation.started_by + change),
+    }[step]
+
+
+def _in_kubeflow(step: Next, row: Row, uri: str) -> Advice:
+    there = f"in the Kubeflow UI, start a run with nothing but resume_run set to {uri}"
+    resume = shlex.join(["kftrain", "submit", "--host", "URL", "--resume", uri])
+    return {
+        Next.RESUME: Advice(f"Then go on: {there}; or from a shell:", resume),
+        Next.RESUME_CHANGED: Advice(
+            f"Then go on: {there} and the parameter that is to change; or from a shell:",
+            f"{resume} --set {row.setting}",
+        ),
+        Next.NEW_RUN: Advice("Then clone the run in the Kubeflow UI and correct it there."),
+        Next.NEW_RUN_CHANGED: Advice(
+            f"Clone the run in the Kubeflow UI and set {row.setting.split('=')[0].rpartition('.')[2]}."
+        ),
+    }[step]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '!', '?')) else '.'}" if text else ""

@@ -1,0 +1,82 @@
+"""What to do about a failure: one table, read by the launcher, the failure report and `kftrain run`."""
+
+import pytest
+
+from kftrain import advice, errors
+from kftrain.advice import FailureClass, Next, Place, Situation
+
+RUN = "/store/runs/my run"
+AT_HOME = Situation(Place.LAPTOP, RUN, "kftrain run -c own.yaml", "/w/logs/1.log")
+IN_KUBEFLOW = Situation(Place.KUBEFLOW, RUN)
+
+
+def advise(error, situation=AT_HOME):
+    return advice.advise(errors.error_to_dict(error), situation)
+
+
+@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("kind", FailureClass)
+def test_every_class_has_advice_at_every_place(kind, place):
+    row = advice.TABLE[kind][place]
+    assert row.remedy.endswith(".")
+    changes = row.next in (Next.RESUME_CHANGED, Next.NEW_RUN_CHANGED)
+    assert changes or row.setting == "KEY=VALUE", "a setting that is never shown"
+
+
+@pytest.mark.parametrize("kind", FailureClass)
+def test_at_home_nobody_is_sent_to_the_kubeflow_ui(kind):
+    found = advice.advise({"failure": {"failure_class": kind.value}}, AT_HOME)
+    assert "Kubeflow" not in found.text + found.command and "submit" not in found.command
+
+
+@pytest.mark.parametrize("kind", FailureClass)
+def test_in_kubeflow_nobody_is_sent_to_the_local_runner(kind):
+    found = advice.advise({"failure": {"failure_class": kind.value}}, IN_KUBEFLOW)
+    assert "kftrain run" not in found.text + found.command
+
+
+def test_a_run_that_diverged_is_not_resumed():
+    assert advise(errors.DivergedError("nan")).command == "kftrain run -c own.yaml --set optimizer.learning_rate=RATE"
+    there = advise(errors.DivergedError("nan"), IN_KUBEFLOW)
+    assert "set learning_rate" in there.text and not there.command
+
+
+def test_what_is_another_training_is_not_resumed_and_a_damaged_checkpoint_is_looked_at():
+    assert advise(errors.OtherTrainingError("x")).command == "kftrain run -c own.yaml"
+    assert advise(errors.CheckpointError("x")).command == "kftrain checkpoints list '/store/runs/my run'"
+
+
+def test_a_wrong_setting_is_corrected_in_the_same_run():
+    found = advise(errors.ConfigError("unknown option", where="model.dimm", fix="did you mean 'dim'?"))
+    assert found.text.startswith("Did you mean 'dim'? Correct the setting")
+    assert found.command == "kftrain run --resume '/store/runs/my run' --set KEY=VALUE"
+    there = advise(errors.ConfigError("x"), IN_KUBEFLOW)
+    assert there.command == "kftrain submit --host URL --resume '/store/runs/my run' --set KEY=VALUE"
+
+
+@pytest.mark.parametrize("kind", FailureClass)
+def test_without_a_run_nothing_is_resumed(kind):
+    found = advice.advise({"failure": {"failure_class": kind.value}}, Situation(Place.LAPTOP))
+    assert "--resume" not in found.command and "checkpoints" not in found.command
+
+
+def test_what_the_launcher_found_out_is_said_once():
+    said = "Raise the limit."
+    error = {"exit_code": 13, "fix": said, "failure": {"failure_class": "deadline", "advice": said}}
+    assert advice.advise(error, AT_HOME).text.count(said) == 1
+
+
+@pytest.mark.parametrize("error", [{}, {"exit_code": None}, {"failure": []}, {"failure": {"failure_class": 3}}])
+def test_an_error_with_fields_that_are_missing_or_odd_has_advice(error):
+    assert advice.advise(error, AT_HOME).command
+
+
+def test_where_we_are_is_told_by_the_environment(monkeypatch):
+    for name in (advice.STARTED_BY_ENV, advice.LOG_ENV, advice.STEP_POD_ENV):
+        monkeypatch.delenv(name, raising=False)
+    assert Situation.from_environment(RUN) == Situation(Place.LAPTOP, RUN)
+    monkeypatch.setenv(advice.STEP_POD_ENV, "step-1")
+    assert Situation.from_environment(RUN) == IN_KUBEFLOW
+    for name, value in AT_HOME.to_environment().items():  # kftrain run in a notebook's pod
+        monkeypatch.setenv(name, value)
+    assert Situation.from_environment(RUN) == AT_HOME
