@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from kftrain import layers, storage
 from kftrain.cluster_config import KubernetesConfig
 from kftrain.errors import ConfigError
+from kftrain.plain import MAX_INTEGER
 from kftrain.section import Amount, Count, Probability, Section
 
 IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
@@ -52,7 +53,7 @@ class DataConfig(Section):
     """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
     text_field: str = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
-    shard_size_bytes: Annotated[int, Field(ge=1 << 16)] = 64_000_000
+    shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 64_000_000
     """Target size of one shard."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""
@@ -83,7 +84,7 @@ class ParallelConfig(Section):
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"
     """`fsdp`: parameters, gradients and optimizer state sharded (FSDP2); `ddp`: replicated."""
-    shard: Annotated[int, Field(ge=-1)] = -1
+    shard: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
     replicate: Count = 1
     """Copies of the sharded state (hybrid sharding). `ddp` replicates over all processes whatever stands here."""
@@ -165,7 +166,7 @@ class EvaluateConfig(Section):
 
     Batches are cut from the data, not from the number of processes: results are the same on any number.
     """
-    num_bootstrap: Annotated[int, Field(ge=100)] = 1000
+    num_bootstrap: Annotated[int, Field(ge=100, le=MAX_INTEGER)] = 1000
     """Resamples behind each confidence interval."""
     cpu_threads: Count = 1
     """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""
@@ -314,6 +315,7 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) 
         merged = layers.merged(merged, document)
     for override in overrides:
         layers.override(merged, override)
+    layers.require_plain(documents, merged)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kftrain import plain
 from kftrain.errors import ConfigError
-
-MAX_CONFIG_BYTES = 1 << 20
-"""A configuration is text by hand; anything larger is a mistake or an attack."""
 
 Document = dict[str, Any]
 
@@ -19,28 +15,31 @@ Document = dict[str, Any]
 def read(file: str | Path) -> Document:
     """The mapping in a YAML file. Raises ConfigError."""
     try:
-        if Path(file).stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(
-                "the configuration file is larger than 1 MiB", where=str(file), fix="is it the right file?"
-            )
-        text = Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        with open(file, "rb") as stream:  # no more of it than is looked at: it may be a device
+            content = stream.read(plain.MAX_TEXT_LENGTH + 1)
+        plain.require_length(content, str(file))
+        text = content.decode()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration: {error}", where=str(file), fix="check --config") from error
     return parse(text, str(file))
 
 
 def parse(text: str, where: str) -> Document:
     """The mapping in a YAML text; empty for an empty text. Raises ConfigError."""
-    try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError("YAML aliases are not supported", where=where, fix="write the value out")
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}", where=where) from error
+    document = plain.load(text, where)
     document = {} if document is None else document
     if not isinstance(document, dict):
         raise ConfigError("the configuration must be a mapping of sections", where=where, value=document)
     return document
+
+
+def require_plain(documents: dict[str, Document], merged: Document) -> None:
+    """Raises ConfigError that names the key where a value is not plain data, and the file that it comes from."""
+    found = plain.flaw(merged)
+    if found is not None:
+        path, what, value = found
+        key = ".".join(map(str, path))
+        raise ConfigError(what, where=f"{origin(documents, path)}: {key}", value=value)
 
 
 def merged(below: Document, above: Document) -> Document:
@@ -58,6 +57,8 @@ def origin(documents: dict[str, Document], location: Sequence[Any]) -> str:
     for where, document in reversed(list(documents.items())):
         node: Any = document
         for part in location:
+            if isinstance(node, list):
+                node = dict(enumerate(node))
             node = node[part] if isinstance(node, dict) and part in node else None
         if node is not None:
             return where
@@ -77,7 +78,4 @@ def override(document: Document, assignment: str) -> None:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ConfigError("an override must name a field of a section", where="--set", value=assignment)
-    try:
-        node[path[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not a YAML value: {error}", where="--set", value=assignment) from error
+    node[path[-1]] = plain.load(text, f"--set {key.strip()}")

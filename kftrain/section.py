@@ -6,12 +6,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kftrain.plain import MAX_INTEGER
+
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+Amount = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
 
 class Section(BaseModel):
     """A section: unknown keys are refused, nothing changes after it was read, fields are described where they stand."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )

@@ -39,11 +39,13 @@ def show(uri: str, as_json: bool) -> None:
 @click.option("--quick", is_flag=True, help="Compare sizes only.")
 @json_option
 def verify(uri: str, quick: bool, as_json: bool) -> None:
-    """Compare every shard with the manifest; exit code 11 names the first that differs."""
+    """Compare every shard with the manifest, and its keys; exit code 11 names the first that is wrong."""
     from kftrain.data import manifest
 
     found = manifest_uri(uri)
     manifest.verify_shards(found, "size" if quick else "sha256")
+    if not quick:
+        manifest.verify_keys(found)
     splits = manifest.read_manifest(found).splits
     result = {
         "manifest_uri": found,

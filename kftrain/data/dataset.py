@@ -1,27 +1,28 @@
 """The samples of one split, by number: what training and evaluation read.
 
-Memory: the manifest, and per shard that was read lately its index and its mapping (the page cache holds the data).
-Nothing grows with the number of samples, except `group_of` and `group_keys`, which need 8 bytes and one key per
-block.
+Memory: the manifest, and per shard that was read lately its index and its mapping (the page cache holds the data). Of
+a shuffle window all shards stay open, as far as the limit of open files allows. Nothing grows with the number of
+samples, except `group_of` and `group_keys`, which need 8 bytes and one key per block.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import resource
 import threading
 from collections import OrderedDict
 
 import numpy as np
 
-from kftrain.data.manifest import Manifest, block_keys, read_manifest, shard_uri
+from kftrain.data.manifest import Manifest, block_keys, read_manifest, row_bytes, shard_uri
 from kftrain.data.npyheader import stored_dtype
 from kftrain.data.schema import Arrays, SampleSchema
-from kftrain.data.shardreader import ShardReader, read_index, row_bytes
+from kftrain.data.shardreader import ShardReader, read_index
 from kftrain.errors import DataError
 
 MAX_OPEN_SHARDS = 128
-"""Enough for several shuffle windows; the shard that was not read for the longest time is closed first."""
+"""Enough for several shuffle windows of usual width; what was not read for the longest time is closed first."""
 
 
 class ShardedDataset:
@@ -36,6 +37,7 @@ class ShardedDataset:
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
         self._shard_starts = np.concatenate([[0], np.cumsum(self.samples_per_shard)])
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._max_open = MAX_OPEN_SHARDS
         self._lock = threading.Lock()
 
     @classmethod
@@ -50,6 +52,14 @@ class ShardedDataset:
     def num_samples(self) -> int:
         """Rows of the split."""
         return int(self._shard_starts[-1])
+
+    def expect_window(self, num_shards: int) -> None:
+        """Says that samples of so many shards will be read in turns: these and the next ones then stay open.
+
+        Opening a shard again reads and checks its index again, which costs many times what reading a sample does.
+        """
+        half_of_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._max_open = max(MAX_OPEN_SHARDS, min(2 * num_shards, half_of_open_files))
 
     def read(self, shard_ids: np.ndarray, rows: np.ndarray) -> Arrays:
         """Samples by shard and row in the shard, int64 `[k]` each: field name -> new array `[k, *shape]`.
@@ -103,7 +113,7 @@ class ShardedDataset:
             reader = self._open.get(number)
             if reader is None:
                 reader = self._open[number] = ShardReader(self._uri, self._shards[number], self.schema)
-                if len(self._open) > MAX_OPEN_SHARDS:
+                if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
             return reader

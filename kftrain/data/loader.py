@@ -57,6 +57,7 @@ class TrainLoader:
                 where="data",
                 fix="use fewer processes or more data",
             )
+        dataset.expect_window(order.window_shards)
         self._dataset, self._order, self._plan = dataset, order, plan
         self._prefetch_batches = prefetch_batches
         self._offsets, self._weights = plan.offsets(rank), plan.weights(rank)

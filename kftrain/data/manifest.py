@@ -13,6 +13,7 @@ the manifest names the one that was sharded first.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from array import array
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from kftrain import contracts, storage
+from kftrain.data import schema as schemas
 from kftrain.data import tarreader
 from kftrain.data.keys import decode_key
-from kftrain.data.npyheader import npy_header
+from kftrain.data.npyheader import npy_header, stored_dtype
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.errors import DataError, RetryableError
 
@@ -39,8 +41,8 @@ DTYPES = (
 )
 """What a field may consist of: plain numbers, so that reading a shard can never run code."""
 
-MAX_DIM = 1 << 31
-"""Largest length of one dim of a row."""
+MAX_ROW_BYTES = (1 << 31) - 1
+"""Largest row of a field: what numpy can hold as one item."""
 
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _SHARD_AGAIN = "shard the data again: kftrain shard"
@@ -154,12 +156,11 @@ def check_schema(schema: SampleSchema, where: str) -> None:
                 where=where,
                 value=field.name,
             )
-        if field.dtype not in DTYPES or not all(1 <= length <= MAX_DIM for length in field.shape):
-            raise DataError(
-                f"field {field.name} has no fixed numeric format",
-                where=where,
-                value=f"{field.dtype} {list(field.shape)}",
-            )
+        shown = f"{field.dtype} {list(field.shape)}"
+        if field.dtype not in DTYPES or not all(length >= 1 for length in field.shape):
+            raise DataError(f"field {field.name} has no fixed numeric format", where=where, value=shown)
+        if row_bytes(field) > MAX_ROW_BYTES:
+            raise DataError(f"a row of field {field.name} is larger than 2 GiB", where=where, value=shown, fix="cut it")
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
@@ -185,21 +186,25 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 def verify_shards(uri: str, level: Literal["sha256", "size"] = "sha256", share: tuple[int, int] = (0, 1)) -> None:
     """Compares shards i, i + n, … of the manifest at `uri` with it, for `share` = (i, n); returns if all is well.
 
-    `size` looks at lengths only. `sha256` reads everything, and finds keys that come twice among these shards
-    of a split as well. Raises DataError that names the first shard which is missing, truncated or changed.
+    `size` looks at lengths only, `sha256` reads everything. That no key comes twice was seen when the shards were
+    written, and equal content is equal keys. Raises DataError that names the first shard which is missing, truncated
+    or changed.
     """
     manifest = read_manifest(uri)
-    chosen = [(name, shard) for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
-    for _, shard in chosen:
+    chosen = [shard for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
+    for shard in chosen:
         _verify_size(shard_uri(uri, shard.name), shard.bytes)
         _verify_size(shard_uri(uri, index_name(shard.name)), index_bytes(shard, manifest.sample_schema))
         if level == "sha256":
             _verify_content(shard_uri(uri, shard.name), shard.sha256)
             _verify_content(shard_uri(uri, index_name(shard.name)), shard.index_sha256)
-    if level == "sha256":
-        for split in SPLITS:
-            uris = [shard_uri(uri, shard.name) for name, shard in chosen if name == split]
-            refuse_duplicate_keys(uris, manifest.sample_schema)
+
+
+def verify_keys(uri: str) -> None:
+    """Raises DataError where a key comes twice in a split of the dataset at `uri`: somebody else wrote these shards."""
+    manifest = read_manifest(uri)
+    for split in manifest.splits.values():
+        refuse_duplicate_keys([shard_uri(uri, shard.name) for shard in split.shards], manifest.sample_schema)
 
 
 def refuse_duplicate_keys(shard_uris: list[str], schema: SampleSchema, fix: str = _SHARD_AGAIN) -> None:
@@ -228,6 +233,11 @@ def block_keys(uri: str, schema: SampleSchema) -> Iterator[str]:
         for member in tarreader.walk(stream, uri):
             if member.name.endswith(suffix):
                 yield decode_key(member.name.removesuffix(suffix))
+
+
+def row_bytes(field: schemas.Field) -> int:
+    """Size of one row of a field."""
+    return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
 
 
 def index_bytes(shard: Shard, schema: SampleSchema) -> int:

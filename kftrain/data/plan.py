@@ -47,7 +47,8 @@ class TrainingOrder:
     ) -> None:
         self._samples = np.asarray(samples_per_shard, np.int64)
         assert self._samples.size and (self._samples > 0).all(), "every shard holds samples"
-        self._window_shards = window_shards
+        self.window_shards = window_shards
+        """Shards that follow each other in an epoch and whose samples are mixed."""
         self._key = permutation.derive_key(f"training order/{dataset_digest}/{seed}")
         self._layout = functools.lru_cache(maxsize=2)(self._new_layout)
 
@@ -81,7 +82,7 @@ class TrainingOrder:
         epoch_key = permutation.subkeys(self._key, np.array([epoch], np.uint64))
         shard_order = permutation.shuffled(self._samples.size, epoch_key)
         shard_starts = np.concatenate([[0], np.cumsum(self._samples[shard_order])])
-        window_starts = np.append(shard_starts[: -1 : self._window_shards], shard_starts[-1])
+        window_starts = np.append(shard_starts[: -1 : self.window_shards], shard_starts[-1])
         window_keys = permutation.subkeys(
             permutation.mix(epoch_key), np.arange(len(window_starts) - 1, dtype=np.uint64)
         )

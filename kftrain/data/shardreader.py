@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import mmap
 from typing import Any, Protocol
 
 import numpy as np
 
 from kftrain import storage
-from kftrain.data.manifest import Shard, index_name, reading, shard_uri
-from kftrain.data.npyheader import stored_dtype
-from kftrain.data.schema import Arrays, Field, SampleSchema
+from kftrain.data.manifest import Shard, index_name, reading, row_bytes, shard_uri
+from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.errors import DataError
 
 MAX_GAP_BYTES = 1 << 16
@@ -70,11 +68,6 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
     if not _is_sound(index, shard, schema):
         raise DataError("the index does not fit its shard", where=uri, fix=_FIX)
     return np.asarray(index)
-
-
-def row_bytes(field: Field) -> int:
-    """Size of one row of a field."""
-    return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
 
 
 def _is_sound(index: np.ndarray, shard: Shard, schema: SampleSchema) -> bool:

@@ -173,6 +173,8 @@ def load_config(run_uri: str) -> Config:
         text = storage.read_text(paths.config)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError("not a run: it has no config.yaml", where=run_uri, fix="check the run's URI") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"damaged: {error}", where=paths.config) from error
     return configuration.parse(text, where=paths.config)
 
 

@@ -8,6 +8,7 @@ from helpers.toy_data import shard_toy, text_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kftrain.data import dataset as datasets
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.data.plan import BatchPlan, TrainingOrder
@@ -144,3 +145,34 @@ def test_more_processes_than_samples_are_refused_with_both_numbers(tmp_path: Pat
     ranks = small.num_samples + 1
     with pytest.raises(DataError, match=f"{ranks} processes for {small.num_samples} training samples"):
         loader_of(small, ranks=ranks, batch=ranks)
+
+
+def test_a_wide_shuffle_window_opens_each_shard_once_an_epoch(
+    dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    class Counted(datasets.ShardReader):
+        def __init__(self, uri, shard, schema):
+            opened.append(shard.name)
+            super().__init__(uri, shard, schema)
+
+    monkeypatch.setattr(datasets, "MAX_OPEN_SHARDS", 1)
+    monkeypatch.setattr(datasets, "ShardReader", Counted)
+    num_shards = len(dataset.samples_per_shard)
+    assert num_shards >= 3
+    fresh = ShardedDataset.open(dataset._uri, "train")
+    order = TrainingOrder(fresh.samples_per_shard, "digest", 7, num_shards)
+    loader = TrainLoader(fresh, order, BatchPlan(16, 1), 0, 0)
+    for _ in loader.steps(0, fresh.num_samples // 16):
+        pass
+    assert sorted(opened) == sorted(set(opened)) and len(opened) == num_shards
+
+
+def test_a_window_is_kept_open_only_as_far_as_open_files_allow(
+    dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.resource, "getrlimit", lambda which: (1024, 4096))
+    for window, expected in ((1, datasets.MAX_OPEN_SHARDS), (100, 200), (10_000, 512)):
+        dataset.expect_window(window)
+        assert dataset._max_open == expected

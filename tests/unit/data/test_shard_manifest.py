@@ -38,6 +38,12 @@ def verify(shards: Path, level: str = "sha256", share: tuple[int, int] = (0, 1))
     verify_shards(str(shards / "manifest.json"), level, share)  # type: ignore[arg-type]
 
 
+def examine(shards: Path) -> None:
+    """What `kftrain shards verify` does."""
+    verify(shards)
+    manifests.verify_keys(str(shards / "manifest.json"))
+
+
 def flip(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
@@ -106,7 +112,16 @@ def test_duplicate_keys_in_shards_that_match_their_manifest_are_found(shards: Pa
     (shards / "train-000000.tar").write_bytes(content)
     rewrite_manifest(shards, "train-000000.tar", content)
     with pytest.raises(DataError, match=r"a key comes twice, first in train-000000\.tar \(got 'twice'\)"):
-        verify(shards)
+        examine(shards)
+
+
+def test_opening_a_dataset_does_not_look_for_duplicate_keys_again(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "block_keys", lambda uri, schema: pytest.fail(f"the keys of {uri} are read"))
+    verify(shards)
+    source = text_folder(tmp_path / "texts")
+    assert [shard_toy(source, tmp_path / "root").reused for _ in range(2)] == [False, True]
 
 
 def rewrite_manifest(shards: Path, name: str, content: bytes) -> None:
@@ -125,7 +140,7 @@ def rewrite_manifest(shards: Path, name: str, content: bytes) -> None:
 def test_an_archive_that_ends_early_is_refused_even_when_the_manifest_agrees(shards: Path, cut: int) -> None:
     rewrite_manifest(shards, "train-000001.tar", (shards / "train-000001.tar").read_bytes()[:cut])
     with pytest.raises(DataError, match=r"train-000001\.tar: the archive ends before its end mark"):
-        verify(shards)
+        examine(shards)
 
 
 def test_a_header_with_a_wrong_checksum_is_refused_even_when_the_manifest_agrees(shards: Path) -> None:
@@ -133,7 +148,7 @@ def test_a_header_with_a_wrong_checksum_is_refused_even_when_the_manifest_agrees
     content[3] ^= 1
     rewrite_manifest(shards, "train-000001.tar", bytes(content))
     with pytest.raises(DataError, match=r"train-000001\.tar: a header has the wrong checksum"):
-        verify(shards)
+        examine(shards)
 
 
 @pytest.mark.parametrize(

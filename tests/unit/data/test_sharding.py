@@ -186,13 +186,25 @@ def test_what_our_own_task_raises_stays_a_bug(source: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "fields", [[], [("Upper", "uint8", ())], [("a.b", "uint8", ())], [("a", "object", ())], [("a", "uint8", (0,))]]
+    "fields",
+    [
+        *([], [("Upper", "uint8", ())], [("a.b", "uint8", ())], [("a", "object", ())], [("a", "uint8", (0,))]),
+        *([("a", "uint8", (1 << 31,))], [("a", "float64", (1 << 14, 1 << 14))], [("a", "uint8", (1 << 40, 1 << 40))]),
+    ],
 )
 def test_a_schema_that_shards_cannot_hold_is_refused(source: Path, tmp_path: Path, fields: list[Any]) -> None:
     task = ToyTask()
     task.schema = lambda: SampleSchema(tuple(Field(*f) for f in fields))  # type: ignore
     with pytest.raises(DataError, match=r"task\.schema\(\)"):
         shard_dataset(toy_config(source, tmp_path / "root"), task, lambda line: None)
+
+
+def test_the_largest_row_is_one_that_numpy_can_hold() -> None:
+    largest = SampleSchema((Field("a", "uint8", ((1 << 31) - 1,)),))
+    manifests.check_schema(largest, "x")
+    assert np.dtype(f"V{(1 << 31) - 1}").itemsize == (1 << 31) - 1
+    with pytest.raises(DataError, match=r"a row of field a is larger than 2 GiB"):
+        manifests.check_schema(SampleSchema((Field("a", "int16", (1 << 30,)),)), "x")
 
 
 def test_a_baseline_that_is_not_finite_is_refused(source: Path, tmp_path: Path) -> None:

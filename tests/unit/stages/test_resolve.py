@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain import attempts, config, storage
+from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.stages import resolve
 
@@ -171,3 +172,10 @@ def test_a_run_that_must_exist_and_does_not_is_refused_with_those_that_do(tmp_pa
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="not a run"):
         resolve.load_config(str(tmp_path))
+
+
+def test_a_saved_configuration_that_is_no_text_is_refused(tmp_path):
+    paths = RunPaths.of(str(tmp_path), "a-1")
+    storage.publish(paths.config, b"run: {seed: 1}\xff")
+    with pytest.raises(ConfigError, match=r"config\.yaml: damaged"):
+        resolve.load_config(paths.uri)

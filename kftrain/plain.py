@@ -1,0 +1,149 @@
+"""Plain data from YAML: texts, finite numbers, lists and mappings of texts, as every language and JSON can hold them.
+
+YAML knows more: dates, bytes, sets, references, numbers without a bound. None of it survives a way through JSON, some
+of it costs memory or time without a bound, and what PyYAML makes of a wrong one is an exception of any kind. So a
+configuration knows only plain data, and whatever is none is refused here, in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import Any, ClassVar
+
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+from yaml.scanner import Scanner
+
+from kftrain.errors import ConfigError
+
+MAX_TEXT_LENGTH = 1 << 20
+"""Characters. A configuration is text by hand; anything larger is a mistake or an attack."""
+
+MAX_DEPTH = 64
+"""Of mappings and lists in each other."""
+
+MAX_INTEGER = 2**53 - 1
+"""The largest integer that a JSON number is sure to hold: beyond, readers that know only doubles round."""
+
+_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, OverflowError)
+"""What PyYAML raises for a wrong text: beside its own, whatever Python's conversions of numbers and characters do."""
+
+_TAGS = {
+    None,
+    *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")),
+}
+"""What is known; None stands for every tag that is not."""
+
+Path = tuple[str | int, ...]
+"""Keys and positions that lead to a value."""
+
+
+def load(text: str, where: str) -> Any:
+    """The value in a YAML text; None where it is empty. Raises ConfigError, for what is not plain data too."""
+    require_length(text, where)
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except _NOT_YAML as error:
+        raise ConfigError(f"not valid YAML: {error}", where=where) from error
+
+
+def require_length(text: str | bytes, where: str) -> None:
+    """Raises ConfigError where a text is too long to be looked at."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise ConfigError("the configuration is larger than 1 MiB", where=where, fix="is it the right file?")
+
+
+def flaw(value: Any) -> tuple[Path, str, Any] | None:
+    """Where the first part of a value is that is not plain, what is wrong with it, and that part; None if all is."""
+    return next(_flaws(value, ()), None)
+
+
+def _flaws(value: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
+    if len(path) > MAX_DEPTH:
+        yield path[:3], f"more than {MAX_DEPTH} levels of lists and mappings", "…"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flaws_of_text(key, path)
+            yield from _flaws(item, (*path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _flaws(item, (*path, number))
+    elif isinstance(value, str):
+        yield from _flaws_of_text(value, path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, "not a finite number", value
+    elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+        yield path, f"not an integer up to {MAX_INTEGER} (2^53 - 1)", _shown(value)
+
+
+def _flaws_of_text(text: str, path: Path) -> Iterator[tuple[Path, str, Any]]:
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        yield path, "text with a zero byte, or with half a character", text
+
+
+def _shown(number: int) -> Any:
+    """Python refuses to write out an integer of more than 4,300 digits."""
+    return number if number.bit_length() < 1000 else f"an integer of {number.bit_length()} bits"
+
+
+if yaml.__with_libyaml__:
+    from yaml import cyaml
+
+    class _Parser(cyaml.CParser):  # type: ignore[misc,name-defined]
+        """Text to events, in C: a MiB in Python takes many seconds."""
+
+else:
+
+    class _Parser(Reader, Scanner, Parser):  # type: ignore[no-redef]
+        """Text to events."""
+
+        def __init__(self, text: str) -> None:
+            Reader.__init__(self, text)
+            Scanner.__init__(self)
+            Parser.__init__(self)
+
+
+class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
+    """Knows null, booleans, numbers, texts, lists and mappings; what else YAML knows is text, or refused by its tag."""
+
+    yaml_constructors: ClassVar = {tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _TAGS}
+    yaml_implicit_resolvers = {  # noqa: RUF012 - an instance variable by its stub
+        first: [(tag, pattern) for tag, pattern in known if tag in _TAGS]
+        for first, known in Resolver.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        _Parser.__init__(self, text)  # type: ignore[call-arg]
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next node. Raises YAMLError for an alias, and before Python's own limit on recursion."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("YAML aliases are not supported; write the value out")
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels of lists and mappings")
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """The mapping, with integers as keys turned into texts, as JSON would. Raises YAMLError for other keys."""
+        return {_key(key): value for key, value in super().construct_mapping(node, deep=deep).items()}
+
+
+def _key(key: Hashable) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and not isinstance(key, bool):
+        return str(key)
+    raise yaml.YAMLError(f"a key must be text, not {key!r}; write it in quotes")
