@@ -8,11 +8,12 @@ does is cancelled at its deadline; a call of another driver is left alone in its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import inspect
 import io
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -134,10 +135,27 @@ class RemotePath:
         raw = _ObjectReader(self)
         return cast(BinaryIO, io.BufferedReader(raw, READ_BYTES) if read_ahead else raw)
 
-    def open_write(self) -> BinaryIO:
-        """A stream into a new object, which is there once it is closed; nothing of it is written twice."""
-        stream = _in_thread(lambda: self._filesystem.open(self._path, "wb"), deadline.seconds(), self.uri)
-        return cast(BinaryIO, io.BufferedWriter(_ObjectWriter(stream, self.uri), WRITE_BYTES))
+    @contextlib.contextmanager
+    def open_write(self) -> Iterator[BinaryIO]:
+        """A stream into a new object, which is there when the block ends without an exception.
+
+        What the driver has sent is never sent again.
+        """
+        raw = _ObjectWriter(
+            _in_thread(lambda: self._filesystem.open(self._path, "wb"), deadline.seconds(), self.uri), self.uri
+        )
+        try:
+            with io.BufferedWriter(raw, WRITE_BYTES) as stream:
+                try:
+                    yield cast(BinaryIO, stream)
+                except BaseException:
+                    raw.discard()
+                    raise
+        except BaseException:
+            raw.discard()
+            with contextlib.suppress(OSError):
+                self.remove()
+            raise
 
     def write(self, content: bytes) -> None:
         """Makes `content` the object's, all or nothing."""
@@ -287,7 +305,7 @@ class _ObjectWriter(io.RawIOBase):
 
     def __init__(self, stream: Any, uri: str) -> None:
         super().__init__()
-        self._stream, self._uri, self._num_bytes = stream, uri, 0
+        self._stream, self._uri, self._num_bytes, self._is_discarded = stream, uri, 0, False
 
     def writable(self) -> bool:
         return True
@@ -297,16 +315,29 @@ class _ObjectWriter(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         content = bytes(data)
-        self._call(lambda: self._stream.write(content))
+        if not self._is_discarded:
+            self._call(lambda: self._stream.write(content))
         self._num_bytes += len(content)
         return len(content)
 
     def close(self) -> None:
-        if not self.closed:
-            try:
+        if self.closed:
+            return
+        try:
+            if not self._is_discarded:
                 self._call(self._stream.close)
-            finally:
-                super().close()
+        finally:
+            super().close()
+
+    def discard(self) -> None:
+        """What was sent goes, and nothing more is sent; nothing happens the second time."""
+        if self._is_discarded:
+            return
+        self._is_discarded = True
+        if isinstance(self._stream, fsspec.spec.AbstractBufferedFile):
+            self._stream.closed = True  # or it sends what it still has when it is forgotten
+            with contextlib.suppress(OSError):
+                self._call(self._stream.discard)
 
     def _call(self, work: Callable[[], Any]) -> None:
         """A driver sends what it has gathered when it likes, at most a block of its own."""

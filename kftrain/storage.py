@@ -80,12 +80,28 @@ def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
     return RemotePath(uri).open_read(read_ahead)
 
 
-def open_write(uri: str) -> BinaryIO:
-    """A new object of a remote store, opened for writing bytes; it is there once the stream is closed.
+@contextlib.contextmanager
+def open_write(uri: str) -> Iterator[BinaryIO]:
+    """A new file to be written in pieces: durable when the block ends, gone when it ends by an exception.
 
-    An outage is not ridden out in the middle of it: whoever writes it begins anew.
+    Others may see it grow, so this is for files that count only once another one is there. An outage is not ridden out
+    in the middle of it: whoever writes it begins anew.
     """
-    return RemotePath(uri).open_write()
+    if not is_local(uri):
+        with RemotePath(uri).open_write() as stream:
+            yield stream
+        return
+    path = local_path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 @patiently("read")

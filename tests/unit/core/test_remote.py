@@ -112,6 +112,19 @@ def test_a_stream_into_a_store_that_never_answers_ends(server_of):
     assert time.monotonic() - began < ENDED_SECONDS
 
 
+@pytest.mark.parametrize("root", ["folder", "memory"])
+def test_a_stream_appears_when_it_is_whole_and_goes_when_it_is_not(tmp_path, root):
+    uri = f"{tmp_path}/x" if root == "folder" else f"memory://{tmp_path.name}-{os.getpid()}/x"
+    with storage.open_write(uri) as opened:
+        opened.write(b"1" * 10)
+        opened.write(b"2" * 10)
+    assert storage.read_bytes(uri) == b"1" * 10 + b"2" * 10
+    with pytest.raises(KeyError), storage.open_write(uri + "y") as opened:
+        opened.write(b"1" * 10)
+        raise KeyError
+    assert not storage.exists(uri + "y")
+
+
 def test_fault_12_a_read_that_never_returns_names_its_object(server_of):
     server_of(GET="stall")
     with outages.patience(0), pytest.raises(RetryableError) as caught:
