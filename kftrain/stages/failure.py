@@ -29,7 +29,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 
     That storage is away by then hides no failure.
     """
-    with announced(stage, progress):
+    with _announced(stage, progress):
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
@@ -49,7 +49,13 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 
 @contextlib.contextmanager
 def announced(stage: str, progress: Progress) -> Iterator[None]:
-    """Runs what needs no run's folder: a failure reaches the log and the pod's termination message."""
+    """Runs what needs no run's folder: a failure, a signal too, reaches the log and the pod's termination message."""
+    with _announced(stage, progress), lifetime.signals_as_errors():
+        yield
+
+
+@contextlib.contextmanager
+def _announced(stage: str, progress: Progress) -> Iterator[None]:
     lifetime.end_with_parent()
     try:
         yield

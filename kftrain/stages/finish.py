@@ -42,6 +42,8 @@ def finish(
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
     explained = None if state in SUCCESS_STATES else _explained(state)
+    if explained is not None and resume_run and not _is_opened_by(paths, job_id):
+        return _failed(explained, paths.uri)  # going on with the run was refused: it stays as it was
     if explained is not None and explained["exit_code"] == FencedError.exit_code:
         return _failed(explained, paths.uri)  # job, folder and MLflow run are those of who is at work there
     error_document = None
@@ -59,6 +61,13 @@ def finish(
     if is_open:
         _close(paths, config, error_document, progress)
     return _failed(error_document, paths.uri)
+
+
+def _is_opened_by(paths: RunPaths, job_id: str) -> bool:
+    """See `resolve.is_opened_by`; where that cannot be read, the run is taken for ours."""
+    with tolerated("who has opened the run could not be read"):
+        return resolve.is_opened_by(paths, job_id)
+    return True
 
 
 def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,8 +147,8 @@ def valid_run_id(run_id: str) -> str:
     return run_id
 
 
-def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
-    """Creates a run's folder or opens it again, and writes the resolved configuration into it.
+def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
+    """A run, new or with the configuration that it has; nothing is written.
 
     Raises ConfigError where a run that must exist does not, and OtherTrainingError where it is another training.
     """
@@ -157,8 +158,26 @@ def open_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
         raise _no_such_run(config, run_id)
     if previous is not None and has_trained(paths):
         require_same_training(previous, config, paths.uri)
-    storage.publish(paths.config, config.to_yaml())
     return OpenedRun(config, paths, previous)
+
+
+def keep(run: OpenedRun, job_id: str = "") -> None:
+    """Opens a run: writes the resolved configuration into its folder, and which pipeline run works on it from now on.
+
+    Call it when nothing of the run can be refused any more, if it has been opened before.
+    """
+    if job_id:
+        storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
+    storage.publish(run.paths.config, run.config.to_yaml())
+
+
+def is_opened_by(paths: RunPaths, job_id: str) -> bool:
+    """Whether a pipeline run has opened a run: one that was refused must leave it as it was."""
+    return storage.exists(_opener(paths, job_id))
+
+
+def _opener(paths: RunPaths, job_id: str) -> str:
+    return storage.join(paths.uri, "pipelines", f"{re.sub(r'[^A-Za-z0-9-]', '', job_id)}.json")
 
 
 def has_trained(paths: RunPaths) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kftrain import report, storage
@@ -31,26 +32,52 @@ def shard_from_pipeline(
     with failure.announced("shard", progress):
         config, resumed = resolve.resolve_run(text, knobs, resume_run)
         run_id = resolve.make_run_id(resumed, job_id, config.run.name)
-    return shard(config, run_id, must_exist=bool(resumed), progress=progress)
+    return shard(config, run_id, must_exist=bool(resumed), progress=progress, job_id=job_id)
 
 
-def shard(config: Config, run_id: str, must_exist: bool = False, progress: Progress = to_log) -> Outcome:
+def shard(
+    config: Config, run_id: str, must_exist: bool = False, progress: Progress = to_log, job_id: str = ""
+) -> Outcome:
     """Opens the run `run_id` and writes the shards of its dataset, unless they exist.
+
+    A run that exists is opened last, so that whatever is refused leaves it as it was: neither its configuration nor
+    its error nor its MLflow run is touched. A new one is opened first: what fails then is reported in its folder.
+
+    Args:
+        config: What the run is to do.
+        run_id: Its id.
+        must_exist: Whether a new run is refused.
+        progress: Takes a line at a time.
+        job_id: Kubeflow's id of the pipeline run that opens it; empty at a shell.
 
     Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
     with failure.announced("shard", progress):
         preflight.check_writable(config)
-        run = resolve.open_run(config, run_id, must_exist)
+        run = resolve.find_run(config, run_id, must_exist)
+        is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
+        prepared = _prepare(run, progress) if is_old else None
+        resolve.keep(run, job_id)
     progress(RUN_LINE + paths.uri)
     with failure.reported("shard", paths, config, progress):
-        preflight.check(config)
-        return _shard(run, progress)
+        return _opened(paths, prepared or _prepare(run, progress), progress)
 
 
-def _shard(run: OpenedRun, progress: Progress) -> Outcome:
+@dataclass(frozen=True)
+class Prepared:
+    """A dataset that fits its run."""
+
+    shards: RunShards
+    manifest: Manifest
+    reused: bool
+    seconds: float
+
+
+def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
+    """Checks everything cheap and shards; writes nothing into the run's folder."""
     config, paths, start = run.config, run.paths, time.monotonic()
+    preflight.check(config)
     found = _own_shards(run)
     if found is None:
         result = sharding.shard_dataset(config, build_task(config.task), progress)
@@ -60,14 +87,18 @@ def _shard(run: OpenedRun, progress: Progress) -> Outcome:
     else:
         (shards, described), reused = found, True
     preflight.check_samples(config, described.splits["train"].num_samples)
+    return Prepared(shards, described, reused, time.monotonic() - start)
+
+
+def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
+    shards, described = prepared.shards, prepared.manifest
     storage.publish_json(paths.shards, shards.to_dict())
-    seconds = time.monotonic() - start
-    summary = _summary(paths, shards, described, reused)
+    summary = _summary(paths, shards, described, prepared.reused)
     progress(summary["result"])
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
-        metrics=_metrics(described, seconds),
+        metrics=_metrics(described, prepared.seconds),
         markdown=report.shards_markdown(described.to_dict()),
     )
 

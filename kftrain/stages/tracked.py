@@ -77,6 +77,8 @@ def mark_failed(
 ) -> None:
     """Closes the MLflow run, if there is one, with the reason as tags. That MLflow or storage is down is no second one.
 
+    One that is shown as FINISHED stays as it is: its training is complete and registered, whatever failed after that.
+
     `failure`: what the launcher found out about a job, see `contracts.FailureSummary`.
     """
     tags = {"kftrain.error": str(errors.error_to_dict(error)["line"])}
@@ -86,7 +88,7 @@ def mark_failed(
     with tolerated("the MLflow run to mark as failed is not known"):
         mlflow_run_id = read(paths)
     try:
-        if mlflow_run_id:
+        if mlflow_run_id and tracking.status_of(config.tracking.uri, mlflow_run_id) != "FINISHED":
             tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), tags)
     except KftrainError as second:
         progress(f"the MLflow run could not be marked as failed: {second.line}")

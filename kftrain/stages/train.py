@@ -11,7 +11,7 @@ from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, pods, resolve, tracked
-from kftrain.stages.dataset import read_dataset
+from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
 
@@ -21,9 +21,9 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
         config = pods.apply(resolve.load_config(run_uri), paths, task_config)
+        completion = _existing(paths, config)  # what is complete stays as it is where another training is refused
     with failure.reported("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
-        completion = _existing(paths, config.training_digest(shards.dataset_digest))
         skipped = completion is not None
         if completion is None:
             with tracked.restored_if_refused(paths, config, progress):
@@ -37,12 +37,12 @@ def read_history(paths: RunPaths) -> list[dict[str, Any]]:
     return storage.read_json_if_exists(paths.history) or []
 
 
-def _existing(paths: RunPaths, training_digest: str) -> Completion | None:
-    """The completion of a run that has one. Raises CheckpointError where it is of another training."""
+def _existing(paths: RunPaths, config: Config) -> Completion | None:
+    """The completion of a run that has one. Raises OtherTrainingError where it is of another training."""
     if not storage.exists(paths.complete):
         return None
     completion = contracts.read(Completion, paths.complete, CheckpointError)
-    if completion.training_digest != training_digest:
+    if completion.training_digest != config.training_digest(read_shards(paths).dataset_digest):
         raise OtherTrainingError(
             "COMPLETE.json is of another training",
             where=paths.complete,

@@ -19,6 +19,7 @@ from kftrain.tracking import client, endpoint
 from kftrain.tracking.base import MAX_NAME_LENGTH, Point, metric_name, now_ms
 
 RUN_ID_TAG = "kftrain.run_id"
+TRAINING_DIGEST_TAG = "kftrain.training_digest"
 EVALUATION_PREFIX = "evaluation/"
 """Sets the metrics of a finished model apart from those of training under the same name."""
 
@@ -55,7 +56,7 @@ def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
     check(uri)
     tags = run_tags(config, run_id, lineage)
     experiment_id = client.ensure_experiment(uri, config.experiment, _artifact_location(uri, config.experiment))
-    found = client.find_run(uri, experiment_id, RUN_ID_TAG, run_id)
+    found = _same_training(uri, client.find_run(uri, experiment_id, RUN_ID_TAG, run_id), tags)
     mlflow_run_id = found or client.create_run(uri, experiment_id, run_id, tags)
     record = client.read_run(uri, mlflow_run_id)
     client.set_status(uri, mlflow_run_id, "RUNNING")
@@ -64,6 +65,21 @@ def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
     client.log_params(uri, mlflow_run_id, {k: v for k, v in known.items() if k not in record.params})
     client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri)
     return mlflow_run_id
+
+
+def _same_training(uri: str, mlflow_run_id: str | None, tags: Mapping[str, str]) -> str | None:
+    """The MLflow run that was found, unless it is of another training: its parameters can never be changed.
+
+    A run becomes another training only before its first commit, by a mistake that is mended. What was recorded until
+    then stays under a tag of its own.
+    """
+    if mlflow_run_id is None:
+        return None
+    before = client.read_run(uri, mlflow_run_id).tags.get(TRAINING_DIGEST_TAG)
+    if before in (None, tags[TRAINING_DIGEST_TAG]):
+        return mlflow_run_id
+    client.set_tags(uri, mlflow_run_id, {RUN_ID_TAG: f"{tags[RUN_ID_TAG]}, until it was changed"})
+    return None
 
 
 def status_of(uri: str, mlflow_run_id: str) -> str:
@@ -104,7 +120,7 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
     """Tags that say what the run is a training of, and in whose name."""
     tags = {
         RUN_ID_TAG: run_id,
-        "kftrain.training_digest": config.training_digest(lineage.digest),
+        TRAINING_DIGEST_TAG: config.training_digest(lineage.digest),
         "kftrain.dataset_digest": lineage.digest,
         "kftrain.config_digest": config.digest(),
         **code_tags(),

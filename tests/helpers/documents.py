@@ -4,6 +4,7 @@ from kftrain import config, storage
 from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, RunPaths
 from kftrain.data.sharding import shard_dataset
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.stages import resolve
 from kftrain.stages.dataset import RunShards
 from kftrain.tasks import build_task
 
@@ -84,6 +85,13 @@ def registration_of(paths, resolved, **changes):
         "improvement": interval(0.02),
     }
     return Registration(**{**fields, **changes})
+
+
+def opened_run(resolved, run_id, must_exist=False):
+    """A run as the first step opens it."""
+    run = resolve.find_run(resolved, run_id, must_exist)
+    resolve.keep(run)
+    return run
 
 
 def sharded_run(root, *overrides, run_id="r-1"):

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import yaml
+from helpers.documents import opened_run
 
 from kftrain import cli, config
 from kftrain.contracts import RunPaths
@@ -55,7 +56,7 @@ def call(here, capfd, tmp_path):
 def saved_run(folder, text):
     """A run that was opened and has an MLflow run."""
     resolved = resolve.anchored(config.parse(text), folder)
-    paths = resolve.open_run(resolved, "lm-1").paths
+    paths = opened_run(resolved, "lm-1").paths
     (folder / "store/runs/lm-1/tracking.json").write_text(json.dumps({"schema_version": 1, "mlflow_run_id": "m-7"}))
     assert tracked.read(paths) == "m-7"
     return resolved, paths

@@ -4,13 +4,13 @@ import io
 import json
 
 import pytest
+from helpers.documents import opened_run
 
 from kftrain import config, storage
 from kftrain.advice import Place, Situation
 from kftrain.cli import run
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError
-from kftrain.stages import resolve
 
 HERE = Situation(Place.LAPTOP, log="x.log")
 
@@ -28,7 +28,7 @@ class Recorded:
 
 def saved_run(tmp_path, *overrides):
     resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}/store", *overrides])
-    return resolve.open_run(resolved, "a-1").paths
+    return opened_run(resolved, "a-1").paths
 
 
 def test_only_our_own_lines_are_shown_and_everything_is_logged():

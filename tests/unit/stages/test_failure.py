@@ -18,6 +18,7 @@ def run(tmp_path, monkeypatch):
 
     paths, lines, ended = RunPaths(f"{tmp_path}/runs/r"), [], []
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(termination, "TERMINATION_LOG", str(tmp_path / "termination-log"))
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
     return paths, digits_config(tmp_path), lines, ended
@@ -59,6 +60,21 @@ def test_who_does_not_hold_the_run_any_more_leaves_its_folder_and_its_mlflow_run
 def test_a_run_that_was_stopped_is_killed_in_mlflow_not_failed(run, error):
     fail(run, error)
     assert run[3][0][2] == "KILLED"
+
+
+def test_a_finished_mlflow_run_stays_finished(run, monkeypatch):
+    """Its training is complete and registered: setting it to FAILED would stretch its duration, too."""
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "FINISHED")
+    fail(run, InterruptedByUser("stopped"))
+    assert run[3] == []
+
+
+def test_a_signal_is_announced_also_where_no_run_is_open_yet():
+    lines = []
+    with pytest.raises(Preempted), failure.announced("shard", lines.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert json.loads(lines[-1].removeprefix("error "))["exit_code"] == 143
 
 
 def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):

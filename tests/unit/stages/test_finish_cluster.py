@@ -11,7 +11,7 @@ from kftrain.errors import DataError
 from kftrain.launch import kubernetes_api, ownership, pytorchjob, spec
 from kftrain.launch import workflow as workflow_module
 from kftrain.launch.kubernetes_api import Cluster
-from kftrain.stages import cleanup, failure, tracked
+from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 
 ON_CLUSTER = (
@@ -66,13 +66,18 @@ def config_of(tmp_path, *overrides):
     return config.parse(DIGITS, [f"run.storage_root={tmp_path}", *ON_CLUSTER, *overrides])
 
 
+@pytest.fixture(autouse=True)
+def _open_mlflow_run(monkeypatch):
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+
+
 @pytest.fixture
 def start_job(namespace, tmp_path):
     """Starts the training of the run and opens its folder; returns its paths."""
 
     def start(*overrides, kfp_run_id="", owner=None):
         resolved, paths = config_of(tmp_path, *overrides), RunPaths.of(str(tmp_path), RUN)
-        storage.publish(paths.config, resolved.to_yaml())
+        resolve.keep(resolve.OpenedRun(resolved, paths), kfp_run_id or JOB_ID)
         namespace.create(
             "pytorchjobs", pytorchjob.build(spec.train_job(paths, resolved, ""), resolved, kfp_run_id, owner)
         )

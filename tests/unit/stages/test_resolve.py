@@ -1,7 +1,7 @@
 import shutil
 
 import pytest
-from helpers.documents import publish_commit
+from helpers.documents import opened_run, publish_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from kftrain.stages import resolve
 
 def opened(tmp_path, *overrides, run_id="r-1", **options):
     resolved = config.parse("", [f"run.storage_root={tmp_path}", *overrides])
-    return resolve.open_run(resolved, run_id, **options)
+    return opened_run(resolved, run_id, **options)
 
 
 def resolved_with(text, knobs, base="."):

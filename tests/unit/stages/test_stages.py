@@ -45,6 +45,7 @@ def calls(monkeypatch):
         return "m-1"
 
     monkeypatch.setattr(tracking, "check", lambda uri: None)
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "start_run", start_run)
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: made.finished.append((run, status)))
     monkeypatch.setattr(

@@ -51,6 +51,15 @@ def test_starting_again_goes_on_with_the_same_run_and_never_trips_over_parameter
     assert tracking.start_run(config_at(uri), "run-2", LINEAGE) != first
 
 
+def test_another_training_under_the_same_id_gets_a_run_of_its_own(uri):
+    """MLflow never changes a parameter: the old run would show a model that was never trained."""
+    first = tracking.start_run(config_at(uri, **{"model.dim": 32}), "run-1", LINEAGE)
+    second = tracking.start_run(config_at(uri, **{"model.dim": 64}), "run-1", LINEAGE)
+    again = tracking.start_run(config_at(uri, **{"model.dim": 64}), "run-1", LINEAGE)
+    assert first != second == again
+    assert client.read_run(uri, second).params["model.dim"] == "64"
+
+
 def test_a_lost_response_does_not_make_a_second_run(uri, monkeypatch):
     create = client.create_run
 
