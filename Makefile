@@ -6,10 +6,11 @@ DEMO := .demo
 
 ENGINE ?= docker
 BASE ?= python:3.11-slim
+# Further arguments of every image build: a folder of wheels, a network, a proxy.
+BUILD_FLAGS ?=
 # End-to-end tests: a kubeconfig; what puts an image archive into the cluster (kind load image-archive …), or nothing where it pulls.
 KUBECONFIG ?=
 LOAD ?=
-BUILD_FLAGS ?=
 DISTURB ?=
 E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -45,7 +46,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 images:  ## kftrain-trainer and kftrain-steps
-	for name in trainer steps; do $(ENGINE) build --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
+	for name in trainer steps; do $(ENGINE) build $(BUILD_FLAGS) --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
 
 e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says why it is skipped
 	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)" \

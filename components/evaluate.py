@@ -24,7 +24,7 @@ def evaluate(
         task_config: Pod settings of this task, which go to the job's workers.
         evaluation: Every metric with its confidence interval, beside its baselines.
         metrics: The metrics as plain numbers.
-        confusion: Counts of true against predicted classes; empty where there are no classes.
+        confusion: Counts of true against predicted classes; without classes its text says so.
         report: The same as a page.
         summary: The same as text.
 

@@ -1,5 +1,7 @@
 """Step 1: checks what can be checked cheaply, opens the run, and writes the shards of its dataset."""
 
+from typing import Any
+
 from kfp import dsl
 from kfp.dsl import Dataset, Markdown, Metrics, Output
 
@@ -24,11 +26,12 @@ def shard(
     shards: Output[Dataset],
     metrics: Output[Metrics],
     summary: Output[Markdown],
+    config_json: dict[str, Any] = {},
 ) -> str:
     """Shards the dataset of a run.
 
     Args:
-        config: The configuration, a YAML text.
+        config: The configuration, a YAML text or the URI of one.
         source: Where samples come from. This and the next nine win over the configuration unless '' or 0.
         storage_root: Where shards and runs are kept.
         model_name: Name of the registered model.
@@ -44,6 +47,7 @@ def shard(
         shards: Where the shards are and what they hold.
         metrics: Numbers of samples, shards and bytes.
         summary: The same as text.
+        config_json: The configuration as an object; wins over `config`, key by key.
 
     Returns:
         URI of the run's folder.
@@ -56,5 +60,5 @@ def shard(
     training: Knobs = {"steps": steps, "learning_rate": learning_rate}
     job: Knobs = {"nodes": nodes, "processes_per_node": processes_per_node}
     pods: Knobs = {"trainer_image": trainer_image, "queue": queue}
-    outcome = shard_from_pipeline(config, {**names, **training, **job, **pods}, resume_run, job_id)
+    outcome = shard_from_pipeline(config, {**names, **training, **job, **pods}, resume_run, job_id, values=config_json)
     return save(outcome, shards, metrics, markdown=summary)

@@ -260,6 +260,10 @@ class Config(Section):
         """The resolved configuration as it is saved with every output."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
+    def beyond_defaults(self) -> dict[str, Any]:
+        """Only what differs from the defaults, as plain data: merged over them it is the whole again."""
+        return layers.beyond(self.to_dict(), Config().to_dict())
+
     def digest(self) -> str:
         """Hex digest of everything in it."""
         return storage.digest_json(self.to_dict())
@@ -304,9 +308,14 @@ def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[st
     return _validated({str(file): layers.read(file) for file in chosen}, overrides)
 
 
-def parse(text: str, overrides: Sequence[str] = (), where: str = "config") -> Config:
-    """The configuration in a YAML text. Raises ConfigError that names the key, the value and the fix."""
-    return _validated({where: layers.parse(text, where)}, overrides)
+def parse(
+    text: str, overrides: Sequence[str] = (), where: str = "config", above: dict[str, layers.Document] | None = None
+) -> Config:
+    """The configuration in a YAML text, under further layers (where from -> values) and then the overrides.
+
+    Raises ConfigError that names the key, the value and the fix.
+    """
+    return _validated({where: layers.parse(text, where), **(above or {})}, overrides)
 
 
 def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) -> Config:

@@ -48,6 +48,22 @@ def merged(below: Document, above: Document) -> Document:
     return {**below, **above, **both}
 
 
+def beyond(document: Document, below: Document) -> Document:
+    """What of `document` differs from `below`, which has no key that `document` lacks: merged over it, the same again.
+
+    `1` and `1.0` differ. A mapping that is empty below counts as a whole.
+    """
+    found: Document = {}
+    for key, value in document.items():
+        known = below.get(key)
+        if _are_mappings(value, known) and known:
+            value = beyond(value, known)
+            known = {}
+        if (type(value), value) != (type(known), known) or key not in below:
+            found[key] = value
+    return found
+
+
 def _are_mappings(*values: Any) -> bool:
     return all(isinstance(value, dict) for value in values)
 

@@ -5,10 +5,13 @@ Nothing is retried by KFP (a stock installation would not) and nothing is cached
 digests what is already done.
 """
 
+from typing import Any
+
 from kfp import dsl, kubernetes
 
 from kftrain.components.evaluate import evaluate
 from kftrain.components.finish import finish
+from kftrain.components.images import LAUNCHER_CPU, LAUNCHER_MEMORY
 from kftrain.components.register import register
 from kftrain.components.shard import shard
 from kftrain.components.train import train
@@ -62,6 +65,7 @@ def prepare(task: dsl.PipelineTask, cpu: str, memory: str) -> dsl.PipelineTask:
 )
 def train_pipeline(
     config: str = "",
+    config_json: dict[str, Any] = {},
     source: str = "",
     storage_root: str = "",
     model_name: str = "",
@@ -77,7 +81,8 @@ def train_pipeline(
     """Trains a model from raw data; a parameter that is '' or 0 leaves what the configuration says.
 
     Args:
-        config: The configuration, a YAML text; empty takes the defaults, or that of the run to resume.
+        config: The configuration, a YAML text or the URI of one; empty: the defaults, or that of the run to resume.
+        config_json: The same as an object, for the editor of the run form; wins over `config`, key by key.
         source: Where samples come from.
         storage_root: Folder or object store URI below which shards and runs are kept.
         model_name: Name of the registered model.
@@ -91,12 +96,15 @@ def train_pipeline(
         resume_run: The run to go on with, its id or the URI of its folder; empty starts a new one.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    finish_task = finish(config=config, storage_root=storage_root, resume_run=resume_run, job_id=job_id)
+    finish_task = finish(
+        config=config, config_json=config_json, storage_root=storage_root, resume_run=resume_run, job_id=job_id
+    )
     prepare(finish_task, cpu="100m", memory="512Mi").set_display_name("finish")
 
     with dsl.ExitHandler(finish_task, name="run"):
         shard_task = shard(
             config=config,
+            config_json=config_json,
             source=source,
             storage_root=storage_root,
             model_name=model_name,
@@ -112,8 +120,8 @@ def train_pipeline(
         )
         prepare(shard_task, cpu="1", memory="2Gi")
         train_task = train(run_uri=shard_task.outputs["Output"])
-        prepare(train_task, cpu="1", memory="2Gi")
+        prepare(train_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
         evaluate_task = evaluate(run_uri=train_task.outputs["Output"])
-        prepare(evaluate_task, cpu="1", memory="2Gi")
+        prepare(evaluate_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
         register_task = register(run_uri=evaluate_task.outputs["Output"])
         prepare(register_task, cpu="500m", memory="1Gi")

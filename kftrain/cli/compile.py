@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kftrain.cli.options import Command
 from kftrain.errors import ConfigError
 
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -24,19 +25,37 @@ NEEDS_NATIVE_STORE = (
 )
 
 
+QUANTITY = r"\d+(\.\d+)?(m|[kMGT]i?|Ki)?"
+
+
+def launcher_options(command: Command) -> Command:
+    """What the steps that launch a job ask for, while they watch it."""
+    cpu = click.option("--launcher-cpu", metavar="QUANTITY", help="CPU request of train and evaluate; default: 100m.")
+    memory = click.option("--launcher-memory", metavar="QUANTITY", help="Their memory request; default: 512Mi.")
+    return cpu(memory(command))
+
+
 @click.command("compile")
 @click.option("-o", "--output", default="pipeline.yaml", show_default=True, help="File to write; - for stdout.")
 @click.option("--steps-image", help="Image of the steps; default: the one of this version.")
+@launcher_options
 @click.option("--k8s-manifest", is_flag=True, help="Write the resources Pipeline and PipelineVersion, for kubectl.")
 @click.option("--namespace", default="", help="Their namespace; default: kubectl's.")
 @click.option("--pipeline-name", default="", help="Name of the Pipeline; default: kftrain-train.")
 @click.option("--version-name", default="", help="Name of the PipelineVersion; default: release and digest.")
-def compile_command(output: str, steps_image: str | None, k8s_manifest: bool, **names: str) -> None:
+def compile_command(
+    output: str,
+    steps_image: str | None,
+    launcher_cpu: str | None,
+    launcher_memory: str | None,
+    k8s_manifest: bool,
+    **names: str,
+) -> None:
     """Write the pipeline as YAML: upload it in the Kubeflow UI."""
     for name, value in names.items():
         if value:
             _require_usable(name, value, k8s_manifest)
-    use_steps_image(steps_image)
+    fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
     from kftrain.pipelines.compile import compiled, manifests
 
     if not k8s_manifest:
@@ -47,10 +66,20 @@ def compile_command(output: str, steps_image: str | None, k8s_manifest: bool, **
     click.echo(NEEDS_NATIVE_STORE, err=True)
 
 
-def use_steps_image(steps_image: str | None) -> None:
-    """Makes the pipeline be compiled with this image; to be called before `kftrain.pipelines` is imported."""
-    if steps_image:
-        os.environ["KFTRAIN_STEPS_IMAGE"] = steps_image
+def fix_for_compiling(steps_image: str | None, launcher_cpu: str | None, launcher_memory: str | None) -> None:
+    """Makes the pipeline be compiled with these; to be called before `kftrain.pipelines` is imported.
+
+    Raises ConfigError for what is no quantity of Kubernetes.
+    """
+    for option, value in (("--launcher-cpu", launcher_cpu), ("--launcher-memory", launcher_memory)):
+        if value is not None and not re.fullmatch(QUANTITY, value):
+            raise ConfigError("not a quantity of Kubernetes", where=option, value=value, fix="e.g. 250m, 1 or 512Mi")
+    values = {
+        "KFTRAIN_STEPS_IMAGE": steps_image,
+        "KFTRAIN_LAUNCHER_CPU": launcher_cpu,
+        "KFTRAIN_LAUNCHER_MEMORY": launcher_memory,
+    }
+    os.environ.update({name: value for name, value in values.items() if value})
 
 
 def _require_usable(name: str, value: str, k8s_manifest: bool) -> None:

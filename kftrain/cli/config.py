@@ -24,7 +24,13 @@ def schema() -> None:
 @config_command.command()
 @config_options
 @json_option
-def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+@click.option("--for-kubeflow", is_flag=True, help="Print what to paste into config_json of Kubeflow's run form.")
+def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, for_kubeflow: bool) -> None:
     """Print the resolved configuration, every default spelled out."""
     config = configuration.load(config_file, overrides)
+    if for_kubeflow:
+        from kftrain.stages import parameters
+
+        click.echo(parameters.for_form(config))
+        return
     click.echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)

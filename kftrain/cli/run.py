@@ -24,7 +24,7 @@ from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, ConfigError
 from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
 from kftrain.stages import dry_run as dry_runs
-from kftrain.stages import failure, resolve
+from kftrain.stages import failure, parameters, resolve
 
 
 @click.command("run")
@@ -114,7 +114,7 @@ def _write_inputs(folder: Path, config: Config, resume_run: str) -> tuple[Path, 
 
     spec, arguments = folder / "pipeline.yaml", folder / "arguments.json"
     spec.write_text(compiled())
-    arguments.write_text(json.dumps({"config": config.to_yaml(), "resume_run": resume_run}))
+    arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))
     return spec, arguments
 
 

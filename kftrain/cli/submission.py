@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from kftrain.config import Config
-
 SUCCEEDED, FAILED, SKIPPED, CANCELING, CANCELED = "SUCCEEDED", "FAILED", "SKIPPED", "CANCELING", "CANCELED"
 ENDED = {SUCCEEDED, FAILED, SKIPPED, CANCELED}
 """Final states, of runs and of tasks."""
@@ -60,11 +58,6 @@ class RunState:
     def steps_in(self, state: str) -> str:
         """Names of the steps in a state, as text."""
         return ", ".join(sorted(name for name, found in self.steps.items() if found == state))
-
-
-def parameters(config: Config, resume_run: str) -> dict[str, str]:
-    """Parameters of the pipeline's run. The other ones are knobs; left alone, they leave the configuration alone."""
-    return {"config": config.to_yaml(), "resume_run": resume_run}
 
 
 def steps_of(text: str) -> frozenset[str]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from kftrain.cli.compile import use_steps_image
+from kftrain.cli.compile import fix_for_compiling, launcher_options
 from kftrain.cli.kfp_client import TOKEN_ENV, Connection, Pipelines, UnavailableError
 from kftrain.cli.options import config_options
 from kftrain.cli.run import resolved
-from kftrain.cli.submission import SUCCEEDED, RunState, Submission, changes, outcome, parameters, steps_of
+from kftrain.cli.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import InterruptedByUser, LaunchError
-from kftrain.stages import remote, resolve
+from kftrain.stages import parameters, remote, resolve
 
 POLL_SECONDS = 5.0
 
@@ -46,6 +46,7 @@ PATIENCE_SECONDS = 300.0
 @click.option("--name", "run_name", default="", help="What the UI calls the run; default: its name and the time.")
 @click.option("--resume", metavar="RUN", default="", help="Go on with a run: its id, or the URI of its folder.")
 @click.option("--steps-image", help="Image of the steps; default: the one of this version.")
+@launcher_options
 @click.option("--wait", is_flag=True, help="Follow the run; exit 0 only if it succeeds.")
 @click.option("--timeout-seconds", type=click.FloatRange(min=0, min_open=True), help="Give up waiting after this.")
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
@@ -56,6 +57,8 @@ def submit_command(
     run_name: str,
     resume: str,
     steps_image: str | None,
+    launcher_cpu: str | None,
+    launcher_memory: str | None,
     wait: bool,
     timeout_seconds: float | None,
     dry_run: bool,
@@ -68,7 +71,8 @@ def submit_command(
         raise click.UsageError("Missing option '--host'.")
     config, resume_run = resolved(config_file, overrides, Path.cwd(), resume)
     remote.require_remote(config)
-    submission = _submission(config, resume_run, experiment, run_name, steps_image)
+    fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
+    submission = _submission(config, resume_run, experiment, run_name)
     if dry_run:
         click.echo(submission.to_yaml(), nl=False)
         return
@@ -81,8 +85,7 @@ def submit_command(
         _wait(pipelines, submission, run_id, run_uri, timeout_seconds or float("inf"))
 
 
-def _submission(config: Config, resume_run: str, experiment: str, run_name: str, steps_image: str | None) -> Submission:
-    use_steps_image(steps_image)
+def _submission(config: Config, resume_run: str, experiment: str, run_name: str) -> Submission:
     from kftrain.pipelines.compile import PIPELINE_NAME, compiled, version_name
 
     return Submission(
@@ -91,7 +94,7 @@ def _submission(config: Config, resume_run: str, experiment: str, run_name: str,
         text=compiled(),
         experiment=experiment or config.experiment,
         run_name=run_name or f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
-        parameters=parameters(config, resume_run),
+        parameters=parameters.to_send(config, resume_run),
     )
 
 

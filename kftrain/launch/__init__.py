@@ -1,6 +1,8 @@
 """Jobs: what runs on many processes, where it is started, and how its success is known. Imports no torch."""
 
+from kftrain.launch.access import require_jobs
 from kftrain.launch.jobs import run_evaluation, run_training
+from kftrain.launch.ownership import is_pipeline_pod
 from kftrain.launch.workflow import explain_pipeline_run
 
-__all__ = ["run_evaluation", "run_training", "explain_pipeline_run"]
+__all__ = ["run_evaluation", "run_training", "require_jobs", "is_pipeline_pod", "explain_pipeline_run"]

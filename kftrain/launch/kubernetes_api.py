@@ -59,6 +59,7 @@ class Cluster:
         """That of the pod this runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
         self._custom, self._core = client.CustomObjectsApi(api_client), client.CoreV1Api(api_client)
+        self._access = client.AuthorizationV1Api(api_client)
         self._api_exception = client.exceptions.ApiException
         self.patience = Patience(self._api_exception, warn)
         self._call, self._warn, self._lock = self.patience.call, warn, threading.Lock()
@@ -85,6 +86,23 @@ class Cluster:
                 return None
             raise self._refused("the API server refused the job", error) from error
         return str(created["metadata"]["uid"])
+
+    def knows_jobs(self) -> bool:
+        """Whether the API server has this kind of job. Raises LaunchError."""
+        try:
+            found = self._call(self._custom.get_api_resources, *JOBS[:2])
+        except self._api_exception as error:
+            if error.status == NOT_FOUND:
+                return False
+            raise self._refused("the API server does not say what it knows", error) from error
+        return any(resource.name == JOBS[2] for resource in found.resources)
+
+    def may(self, verb: str) -> bool:
+        """Whether this account may do that with jobs; True where the API server does not say. Raises LaunchError."""
+        asked = {"namespace": self.namespace, "verb": verb, "group": JOBS[0], "resource": JOBS[2]}
+        create = self._json(self._access.create_self_subject_access_review)
+        answer = self._explain("review access", None, create, {"spec": {"resourceAttributes": asked}})
+        return answer is None or bool((answer.get("status") or {}).get("allowed"))
 
     def read_job(self, name: str) -> Object | None:
         """A job as it is now. Raises LaunchError."""

@@ -15,6 +15,11 @@ POD_NAME_ENV = "KFP_POD_NAME"
 RUN_ID_LABEL = "pipeline/runid"
 
 
+def is_pipeline_pod() -> bool:
+    """Whether this process is a step in a pod of a Kubeflow backend."""
+    return bool(os.environ.get(POD_NAME_ENV))
+
+
 class PodReader(Protocol):
     """What is asked of the cluster."""
 

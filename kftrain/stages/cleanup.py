@@ -36,7 +36,10 @@ def delete_jobs(config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
     Raises LaunchError.
     """
     cluster = Cluster(config.launch.kubernetes.namespace)
-    jobs = cluster.list_jobs(f"{RUN_LABEL}={label_value(paths.run_id)}")
+    selectors = {f"{RUN_LABEL}={label_value(paths.run_id)}"}
+    if job_id:  # a configuration that lies in a file may name another run by now
+        selectors.add(f"{KFP_RUN_LABEL}={label_value(job_id)}")
+    jobs = {job["metadata"]["name"]: job for selector in selectors for job in cluster.list_jobs(selector)}.values()
     workflow = ownership.find_owner(cluster)[0] if jobs else None
     uid, digest = workflow["uid"] if workflow else "", config.digest()
     own = functools.partial(belongs, workflow_uid=uid, job_id=job_id, config_digest=digest)

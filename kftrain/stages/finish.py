@@ -6,6 +6,7 @@ because the run did: its own failure would hide the other one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kftrain import errors, launch, report, storage
@@ -15,7 +16,7 @@ from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
 from kftrain.launch.outage import retryable, tolerated
 from kftrain.progress import Progress, to_log
-from kftrain.stages import cleanup, failure, resolve, tracked
+from kftrain.stages import cleanup, failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
@@ -28,17 +29,27 @@ UNREAD = "launch: {backend: pytorchjob}"
 
 
 def finish(
-    text: str, storage_root: str, resume_run: str, job_id: str, state: str, progress: Progress = to_log
+    text: str,
+    storage_root: str,
+    resume_run: str,
+    job_id: str,
+    state: str,
+    progress: Progress = to_log,
+    values: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed."""
+    """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed.
+
+    `text` and `values` are the pipeline's `config` and `config_json`.
+    """
     knobs: resolve.Knobs = {"storage_root": storage_root}
     try:
         try:
             with retryable("the run's folder cannot be read", resume_run or storage_root):
-                config, paths = _opened(text, knobs, resume_run, job_id)
+                config, paths = _opened(text, knobs, resume_run, job_id, values)
         except RetryableError as error:
             progress(f"warning: {error.line}")
-            config, paths = _named(text.strip() or UNREAD, knobs, resume_run, job_id)
+            given = "" if parameters.is_uri(text) else text.strip()
+            config, paths = _named(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
     explained = None if state in SUCCESS_STATES else _explained(state)
@@ -92,15 +103,19 @@ def _leave_report(paths: RunPaths, error: dict[str, Any]) -> bool:
     return is_open
 
 
-def _opened(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tuple[Config, RunPaths]:
+def _opened(
+    text: str, knobs: resolve.Knobs, resume_run: str, job_id: str, values: Mapping[str, Any] | None
+) -> tuple[Config, RunPaths]:
     """The run as the first step has opened it, with the knobs of the pipeline run. Raises ConfigError."""
-    config, paths = _named(text, knobs, resume_run, job_id)
+    config, paths = _named(text, knobs, resume_run, job_id, values)
     return (resolve.load_config(paths.uri) if storage.exists(paths.config) else config), paths
 
 
-def _named(text: str, knobs: resolve.Knobs, resume_run: str, job_id: str) -> tuple[Config, RunPaths]:
+def _named(
+    text: str, knobs: resolve.Knobs, resume_run: str, job_id: str, values: Mapping[str, Any] | None
+) -> tuple[Config, RunPaths]:
     """The run as the pipeline was called, out of its folder only where no configuration was given."""
-    config, resumed = resolve.resolve_run(text, knobs, resume_run)
+    config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
     return config, RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
 
 

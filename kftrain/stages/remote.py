@@ -1,10 +1,16 @@
-"""What a pipeline on a cluster cannot do with a configuration is refused before anything is uploaded."""
+"""What a pipeline on a cluster cannot do with a configuration is refused before anything is uploaded.
+
+The first step refuses it again: a run may have been started from the form of the UI.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from kftrain import storage
+from kftrain import launch, storage
 from kftrain.config import Config
 from kftrain.data.sources import BUILT_IN
 from kftrain.errors import LaunchError
@@ -14,10 +20,22 @@ from kftrain.plugins import is_plugin
 STEPS = "the pipeline's steps"
 
 
-def require_remote(config: Config) -> None:
+def require_from_here(config: Config) -> None:
+    """Raises LaunchError for what the steps after this one could not do, and where no job can be created.
+
+    In a pod of Kubeflow it refuses what `kftrain submit` refuses, but for folders on a volume that the pod mounts: who
+    builds a pipeline of their own may mount one in every step.
+    """
+    if launch.is_pipeline_pod():
+        require_remote(config, _is_mounted)
+    launch.require_jobs(config)
+
+
+def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri: False) -> None:
     """Raises LaunchError for the first setting that works on this machine only.
 
-    The steps mount no volumes, not even those of the worker pods, so a folder is always one of this machine.
+    The steps mount no volumes, not even those of the worker pods, so a folder is one of this machine, unless
+    `is_shared` knows better.
     """
     if config.launch.backend == "local":
         raise LaunchError(
@@ -26,9 +44,11 @@ def require_remote(config: Config) -> None:
             value="local",
             fix="set it to pytorchjob",
         )
-    require_remote_storage(config, STEPS)
+    if not is_shared(config.run.storage_root):
+        require_remote_storage(config, STEPS)
     require_tracking_server(config, STEPS)
-    _require_remote_source(config)
+    if not is_shared(config.data.source):
+        _require_remote_source(config)
     _require_no_password(config)
 
 
@@ -51,3 +71,11 @@ def _require_no_password(config: Config) -> None:
             where="tracking.uri",
             fix="leave it out and put it into the secret kftrain-mlflow",
         )
+
+
+def _is_mounted(uri: str) -> bool:
+    """Whether a path lies on a volume of this pod, and not in its own container."""
+    if not storage.is_local(uri):
+        return False
+    path = Path(storage.local_path(uri)).absolute()
+    return any(os.path.ismount(folder) for folder in (path, *path.parents) if folder != Path(folder.anchor))

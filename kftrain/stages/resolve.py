@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kftrain import attempts, storage
 from kftrain import config as configuration
@@ -22,7 +23,9 @@ from kftrain.contracts import RunPaths
 from kftrain.data.sources import BUILT_IN
 from kftrain.data.webdataset_source import is_shard_pattern
 from kftrain.errors import ConfigError, OtherTrainingError
+from kftrain.launch.outage import retryable
 from kftrain.plugins import is_plugin
+from kftrain.stages import parameters
 
 Knobs = dict[str, str | int | float]
 """Values of the pipeline's parameters."""
@@ -59,24 +62,43 @@ class OpenedRun:
 
 
 def resolve_run(
-    text: str, knobs: Mapping[str, str | int | float], resume_run: str, base: str | Path = "."
+    text: str,
+    knobs: Mapping[str, str | int | float],
+    resume_run: str,
+    base: str | Path = ".",
+    values: Mapping[str, Any] | None = None,
 ) -> tuple[Config, str]:
     """The configuration of a pipeline run, and the id of the run that it resumes; empty where it starts a new one.
 
     Args:
-        text: YAML; empty takes the defaults, or what the run to resume was configured with.
+        text: YAML, or the URI of a file; empty takes the defaults, or what the run to resume was configured with.
         knobs: Values of the pipeline's parameters; each that is not '' or 0 takes the place of its key.
         resume_run: Id of the run, or URI of its folder.
         base: Relative paths start there.
+        values: Further values as an object, over the text and under the knobs.
 
-    Raises ConfigError.
+    Raises ConfigError, and RetryableError where a file cannot be read now.
     """
     overrides = [f"{KNOBS[knob]}={json.dumps(value)}" for knob, value in knobs.items() if value]
-    config = anchored(configuration.parse(text, overrides), base)
-    return resumed(config, overrides, resume_run, base, keep=not text.strip()) if resume_run else (config, "")
+    above = parameters.received(values)
+    if above:
+        parameters.require_small(text, above)
+    layers = {parameters.OBJECT: above} if above else {}
+    content, where = parameters.text_of(text)
+    config = anchored(configuration.parse(content, overrides, where, layers), base)
+    if not resume_run:
+        return config, ""
+    return resumed(config, overrides, resume_run, base, keep=not text.strip(), above=layers)
 
 
-def resumed(config: Config, overrides: Sequence[str], run: str, base: str | Path, keep: bool) -> tuple[Config, str]:
+def resumed(
+    config: Config,
+    overrides: Sequence[str],
+    run: str,
+    base: str | Path,
+    keep: bool,
+    above: dict[str, dict[str, Any]] | None = None,
+) -> tuple[Config, str]:
     """The configuration with which a run goes on, and its id.
 
     Args:
@@ -84,7 +106,8 @@ def resumed(config: Config, overrides: Sequence[str], run: str, base: str | Path
         overrides: Like `train.steps=200`.
         run: Id of the run, or URI of its folder.
         base: Relative paths start there.
-        keep: No configuration was given: the run keeps its own, but for the overrides.
+        keep: No configuration was given: the run keeps its own, but for the overrides and what lies above it.
+        above: Layers over the run's own configuration, where from -> values.
 
     Raises ConfigError.
     """
@@ -92,7 +115,7 @@ def resumed(config: Config, overrides: Sequence[str], run: str, base: str | Path
     paths = _run_folder(storage.absolute(uri, base))
     if keep:
         saved = load_config(paths.uri).to_yaml()
-        config = anchored(configuration.parse(saved, overrides, where=paths.config), base)
+        config = anchored(configuration.parse(saved, overrides, paths.config, above), base)
     section = config.run.model_copy(update={"storage_root": paths.storage_root})
     return config.model_copy(update={"run": section}), paths.run_id
 
@@ -186,14 +209,15 @@ def has_trained(paths: RunPaths) -> bool:
 
 
 def load_config(run_uri: str) -> Config:
-    """The configuration in a run's folder. Raises ConfigError."""
+    """The configuration in a run's folder. Raises ConfigError, and RetryableError where it cannot be read now."""
     paths = RunPaths(run_uri)
-    try:
-        text = storage.read_text(paths.config)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError("not a run: it has no config.yaml", where=run_uri, fix="check the run's URI") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"damaged: {error}", where=paths.config) from error
+    with retryable("the run cannot be read", run_uri):
+        try:
+            text = storage.read_text(paths.config)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError("not a run: it has no config.yaml", where=run_uri, fix="check the run's URI") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"damaged: {error}", where=paths.config) from error
     return configuration.parse(text, where=paths.config)
 
 

@@ -14,7 +14,7 @@ from kftrain.data import manifest, sharding
 from kftrain.data.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
 from kftrain.progress import RUN_LINE, Progress, to_log
-from kftrain.stages import failure, preflight, resolve
+from kftrain.stages import failure, preflight, remote, resolve
 from kftrain.stages.dataset import RunShards, read_dataset
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
@@ -27,10 +27,16 @@ def shard_from_pipeline(
     resume_run: str,
     job_id: str,
     progress: Progress = to_log,
+    values: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Shards for a pipeline run: a new training run named after `job_id`, or the one to resume."""
+    """Shards for a pipeline run: a new training run named after `job_id`, or the one to resume.
+
+    `text`, `values` and `knobs` are the pipeline's parameters. What the steps after this one cannot do with them is
+    refused here, whoever has started the pipeline.
+    """
     with failure.announced("shard", progress):
-        config, resumed = resolve.resolve_run(text, knobs, resume_run)
+        config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
+        remote.require_from_here(config)
         run_id = resolve.make_run_id(resumed, job_id, config.run.name)
     return shard(config, run_id, must_exist=bool(resumed), progress=progress, job_id=job_id)
 

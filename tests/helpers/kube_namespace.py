@@ -22,6 +22,10 @@ KINDS = ("pytorchjobs", "pods", "events", "workloads", "workflows", "nodes")
 PATH = re.compile(rf"/apis?/(?:[^/]+/)?v[^/]+/(?:namespaces/{NAME}/)?({'|'.join(KINDS)})(?:/([^/]+))?")
 
 
+DISCOVERY = "/apis/kubeflow.org/v1"
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
 class Refused(Exception):  # noqa: N818 - an answer
     """An answer that is an error."""
 
@@ -70,6 +74,10 @@ class Namespace:
         """Names of all jobs that were ever created."""
         self.forced = []
         """Names of the pods that somebody took away without their grace."""
+        self.has_operator = True
+        """Whether the definition of PyTorchJobs is installed."""
+        self.forbidden = set()
+        """What whoever asks may not do with them."""
         self._numbers = itertools.count(1)
 
     # -- the API server -----------------------------------------------------------------------------------------------
@@ -77,6 +85,10 @@ class Namespace:
     @_locked
     def answer(self, verb, path, query=None, body=None):
         """(status, document) of a request that is not a stream."""
+        if path.rstrip("/") == DISCOVERY:
+            return self._discovery()
+        if path == REVIEWS:
+            return 201, {**body, "status": {"allowed": self._is_allowed(body["spec"]["resourceAttributes"])}}
         kind, name = PATH.fullmatch(path).groups()
         try:
             if verb == "POST":
@@ -94,6 +106,16 @@ class Namespace:
             return 200, copy.deepcopy(found)
         except Refused as refused:
             return refused.status, refused.body
+
+    def _discovery(self):
+        if not self.has_operator:
+            return 404, {"kind": "Status", "code": 404, "reason": "NotFound", "message": "not found"}
+        resource = {"name": "pytorchjobs", "namespaced": True, "kind": "PyTorchJob", "singularName": "", "verbs": []}
+        return 200, {"kind": "APIResourceList", "groupVersion": "kubeflow.org/v1", "resources": [resource]}
+
+    def _is_allowed(self, asked):
+        wanted = {"namespace": NAME, "group": "kubeflow.org", "resource": "pytorchjobs"}
+        return wanted.items() <= asked.items() and asked["verb"] not in self.forbidden
 
     def get(self, kind, name):
         """The object itself. Raises Refused."""

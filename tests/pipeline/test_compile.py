@@ -1,9 +1,12 @@
 """The compiled pipeline, as the Kubeflow backend gets it."""
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import yaml
@@ -13,6 +16,7 @@ from kftrain import __version__, cli, storage
 from kftrain.components.images import STEPS_IMAGE
 from kftrain.pipelines.compile import compiled, manifests, version_name
 from kftrain.pipelines.train import SECRETS, train_pipeline
+from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import KNOBS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "train_pipeline.yaml"
@@ -83,6 +87,53 @@ def test_no_step_runs_as_root_and_secrets_are_optional(platform):
         assert all(secret["optional"] for secret in found.values())
 
 
+def test_a_step_that_only_watches_a_job_asks_for_little(spec):
+    for name in ("train", "evaluate"):
+        resources = containers(spec)[name]["resources"]
+        assert (resources["resourceCpuRequest"], resources["resourceMemoryRequest"]) == ("100m", "512Mi")
+
+
+def test_what_a_launcher_asks_for_can_be_set(tmp_path):
+    command = ["compile", "-o", f"{tmp_path}/p.yaml", "--launcher-cpu", "250m", "--launcher-memory", "1Gi"]
+    subprocess.run([sys.executable, "-m", "kftrain", *command], capture_output=True, check=True)
+    found = containers(next(yaml.safe_load_all((tmp_path / "p.yaml").read_text())))
+    for name in ("train", "evaluate"):
+        assert found[name]["resources"]["resourceCpuRequest"] == "250m"
+        assert found[name]["resources"]["resourceMemoryRequest"] == "1Gi"
+
+
+def test_what_is_no_quantity_is_refused(tmp_path, capfd):
+    assert call("-o", f"{tmp_path}/p.yaml", "--launcher-memory", "lots") == 10
+    assert "--launcher-memory" in capfd.readouterr().err
+
+
+OF_BEFORE = GOLDEN.with_name("train_pipeline_725de65.yaml")
+"""A pipeline as it was compiled before `config_json`. A recurring run holds such a text, and the tag of an image."""
+
+STAGES = {
+    "shard": "kftrain.stages.shard.shard_from_pipeline",
+    "train": "kftrain.stages.train.train",
+    "evaluate": "kftrain.stages.evaluate.evaluate",
+    "register": "kftrain.stages.register.register",
+    "finish": "kftrain.stages.finish.finish",
+}
+
+
+@pytest.mark.parametrize("step", sorted(STAGES))
+def test_a_pipeline_that_was_compiled_before_still_calls_what_there_is(step, monkeypatch, tmp_path):
+    container = containers(next(yaml.safe_load_all(OF_BEFORE.read_text())))[step]
+    module, _, function = STAGES[step].rpartition(".")
+    stage = create_autospec(getattr(importlib.import_module(module), function), return_value=Outcome("uri", {}))
+    monkeypatch.setattr(STAGES[step], stage)
+    scope = {}
+    exec(container["command"][-1], scope)
+    arguments = {
+        name: MagicMock(path=f"{tmp_path}/{name}", state="FAILED") for name in inspect.signature(scope[step]).parameters
+    }
+    assert scope[step](**arguments) in ("uri", None)
+    stage.assert_called_once()
+
+
 def test_finished_workflows_go_and_a_stuck_one_ends(platform):
     config = platform["pipelineConfig"]
     names = ("resourceTtlOnCompletion", "resourceTtlOnSuccess", "resourceTtlOnFailure", "activeDeadlineSeconds")
@@ -100,8 +151,10 @@ def test_the_graph_is_one_chain_inside_one_exit_handler(spec):
 
 def test_every_parameter_is_used_and_defaults_to_leaving_the_configuration_alone(spec):
     parameters = spec["root"]["inputDefinitions"]["parameters"]
-    assert parameters.keys() == KNOBS.keys() | {"config", "resume_run"}
-    assert all(parameter["defaultValue"] in ("", 0) for parameter in parameters.values())
+    assert parameters.keys() == KNOBS.keys() | {"config", "config_json", "resume_run"}
+    assert all(parameter["defaultValue"] in ("", 0, {}) for parameter in parameters.values())
+    types = {name: parameter["parameterType"] for name, parameter in parameters.items()}
+    assert (types["config"], types["config_json"]) == ("STRING", "STRUCT")  # one line, and a JSON editor, in the form
     used = str(spec["root"]["dag"]) + str(spec["components"]["comp-exit-handler-1"])
     assert all(f"pipelinechannel--{name}" in used for name in parameters)
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from kfp.compiler import Compiler
 
 from kftrain.cli.child import PipelineProcess
 from kftrain.progress import unmarked
+from kftrain.stages import parameters
 
 
 @dsl.component(base_image="python", install_kfp_package=False)
@@ -60,6 +62,29 @@ def start(tmp_path, folders, seconds):
     arguments = {"folder": str(folders[0]), "next_folder": str(folders[1]), "seconds": seconds}
     (tmp_path / "arguments.json").write_text(json.dumps(arguments))
     return PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path)
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def keep(path: str, values: dict[str, Any] = {}) -> None:  # noqa: B006 - kfp reads it from the signature
+    import json
+    from pathlib import Path
+
+    Path(path).write_text(json.dumps(values))
+
+
+@dsl.pipeline(name="kept")
+def kept(path: str, values: dict[str, Any] = {}) -> None:  # noqa: B006
+    keep(path=path, values=values)
+
+
+@pytest.mark.parametrize("values", [{}, {"run": {"seed": 2**53 - 1}, "task": {"kind": "a:b", "share": 0.5, "n": [1]}}])
+def test_an_object_arrives_as_it_was_meant(tmp_path, values):
+    Compiler().compile(kept, str(tmp_path / "spec.yaml"))
+    sent = {"path": f"{tmp_path}/found.json", **({"values": values} if values else {})}
+    (tmp_path / "arguments.json").write_text(json.dumps(sent))
+    PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path).follow([].append)
+    found = parameters.received(json.loads((tmp_path / "found.json").read_text()))
+    assert json.dumps(found, sort_keys=True) == json.dumps(values, sort_keys=True)
 
 
 def alive_in_session(leader, patience_seconds=5.0):

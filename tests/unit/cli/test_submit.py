@@ -70,8 +70,10 @@ def test_the_first_time_everything_is_created(server, call, config_file):
     (started,) = server.runs
     assert started["pipeline_version_reference"] == {"pipeline_id": "p-0", "pipeline_version_id": "v-0"}
     assert (started["display_name"], started["experiment_id"]) == ("nightly", "e-0")
-    resolved = config.load(config_file).to_yaml()
-    assert started["runtime_config"]["parameters"] == {"config": resolved, "resume_run": "lm-1"}
+    sent = started["runtime_config"]["parameters"]
+    assert sent.keys() == {"config", "resume_run"} and sent["resume_run"] == "lm-1"
+    assert config.parse(sent["config"]) == config.load(config_file)
+    assert yaml.safe_load(sent["config"]) == yaml.safe_load(CONFIG), "what differs from the defaults, nothing else"
     assert f"version {version_name()} uploaded" in err and "s3://bucket/root/runs/lm-1" in err
 
 
@@ -313,7 +315,8 @@ def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(server, call, con
     assert code == 0 and server.requests == []
     shown = yaml.safe_load(out)
     assert (shown["pipeline"], shown["version"], shown["run"]) == ("kftrain-train", version_name(), "nightly")
-    assert shown["parameters"] == {"config": config.load(config_file).to_yaml(), "resume_run": ""}
+    assert yaml.safe_load(shown["parameters"]["config"]) == yaml.safe_load(CONFIG)
+    assert shown["parameters"]["resume_run"] == ""
     assert "\\n" not in out
 
 

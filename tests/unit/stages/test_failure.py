@@ -1,6 +1,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -163,3 +165,34 @@ def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monk
     with pytest.raises(Preempted), failure.reported("evaluate", paths, config, lines.append):
         pytest.fail("the stage ran")
     assert failure.read(paths)["exit_code"] == errors.Preempted.exit_code
+
+
+NOWHERE = "{storage_root: s3://bucket/root}"
+
+
+@pytest.mark.parametrize(
+    ("code", "environment"),
+    [
+        (
+            f"from kftrain.stages.shard import *; shard_from_pipeline('run: {NOWHERE}', {{}}, '', '8f11')",
+            "_KFP_RUNTIME",
+        ),
+        ("from kftrain.cli import main; main(['submit', '--dry-run', '--resume', 's3://bucket/root/runs/r'])", "CLI"),
+    ],
+)
+def test_credentials_that_are_missing_are_one_line(code, environment):
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "KUBE"))}
+    away = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/none", "AWS_SHARED_CREDENTIALS_FILE": "/none"}
+    away |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", environment: "true"}
+    done = subprocess.run([sys.executable, "-c", code], env={**variables, **away}, capture_output=True, text=True)
+    assert done.returncode
+    assert "NoCredentialsError" in done.stderr and done.stderr.startswith("kftrain: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bug_in_a_step_keeps_its_traceback():
+    code = "from kftrain.stages.failure import *\nwith announced('shard', print): {}['missing']"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "_KFP_RUNTIME": "true"}, capture_output=True, text=True
+    )
+    assert "Traceback" in done.stderr and "KeyError" in done.stderr

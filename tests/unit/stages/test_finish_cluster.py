@@ -213,7 +213,7 @@ def test_a_run_that_is_terminated_while_storage_is_away_leaves_no_job(
     storage_is_away()
     outcome = finish(text, "", resume_run, JOB_ID, "FAILED", lines.append)
     assert namespace.jobs() == []
-    assert lines[0].startswith("warning: ") and "the run's folder cannot be read: ConnectionError" in lines[0]
+    assert lines[0].startswith("warning: ") and " cannot be read: ConnectionError" in lines[0]
     assert outcome.run_uri == paths.uri and "Kubeflow calls it FAILED" in outcome.summary["result"]
 
 

@@ -1,0 +1,121 @@
+"""The configuration as parameters of a pipeline run: `config`, a text or the URI of a file, and `config_json` over it.
+
+Kubeflow's run form shows a string as one line, in which newlines become spaces, and an object in a JSON editor. So the
+text is for programs and for runs of before, the object for people. Numbers of an object travel as doubles: a whole one
+arrives as an integer here, and one that a double cannot hold is refused, as is null, which the local runner does not
+take.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from kftrain import layers, plain, storage
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.launch.outage import retryable
+
+TEXT, OBJECT = "config", "config_json"
+"""Names of the two parameters."""
+
+MAX_BYTES = 64 * 1024
+"""Of both together: they reach a step as one argument of a command, and Linux takes 128 KiB for each."""
+
+URI = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss")
+"""Where a configuration may lie."""
+
+
+def to_send(config: Config, resume_run: str) -> dict[str, str]:
+    """Parameters of a run with this configuration: what differs from the defaults, since that is what people compare.
+
+    It is sent as text, because that keeps `1.0` apart from `1`. Raises ConfigError where it is too large.
+    """
+    text = _yaml(config)
+    require_small(text, {})
+    return {TEXT: text, "resume_run": resume_run}
+
+
+def for_form(config: Config) -> str:
+    """What to paste into `config_json` of the run form. Raises ConfigError for what Kubeflow would change or refuse."""
+    found = received(config.beyond_defaults())
+    require_small("", found)
+    return json.dumps(found, indent=2)
+
+
+def received(values: Mapping[str, Any] | None) -> layers.Document:
+    """The object as it was meant: whole numbers are integers again. Raises ConfigError that names the key."""
+    return {str(key): _meant(value, str(key)) for key, value in (values or {}).items()}
+
+
+def is_uri(parameter: str) -> bool:
+    """Whether `config` names a file instead of holding a text."""
+    return bool(URI.fullmatch(parameter.strip()))
+
+
+def text_of(parameter: str) -> tuple[str, str]:
+    """The text that `config` holds or names, and where it is from, for errors.
+
+    Raises ConfigError, and RetryableError where the file cannot be read now.
+    """
+    uri = parameter.strip()
+    if not is_uri(uri):
+        return parameter, TEXT
+    if uri.partition(":")[0] not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigError("no configuration is read from there", where=TEXT, value=uri, fix=f"use one of: {known}")
+    with retryable("the configuration cannot be read", uri):
+        return _read(uri), uri
+
+
+def require_small(text: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where both parameters together are more than a step can be given."""
+    size = len(text.encode()) + (len(json.dumps(values).encode()) if values else 0)
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"the configuration is {size:,} bytes, and a pipeline run takes {MAX_BYTES:,}",
+            where=TEXT,
+            fix=f"put it into a file that the steps can read, and its URI (s3://…) into {TEXT}",
+        )
+
+
+def _yaml(config: Config) -> str:
+    found = config.beyond_defaults()
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True) if found else ""
+
+
+def _read(uri: str) -> str:
+    try:
+        content = storage.read_bytes(uri)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ConfigError("there is no such configuration", where=uri, fix=f"check the URI in {TEXT}") from error
+    plain.require_length(content, uri)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("the configuration is not a text", where=uri, fix=f"check the URI in {TEXT}") from error
+
+
+def _meant(value: Any, path: str) -> Any:
+    where = f"{OBJECT}: {path}"
+    if value is None:
+        raise ConfigError("null is no value here", where=where, fix="leave the key out: it then has its default")
+    if isinstance(value, Mapping):
+        return {str(key): _meant(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_meant(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        return value
+    if abs(value) > plain.MAX_INTEGER:
+        raise ConfigError(
+            "a whole number beyond 2^53-1 would arrive as another one",
+            where=where,
+            value=value,
+            fix=f"use a smaller one, or write it into {TEXT}",
+        )
+    return int(value)
