@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kftrain import storage
+from kftrain.data.bounded import BoundedStream
 from kftrain.data.decoding import IMAGE_SUFFIXES, checked_text, decode_image, parse_json, with_text
 from kftrain.data.file_source import FileSource
 from kftrain.data.files import FileEntry, list_files, reading_source
@@ -36,6 +37,9 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _NOT_ARRAY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, tokenize.TokenError)
 """What numpy raises for a damaged `.npy`; its header may ask for any size."""
+
+_NOT_TAR = (tarfile.TarError, EOFError, ValueError, LookupError, OverflowError, RecursionError)
+"""What `tarfile` raises for a damaged archive: headers of headers recurse, and their texts may be anything."""
 
 _FIX = "the shard is damaged, cut off or compressed: write it again"
 
@@ -145,31 +149,40 @@ def _samples(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, byte
 
 def _members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, bytes]]:
     """Key, extension in lower case and content of each member that belongs to a sample."""
+    bounded = BoundedStream(stream)
     try:
-        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+        with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+            position = -1
             while (member := archive.next()) is not None:
+                if archive.offset <= position:
+                    raise tarfile.ReadError("a header leads back")
+                position = archive.offset
                 archive.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 name = member.name.removeprefix("./")
                 match = _MEMBER.fullmatch(name)
                 if member.isdir() or match is None or _NO_DATA.match(name):
                     continue
-                yield match[1], match[2].lower(), _content(archive, member, f"{where}:{name}")
-            _require_end(stream, archive.offset, where)
-    except (tarfile.TarError, EOFError, ValueError) as error:
+                yield match[1], match[2].lower(), _content(bounded, member, f"{where}:{name}")
+            _require_end(bounded, archive.offset, where)
+    except _NOT_TAR as error:
         raise DataError(f"not a whole tar: {error}", where=where, fix=_FIX) from error
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
-    content = archive.extractfile(member) if member.isreg() else None
-    if content is None:
+def _content(stream: BoundedStream, member: tarfile.TarInfo, where: str) -> bytes:
+    """What the archive holds of a member: its content lies there in one piece, whatever its header asks for."""
+    if not member.isreg():
         raise DataError("neither a file nor a folder", where=where, fix="store links as the files that they mean")
-    try:
-        return content.read()
-    except tarfile.ReadError as error:
-        raise DataError(f"the member is cut off: {error}", where=where, fix=_FIX) from error
+    if member.issparse():
+        raise DataError("a sparse file, which holds less than it says", where=where, fix="write it with all its bytes")
+    stream.seek(member.offset_data)
+    content = stream.read(member.size)
+    if len(content) < member.size:
+        what = f"the member is cut off: it holds {len(content):,} of {member.size:,} bytes"
+        raise DataError(what, where=where, fix=_FIX)
+    return content
 
 
-def _require_end(stream: BinaryIO, position: int, where: str) -> None:
+def _require_end(stream: BoundedStream, position: int, where: str) -> None:
     """Raises DataError unless an end mark stands at `position` and nothing comes after it."""
     stream.seek(position)
     block = stream.read(BLOCK_BYTES)
