@@ -187,6 +187,10 @@ class RegistryConfig(Section):
     """The improvement must exceed this, in the metric's unit."""
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
     """Confidence of the interval that the gate looks at."""
+    trusted_kinds: tuple[str, ...] = ()
+    """Kinds (`module:attr`) of a champion's model and task that may be built, beside those of this configuration."""
+    trusted_roots: tuple[str, ...] = ()
+    """Storage roots below which champions are read, beside `run.storage_root`."""
 
 
 class LaunchConfig(Section):
@@ -290,9 +294,12 @@ class Config(Section):
         return storage.digest_json(self.training_identity(dataset_digest))
 
     def anchored(self, base: str | Path) -> Config:
-        """The same with the storage root and the path of an sqlite file made absolute against `base`."""
+        """The same with the storage roots and the path of an sqlite file made absolute against `base`."""
         changes: dict[str, Any] = {
             "run": self.run.model_copy(update={"storage_root": storage.absolute(self.run.storage_root, base)}),
+            "registry": self.registry.model_copy(
+                update={"trusted_roots": tuple(storage.absolute(root, base) for root in self.registry.trusted_roots)}
+            ),
             "tracking": self.tracking.model_copy(update={"uri": _anchored_sqlite(self.tracking.uri, base)}),
         }
         return self.model_copy(update=changes)

@@ -20,6 +20,7 @@ a file that it misunderstands.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,22 +177,30 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType:
     """The document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError as cause:
+        name = uri.rsplit("/", 1)[-1]
+        raise error(f"{name} is missing", where=uri, fix="run the stage that writes it first") from cause
+    return parse(kind, content, uri, error)
+
+
+def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError) -> DocumentType:
+    """The document that was read from `uri`. Raises `error` where it is damaged or of another schema version."""
     name = uri.rsplit("/", 1)[-1]
     try:
-        content = storage.read_json(uri)
-    except FileNotFoundError as cause:
-        raise error(f"{name} is missing", where=uri, fix="run the stage that writes it first") from cause
-    except ValueError as cause:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as cause:
         raise error(f"{name} is not valid JSON", where=uri, fix="delete it and run the stage again") from cause
     try:
-        if isinstance(content, dict) and content.get("schema_version") != SCHEMA_VERSION:
+        if isinstance(document, dict) and document.get("schema_version") != SCHEMA_VERSION:
             raise error(
                 f"{name} has another schema version",
                 where=uri,
-                value=content.get("schema_version"),
+                value=document.get("schema_version"),
                 fix=f"need {SCHEMA_VERSION}",
             )
-        return kind.model_validate(content)
+        return kind.model_validate(document)
     except ValidationError as cause:
         first = cause.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from kftrain import attempts, contracts, storage
 from kftrain.contracts import RunPaths
@@ -41,6 +41,16 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+def _plain(name: str) -> str:
+    if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name):
+        raise ValueError(f"{name!r} is not a plain file name")
+    return name
+
+
+Files = dict[Annotated[str, AfterValidator(_plain)], FileEntry]
+"""Files of a folder, and none of another folder."""
+
+
 class CheckpointManifest(contracts.Document):
     """`manifest.json` of a checkpoint."""
 
@@ -52,7 +62,7 @@ class CheckpointManifest(contracts.Document):
     training_digest: str
     training_identity: dict[str, Any]
     """What the training digest is the digest of: lets a refusal name the fields that differ."""
-    files: dict[str, FileEntry]
+    files: Files
 
 
 @dataclass(frozen=True, order=True)
@@ -142,6 +152,20 @@ def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] =
             )
         if digest != expected.sha256:
             raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=where, value=digest)
+
+
+def read_verified(uri: str, expected: FileEntry) -> bytes:
+    """The content of a file, whose very bytes were checked. Raises CheckpointError."""
+    try:
+        size = storage.size_bytes(uri)
+        content = storage.read_bytes(uri) if size == expected.bytes else b""
+    except FileNotFoundError as error:
+        raise CheckpointError("a file is missing", where=uri) from error
+    if size != expected.bytes:
+        raise CheckpointError(f"a file has the wrong length, expected {expected.bytes} bytes", where=uri, value=size)
+    if (digest := storage.sha256_bytes(content)) != expected.sha256:
+        raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=uri, value=digest)
+    return content
 
 
 def has_files(uri: str, files: dict[str, FileEntry]) -> bool:

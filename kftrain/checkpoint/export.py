@@ -14,11 +14,13 @@ loading reads safetensors and JSON only.
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from kftrain import contracts, storage
 from kftrain.checkpoint import commit
@@ -27,8 +29,11 @@ from kftrain.config import ModelConfig, TaskConfig
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, RetryableError
 from kftrain.models import build_model
+from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.tasks.registry import BUILT_IN as TASKS
+from kftrain.trust import Trust
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +42,7 @@ MAX_FILE_BYTES = 2 << 30
 """Tensors are collected into files of at most this size (a larger tensor has a file of its own)."""
 
 MANIFEST = "manifest.json"
+DESCRIPTION = "kftrain.json"
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
 
@@ -50,6 +56,15 @@ class Description(contracts.Document):
     """What the task told the model: vocabulary size, number of classes …"""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A description whose kinds may be built here."""
+
+    model: ModelConfig
+    task: TaskConfig
+    model_arguments: dict[str, Any]
+
+
 class ExportManifest(contracts.Document):
     """`manifest.json` of an export."""
 
@@ -57,7 +72,7 @@ class ExportManifest(contracts.Document):
     training_digest: str
     dataset_digest: str
     step: int
-    files: dict[str, FileEntry]
+    files: Annotated[commit.Files, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -84,9 +99,9 @@ def export_checkpoint(
         storage.remove(storage.join(uri, MANIFEST))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with storage.new_folder(uri) as folder:
-            _write_tensors(checkpoint_uri, folder)
+            _write_tensors(checkpoint_uri, manifest.files, folder)
             (folder / "config.json").write_text(storage.dump_json(config))
-            (folder / "kftrain.json").write_text(storage.dump_json(description.to_dict()))
+            (folder / DESCRIPTION).write_text(storage.dump_json(description.to_dict()))
             files = {path.name: commit.entry_of(str(path)) for path in sorted(folder.iterdir())}
         export = ExportManifest(
             checkpoint_digest=digest,
@@ -112,50 +127,110 @@ def _is_whole(uri: str) -> bool:
 
 def export_digest(uri: str) -> str:
     """Digest of an export: the sha256 of its manifest. Raises CheckpointError where there is none."""
-    try:
-        return storage.sha256_file(storage.join(uri, MANIFEST))
-    except FileNotFoundError as error:
-        raise CheckpointError("no export here", where=uri, fix="run: kftrain checkpoints export") from error
+    return storage.sha256_bytes(_manifest_content(uri))
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
     """The manifest of an export whose every file was checked. Raises CheckpointError."""
-    actual = export_digest(uri)
-    if actual != digest:
-        raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
-    manifest = contracts.read(ExportManifest, storage.join(uri, MANIFEST), CheckpointError)
+    manifest = _read_manifest(uri, digest)
     commit.verify_files(uri, manifest.files)
     return manifest
 
 
-def load_export(uri: str, digest: str) -> LoadedExport:
-    """The model and the task of an export: fetched, verified, built. Raises CheckpointError."""
-    manifest = verify_export(uri, digest)
-    if storage.is_local(uri):
-        return _load_folder(storage.local_path(uri))
-    with tempfile.TemporaryDirectory(prefix="kftrain-export-") as folder:
-        for name in [*manifest.files, MANIFEST]:
-            (Path(folder) / name).write_bytes(storage.read_bytes(storage.join(uri, name)))
-        return _load_folder(Path(folder))
+def read_recipe(uri: str, digest: str, trust: Trust) -> Recipe:
+    """What an export is made of, where it is whole and may be loaded here; tensors are not read, nothing is built.
+
+    Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged or incomplete.
+    """
+    trust.require_place(uri)
+    manifest = _read_manifest(uri, digest)
+    if not commit.has_files(uri, manifest.files):
+        raise CheckpointError("files of the export are missing or have another size", where=uri)
+    return _recipe(uri, manifest, trust)
 
 
-def _load_folder(folder: Path) -> LoadedExport:
-    from safetensors.torch import load_file
+def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExport:
+    """The model and the task of an export.
 
-    description = contracts.read(Description, str(folder / "kftrain.json"), CheckpointError)
-    task = build_task(TaskConfig.model_validate(description.task))
-    model = build_model(ModelConfig.model_validate(description.model), description.model_arguments)
-    state: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        state.update(load_file(path))
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    aliases = set(_tied_names(model))
-    if unexpected or set(missing) - aliases:
-        raise CheckpointError(
-            "the tensors do not fit the model", where=str(folder), value=sorted({*missing, *unexpected})[:5]
-        )
-    config = json.loads((folder / "config.json").read_text())
+    Exactly the files of its manifest are read, each once, and the bytes that were checked are the ones that are loaded.
+
+    Args:
+        uri: Folder of the export.
+        digest: Of the export.
+        trust: What it may be made of, and where it may lie; None: as for a reader without a configuration.
+
+    Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged, UserCodeError.
+    """
+    trust = trust or Trust.by_default()
+    trust.require_place(uri)
+    manifest = _read_manifest(uri, digest)
+    recipe = _recipe(uri, manifest, trust)
+    try:
+        config = json.loads(_content(uri, manifest, "config.json"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("config.json is not valid JSON", where=uri, fix="export the checkpoint again") from error
+    try:
+        task, model = build_task(recipe.task), build_model(recipe.model, recipe.model_arguments)
+    except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
+        what = f"{DESCRIPTION} describes no model that can be built: {error}"
+        raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
+    _fill(model, uri, manifest)
     return LoadedExport(model.eval(), task, config)
+
+
+def _manifest_content(uri: str) -> bytes:
+    try:
+        return storage.read_bytes(storage.join(uri, MANIFEST))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError("no export here", where=uri, fix="run: kftrain checkpoints export") from error
+
+
+def _read_manifest(uri: str, digest: str) -> ExportManifest:
+    content = _manifest_content(uri)
+    actual = storage.sha256_bytes(content)
+    if actual != digest:
+        raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
+    return contracts.parse(ExportManifest, content, storage.join(uri, MANIFEST), CheckpointError)
+
+
+def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
+    """What `kftrain.json` describes. Raises ConfigError for kinds that may not be built here."""
+    where = storage.join(uri, DESCRIPTION)
+    found = contracts.parse(Description, _content(uri, manifest, DESCRIPTION), where, CheckpointError)
+    try:
+        model, task = ModelConfig.model_validate(found.model), TaskConfig.model_validate(found.task)
+    except ValidationError as error:
+        what = f"{DESCRIPTION} is damaged: {error.errors()[0]['msg']}"
+        raise CheckpointError(what, where=where, fix="export the checkpoint again") from error
+    trust.require_kind("model", model.kind, MODELS)
+    trust.require_kind("task", task.kind, TASKS)
+    return Recipe(model, task, found.model_arguments)
+
+
+def _content(uri: str, manifest: ExportManifest, name: str) -> bytes:
+    if name not in manifest.files:
+        raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
+    return commit.read_verified(storage.join(uri, name), manifest.files[name])
+
+
+def _fill(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
+    """Gives the model the tensors of the export, one file in memory at a time."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    names = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    if not names:
+        raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
+    missing, unexpected = set(model.state_dict()), set[str]()
+    for name in names:
+        try:
+            keys = model.load_state_dict(load(_content(uri, manifest, name)), strict=False)
+        except (SafetensorError, RuntimeError, LookupError) as error:
+            said = " ".join(str(error).splitlines()[:2])
+            raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error
+        missing, unexpected = missing & set(keys.missing_keys), unexpected | set(keys.unexpected_keys)
+    if wrong := unexpected | (missing - set(_tied_names(model))):
+        raise CheckpointError("the tensors do not fit the model", where=uri, value=sorted(wrong)[:5])
 
 
 def _tied_names(model: nn.Module) -> list[str]:
@@ -169,7 +244,7 @@ def _tied_names(model: nn.Module) -> list[str]:
     return tied
 
 
-def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
+def _write_tensors(checkpoint_uri: str, files: Mapping[str, FileEntry], folder: Path) -> None:
     """Copies the model's tensors from a checkpoint into safetensors files, one file in memory at a time."""
     import torch
     from safetensors.torch import save_file
@@ -177,7 +252,7 @@ def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
 
     from kftrain.checkpoint import reader
 
-    metadata = reader.reader(checkpoint_uri).read_metadata().state_dict_metadata
+    metadata = reader.reader(checkpoint_uri, files).read_metadata().state_dict_metadata
     tensors = {
         name: entry
         for name, entry in sorted(metadata.items())
@@ -192,7 +267,7 @@ def _write_tensors(checkpoint_uri: str, folder: Path) -> None:
             warnings.filterwarnings(
                 "ignore", message="torch.distributed is disabled"
             )  # one process: that is the intent
-            reader.load(state, checkpoint_uri, alone=True)
+            reader.load(state, checkpoint_uri, files, alone=True)
         plain = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in state.items()}
         save_file(plain, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(plain, file))

@@ -8,6 +8,7 @@ Where all are damaged, none is touched. Only a run that never committed anything
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from kftrain import attempts, contracts, storage
 from kftrain.attempts import Claim
 from kftrain.checkpoint import commit, reader
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
+from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.checkpoint.save import State
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, KftrainError, error_from_dict
@@ -73,13 +74,13 @@ def refuse_another_training(paths: RunPaths, world: World, identity: dict[str, A
     _agree_on(world, _foreign(paths, identity) if world.is_main else None)
 
 
-def load_into(state: State, uri: str) -> None:
+def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
     """Fills the tensors of `state` in place from the checkpoint, resharding as needed.
 
-    Collective. Raises CheckpointError.
+    `files`: of its manifest; no other is read. Collective. Raises CheckpointError.
     """
     try:
-        reader.load(state, uri)
+        reader.load(state, uri, files)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error

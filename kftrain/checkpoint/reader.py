@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch.distributed.checkpoint.metadata as metadata_module
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from kftrain import storage
+from kftrain.checkpoint.commit import FileEntry
 from kftrain.errors import CheckpointError, ConfigError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -66,14 +69,30 @@ class _MetadataUnpickler(pickle.Unpickler):
 class _SafeMetadata:
     """Over a DCP reader: reads the same metadata, in a safe way."""
 
+    files: Mapping[str, FileEntry]
+
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            content = stream.read()
+        expected = self.files.get(PurePosixPath(path).name)
+        if expected is None or storage.sha256_bytes(content) != expected.sha256:
+            raise CheckpointError("the metadata is not the one of the checkpoint's manifest", where=str(path))
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError("the metadata is none", value=type(metadata).__name__)
+        _require_own_files(metadata, self.files)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _require_own_files(metadata: Metadata, files: Mapping[str, FileEntry]) -> None:
+    """Raises CheckpointError where an entry lies in another file than those whose digests were checked."""
+    for entry in (metadata.storage_data or {}).values():
+        if not isinstance(entry, _StorageInfo) or entry.relative_path not in files:
+            name = getattr(entry, "relative_path", entry)
+            raise CheckpointError("the metadata names a file that is none of the checkpoint's", value=name)
 
 
 class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
@@ -109,21 +128,27 @@ def require_readable(model: nn.Module) -> None:
             ) from error
 
 
-def reader(uri: str) -> Any:
-    """A DCP reader of a checkpoint folder; its errors are CheckpointErrors where the metadata is not DCP's."""
+def reader(uri: str, files: Mapping[str, FileEntry]) -> Any:
+    """A DCP reader of a checkpoint folder that reads the files of its manifest and no others.
+
+    Its errors are CheckpointErrors where the metadata is not DCP's or not of these files.
+    """
     if storage.is_local(uri):
-        return _LocalReader(storage.local_path(uri))
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+        found: Any = _LocalReader(storage.local_path(uri))
+    else:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    class RemoteReader(_SafeMetadata, FsspecReader):  # type: ignore[misc]
-        """Of a folder in object storage; its driver is needed only here."""
+        class RemoteReader(_SafeMetadata, FsspecReader):  # type: ignore[misc]
+            """Of a folder in object storage; its driver is needed only here."""
 
-    return RemoteReader(uri)
+        found = RemoteReader(uri)
+    found.files = files
+    return found
 
 
-def load(state: dict[str, Any], uri: str, *, alone: bool = False) -> None:
+def load(state: dict[str, Any], uri: str, files: Mapping[str, FileEntry], *, alone: bool = False) -> None:
     """Fills the tensors of `state` in place; collective, unless this process is to do it `alone`.
 
     Raises DCP's CheckpointException.
     """
-    dcp.state_dict_loader.load(state, storage_reader=reader(uri), planner=SafePlanner(), no_dist=alone)
+    dcp.state_dict_loader.load(state, storage_reader=reader(uri, files), planner=SafePlanner(), no_dist=alone)

@@ -23,7 +23,8 @@ _LENIENT = ConfigDict(arbitrary_types_allowed=True)
 def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., Any]:
     """The class or function behind a `kind`: a key of `built_in` (whose values are `module:attr`) or `module:attr`.
 
-    Raises ConfigError for an unknown kind, with the nearest, and for an attribute that cannot be called.
+    Nothing is called. Raises ConfigError for an unknown kind, with the nearest, and for what is neither a class nor a
+    function.
     """
     where = f"{section}.kind"
     if kind not in built_in and not is_plugin(kind):
@@ -34,7 +35,7 @@ def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., 
             fix=suggest(kind, built_in, "or a module:attr of your own"),
         )
     target = load_attribute(built_in.get(kind, kind), where)
-    if not callable(target):
+    if not callable(target) or inspect.isbuiltin(target):
         raise ConfigError("neither a class nor a function", where=where, value=kind, fix="name what builds it")
     return target  # type: ignore[no-any-return]
 

@@ -28,12 +28,13 @@ def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
     from torch import nn
 
     target = options.find(config.kind, BUILT_IN, "model")
+    if isinstance(target, type) and not issubclass(target, nn.Module):  # before it is called
+        raise _no_module(config.kind, "is")
     model = options.construct(target, config.kind, "model", config.options(), arguments)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"gives a {type(model).__name__}",
-            where="model.kind",
-            value=config.kind,
-            fix="return a torch.nn.Module",
-        )
+        raise _no_module(config.kind, f"gives a {type(model).__name__},")
     return model
+
+
+def _no_module(kind: str, what: str) -> ConfigError:
+    return ConfigError(f"{what} no torch.nn.Module", where="model.kind", value=kind, fix="name a subclass of it")

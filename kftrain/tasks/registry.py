@@ -26,13 +26,14 @@ def build_task(config: TaskConfig) -> Task:
     a user's `module:attr` lacks a method; UserCodeError where it raises.
     """
     target = options.find(config.kind, BUILT_IN, "task")
+    if isinstance(target, type):  # before it is called
+        _require_methods(target, config.kind)
     task = options.construct(target, config.kind, "task", config.options())
+    _require_methods(task, config.kind)
+    return cast(Task, task)
+
+
+def _require_methods(task: object, kind: str) -> None:
     missing = [name for name in METHODS if not callable(getattr(task, name, None))]
     if missing:
-        raise ConfigError(
-            f"lacks {', '.join(missing)}",
-            where="task.kind",
-            value=config.kind,
-            fix="see kftrain/tasks/base.py",
-        )
-    return cast(Task, task)
+        raise ConfigError(f"lacks {', '.join(missing)}", where="task.kind", value=kind, fix="see kftrain/tasks/base.py")

@@ -66,7 +66,7 @@ class Loop:
             return 0
         model, optimizer = wrap.bare(self._stepper.model), self._stepper.optimizer
         state = self._state()
-        load.load_into(state, loaded.uri)
+        load.load_into(state, loaded.uri, loaded.manifest.files)
         set_state_dict(
             model,
             optimizer,

@@ -5,7 +5,7 @@ import torch
 from helpers import jobs
 
 from kftrain import contracts, storage
-from kftrain.checkpoint import export
+from kftrain.checkpoint import commit, export
 from kftrain.checkpoint.export import group_by_size, load_export
 from kftrain.contracts import Completion
 from kftrain.errors import CheckpointError
@@ -36,15 +36,16 @@ def test_transformers_loads_it_and_gives_our_logits(completion):
 
 def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, tmp_path):
     monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
-    export._write_tensors(completion.checkpoint_uri, tmp_path)
-    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    files = commit.read_manifest(completion.checkpoint_uri)[0].files
+    export._write_tensors(completion.checkpoint_uri, files, tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     index = storage.read_json(str(tmp_path / "model.safetensors.index.json"))
-    assert set(index["weight_map"].values()) == set(files)
+    assert set(index["weight_map"].values()) == set(names)
     from safetensors.torch import load_file
 
     whole = load_file(storage.local_path(storage.join(completion.export_uri, "model.safetensors")))
-    parts = {name: tensor for file in files for name, tensor in load_file(tmp_path / file).items()}
+    parts = {name: tensor for file in names for name, tensor in load_file(tmp_path / file).items()}
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 

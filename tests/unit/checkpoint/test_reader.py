@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
-from kftrain.checkpoint import load, reader
+from kftrain import storage
+from kftrain.checkpoint import commit, load, reader
 from kftrain.checkpoint.reader import ALLOWED
 from kftrain.errors import CheckpointError, ConfigError
 
@@ -37,6 +38,11 @@ def empty():
     return {"weights": torch.zeros(2, 3, dtype=torch.bfloat16), "optimizer": optimizer}
 
 
+def files_of(uri):
+    """What a manifest of the folder as it is would list."""
+    return {name: commit.entry_of(storage.join(uri, name)) for name in storage.list_names(uri)}
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder as DCP writes it."""
@@ -47,7 +53,7 @@ def checkpoint(tmp_path):
 
 def test_what_dcp_writes_is_read_as_dcp_reads_it(checkpoint):
     state = empty()
-    reader.load(state, checkpoint, alone=True)
+    reader.load(state, checkpoint, files_of(checkpoint), alone=True)
     assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
     assert [state["optimizer"][key] for key in ("lr", "betas", "fused", "name")] == [0.5, (0.9, 0.95), None, "adamw"]
 
@@ -58,17 +64,43 @@ def test_a_function_in_the_metadata_is_not_called(checkpoint, tmp_path, place):
     metadata = Metadata(**{**parts, place: {"x": Payload(tmp_path / "marker")}})
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"names what no checkpoint holds.*io\.open") as caught:
-        load.load_into(empty(), checkpoint)
+        load.load_into(empty(), checkpoint, files_of(checkpoint))
     assert checkpoint in caught.value.line
     with pytest.raises(CheckpointError, match="names what no checkpoint holds"):
-        reader.reader(checkpoint).read_metadata()
+        reader.reader(checkpoint, files_of(checkpoint)).read_metadata()
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("place", ["../other/__0_0.distcp", "{other}/__0_0.distcp", "unlisted.distcp"])
+def test_tensors_of_files_that_the_manifest_does_not_list_are_not_loaded(checkpoint, tmp_path, place):
+    """`.metadata` may send the loader to any file, whose content nobody has checked."""
+    other = tmp_path / "other"
+    evil = {**STATE, "weights": STATE["weights"] + 1}
+    dcp.save(evil, storage_writer=dcp.FileSystemWriter(str(other)), no_dist=True)
+    files = files_of(checkpoint)
+    (tmp_path / "checkpoint" / "unlisted.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
+    metadata = pickle.loads((tmp_path / "checkpoint" / ".metadata").read_bytes())
+    for entry in metadata.storage_data.values():
+        entry.relative_path = place.format(other=other)
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(metadata))
+    files[".metadata"] = commit.entry_of(f"{checkpoint}/.metadata")
+    state = empty()
+    with pytest.raises(CheckpointError, match="names a file that is none of the checkpoint's"):
+        load.load_into(state, checkpoint, files)
+    assert not state["weights"].any()
+
+
+def test_metadata_that_was_changed_after_it_was_checked_is_not_read(checkpoint, tmp_path):
+    files = files_of(checkpoint)
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    with pytest.raises(CheckpointError, match="not the one of the checkpoint's manifest"):
+        load.load_into(empty(), checkpoint, files)
 
 
 def test_metadata_of_another_kind_is_refused(checkpoint, tmp_path):
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(CheckpointError, match="the metadata is none"):
-        reader.reader(checkpoint).read_metadata()
+        reader.reader(checkpoint, files_of(checkpoint)).read_metadata()
 
 
 def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkeypatch):
@@ -78,7 +110,7 @@ def test_a_function_in_an_entry_that_is_no_tensor_is_not_called(tmp_path, monkey
     )
     (tmp_path / "marker").unlink(missing_ok=True)
     with pytest.raises(CheckpointException, match="Weights only load failed"):
-        reader.load({"optimizer": {"lr": 0.0}}, uri, alone=True)
+        reader.load({"optimizer": {"lr": 0.0}}, uri, files_of(uri), alone=True)
     assert not (tmp_path / "marker").exists()
 
 

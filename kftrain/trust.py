@@ -1,0 +1,101 @@
+"""What a document that somebody else has written may name: which code to run, and which places to read.
+
+An export says of what classes its model and its task are, a registered version where its export lies. Whoever can write
+to the storage or to MLflow can write anything there, so nothing is imported, called or fetched for such a document
+before it is allowed here. What is allowed says the reader's own configuration and environment, never the document.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+
+KINDS_VARIABLE = "KFTRAIN_TRUSTED_KINDS"
+"""Kinds that may be built, with commas between them."""
+
+ROOTS_VARIABLE = "KFTRAIN_TRUSTED_ROOTS"
+"""URIs below which exports and runs may be read, with commas between them; `hdfs://` allows all of a scheme."""
+
+USUAL_SCHEMES = frozenset({"file", "s3", "gs", "abfs", "abfss"})
+"""Where exports are read from by who has no configuration. No `http`: it reaches what only this machine can reach."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a reader allows.
+
+    Args:
+        kinds: `module:attr` of models and tasks that may be built; built-in ones always may.
+        roots: URIs below which may be read.
+        schemes: Of URIs that may be read wherever they lie.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    roots: tuple[str, ...] = ()
+    schemes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, config: Config) -> Trust:
+        """What a configuration names: its own kinds and storage root, and what it and the environment list."""
+        listed = cls.by_default()
+        kinds = {config.model.kind, config.task.kind, *config.registry.trusted_kinds}
+        roots = (config.run.storage_root, *config.registry.trusted_roots)
+        return cls(listed.kinds | kinds, (*roots, *listed.roots))
+
+    @classmethod
+    def by_default(cls) -> Trust:
+        """Of a reader without a configuration: built-in kinds, the usual schemes, and what the environment lists."""
+        return cls(frozenset(_listed(KINDS_VARIABLE)), tuple(_listed(ROOTS_VARIABLE)), USUAL_SCHEMES)
+
+    def require_kind(self, section: str, kind: str, built_in: Container[str]) -> None:
+        """Raises ConfigError for the kind of a model or a task that may not be built here."""
+        if kind not in built_in and kind not in self.kinds:
+            raise ConfigError(
+                f"the export's {section}.kind is neither built-in nor one that may be built here",
+                value=kind,
+                fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
+            )
+
+    def require_place(self, uri: str) -> None:
+        """Raises ConfigError for a URI that may not be read here. Nothing is asked of a store for that."""
+        if problem := _malformed(uri):
+            raise ConfigError(f"{problem}, so it may not be read", value=uri)
+        if _scheme(uri) not in self.schemes and not any(_is_below(uri, root) for root in self.roots):
+            raise ConfigError(
+                "does not lie below a storage root that may be read here",
+                where=uri,
+                fix=f"if it is yours, list its root in registry.trusted_roots or {ROOTS_VARIABLE}",
+            )
+
+
+def _listed(variable: str) -> list[str]:
+    return [name for part in os.environ.get(variable, "").split(",") if (name := part.strip())]
+
+
+def _malformed(uri: str) -> str:
+    """What no URI of ours has; empty where there is none of it."""
+    if "::" in uri:
+        return "the URI is a chain of several"
+    if not uri or re.search(r"[\x00-\x1f\x7f]", uri):
+        return "the URI is empty or has control characters"
+    if not storage.is_local(uri) and ".." in re.split(r"[/\\]", uri):
+        return "the URI climbs out of its folder"
+    return ""
+
+
+def _scheme(uri: str) -> str:
+    return "file" if storage.is_local(uri) else uri.split("://", 1)[0]
+
+
+def _is_below(uri: str, root: str) -> bool:
+    """Whether it lies in the folder `root`; of local ones, once links are followed."""
+    if storage.is_local(uri) and storage.is_local(root):
+        path, folder = (os.path.realpath(storage.local_path(each)) for each in (uri, root))
+        return os.path.commonpath([path, folder]) == folder
+    return not storage.is_local(uri) and f"{uri.rstrip('/')}/".startswith(f"{root.rstrip('/')}/")
