@@ -10,6 +10,7 @@
     <root>/runs/<run>/export/<checkpoint digest>/                       train         -> evaluate, register
     <root>/runs/<run>/COMPLETE.json                                     train         -> evaluate, register
     <root>/runs/<run>/evaluation/<checkpoint>/<evaluation>/metrics.json evaluate      -> register
+    <root>/runs/<run>/evaluation/unmeasured.json                        evaluate      -> register
     <root>/runs/<run>/registration.json                                 register      -> reports
     <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
     <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
@@ -42,6 +43,13 @@ class Document(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `storage.publish_json` writes it."""
         return self.model_dump(mode="json")
+
+
+class RunShards(Document):
+    """`shards.json`: the dataset of a run."""
+
+    manifest_uri: str
+    dataset_digest: str
 
 
 class Completion(Document):
@@ -163,6 +171,17 @@ class EvaluationTarget(BaseModel):
     checkpoint_digest: str
     output_uri: str
     """Folder of `metrics.json` and `statistics.npz`."""
+    required: bool = True
+    """False: where the export cannot be loaded, `Unmeasured` says why, and the job goes on without it."""
+
+
+class Unmeasured(Document):
+    """`evaluation/unmeasured.json`: why the champion could not be scored beside the run's own model."""
+
+    evaluation_digest: str
+    export_digest: str
+    """Of the champion."""
+    reason: str
 
 
 class EvaluationRequest(Document):
@@ -237,7 +256,7 @@ class RunPaths:
 
     @property
     def shards(self) -> str:
-        """Pointer to the run's shards: `{"manifest_uri", "dataset_digest"}`."""
+        """Pointer to the run's shards."""
         return storage.join(self.uri, "shards.json")
 
     @property
@@ -303,6 +322,21 @@ class RunPaths:
         """What the evaluation job is asked to score."""
         return storage.join(self.uri, "evaluation", "request.json")
 
+    @property
+    def unmeasured(self) -> str:
+        """Why the champion could not be scored; not there where it was."""
+        return storage.join(self.uri, "evaluation", "unmeasured.json")
+
     def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
         """Folder of one evaluation: `metrics.json` and `statistics.npz`."""
         return storage.join(self.uri, "evaluation", checkpoint_digest[:16], evaluation_digest[:16])
+
+
+def to_be_scored(paths: RunPaths, request: EvaluationRequest) -> list[EvaluationTarget]:
+    """The targets of an evaluation that must have metrics in the end: all but one that cannot be loaded."""
+    try:
+        found = read(Unmeasured, paths.unmeasured)
+    except DataError:
+        return request.targets
+    given_up = found.export_digest if found.evaluation_digest == request.evaluation_digest else ""
+    return [target for target in request.targets if target.required or target.export_digest != given_up]

@@ -15,18 +15,29 @@ import numpy as np
 import torch
 
 from kftrain import bootstrap, contracts, storage
-from kftrain.checkpoint.export import load_export
+from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
-from kftrain.contracts import Confusion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths, Slice
+from kftrain.contracts import (
+    Confusion,
+    Evaluation,
+    EvaluationRequest,
+    EvaluationTarget,
+    RunPaths,
+    RunShards,
+    Slice,
+    Unmeasured,
+    to_be_scored,
+)
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.manifest import Manifest, read_manifest, verify_shards
-from kftrain.errors import EvaluationError
+from kftrain.errors import CheckpointError, ConfigError, EvaluationError, UserCodeError
 from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
 from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
+from kftrain.trust import Trust
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
@@ -38,9 +49,9 @@ STATISTICS = "statistics.npz"
 def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
     request = contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
-    if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in request.targets):
+    if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
         return  # a worker that was started again at the very end must not wait for peers that are done
-    manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
+    manifest_uri = contracts.read(RunShards, paths.shards).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS) as world:
         manifest = read_manifest(manifest_uri)
@@ -49,18 +60,56 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         with contextlib.closing(Pulse(lambda: world.gather_slowly(None))) as pulse:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
-                if not world.from_main(exists):
-                    task, statistics, groups = _score(target, dataset, config, world, pulse)
-                    if world.is_main:
-                        _publish(target, request.evaluation_digest, manifest, dataset, config, task, statistics, groups)
+                scored = (
+                    None if world.from_main(exists) else _score(target, paths, request, dataset, config, world, pulse)
+                )
+                if scored is not None and world.is_main:
+                    _publish(target, request.evaluation_digest, manifest, dataset, config, *scored)
                 world.gather_slowly(None)  # the first process has the statistics to work through
 
 
+def _load(
+    target: EvaluationTarget, paths: RunPaths, request: EvaluationRequest, config: Config, world: World
+) -> LoadedExport | None:
+    """The model to score. None where it is not required and cannot be loaded on some process: the run says why then.
+
+    Collective.
+    """
+    loaded, problem, trust = None, "", Trust.of(config)
+    try:
+        trust.require_place(target.output_uri)
+        loaded = load_export(target.export_uri, target.export_digest, trust)
+    except (ConfigError, CheckpointError, UserCodeError) as error:
+        if target.required:
+            raise
+        problem = error.line
+    if target.required:
+        return loaded
+    reason = next(filter(None, world.gather_slowly(problem)), "")
+    if reason and world.is_main:
+        found = Unmeasured(
+            evaluation_digest=request.evaluation_digest, export_digest=target.export_digest, reason=reason
+        )
+        storage.publish_json(paths.unmeasured, found.to_dict())
+    return None if reason else loaded
+
+
 def _score(
-    target: EvaluationTarget, dataset: ShardedDataset, config: Config, world: World, pulse: Pulse
-) -> tuple[Task, Statistics, np.ndarray]:
-    """The task of an export, the statistics of every sample, and the samples' groups. The model is gone by then."""
-    loaded = load_export(target.export_uri, target.export_digest)
+    target: EvaluationTarget,
+    paths: RunPaths,
+    request: EvaluationRequest,
+    dataset: ShardedDataset,
+    config: Config,
+    world: World,
+    pulse: Pulse,
+) -> tuple[Task, Statistics, np.ndarray] | None:
+    """The task of an export, the statistics of every sample, and the samples' groups; None where it cannot be loaded.
+
+    Collective. The model is gone by the end.
+    """
+    loaded = _load(target, paths, request, config, world)
+    if loaded is None:
+        return None
     model, batch_size = loaded.model.to(world.device), config.evaluate.batch_size
     with pulse.watched():
         return loaded.task, *score(model, loaded.task, dataset, world, batch_size, on_batch=pulse.goes_on)

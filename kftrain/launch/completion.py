@@ -12,7 +12,7 @@ import contextlib
 from kftrain import config as configuration
 from kftrain import contracts, storage
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths, RunShards
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.launch.spec import JobTask
 
@@ -51,7 +51,7 @@ def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
         if task == "train":
             read_completion(paths, config)
         else:
-            read_evaluations(contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError))
+            read_evaluations(paths, contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError))
     except (LaunchError, EvaluationError):
         return False
     return True
@@ -88,9 +88,12 @@ def is_export(uri: str) -> bool:
         return False
 
 
-def read_evaluations(request: EvaluationRequest) -> list[Evaluation]:
-    """The evaluations of all targets, in order. Raises EvaluationError where one is missing or of something else."""
-    return [_read_evaluation(target, request.evaluation_digest) for target in request.targets]
+def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evaluation]:
+    """The evaluations of all targets but one that cannot be loaded, in order.
+
+    Raises EvaluationError where one is missing or of something else.
+    """
+    return [_read_evaluation(target, request.evaluation_digest) for target in contracts.to_be_scored(paths, request)]
 
 
 def metrics_uri(target: EvaluationTarget) -> str:
@@ -120,4 +123,4 @@ def _read_evaluation(target: EvaluationTarget, evaluation_digest: str) -> Evalua
 
 
 def _training_digest(paths: RunPaths, config: Config) -> str:
-    return config.training_digest(storage.read_json(paths.shards)["dataset_digest"])
+    return config.training_digest(contracts.read(RunShards, paths.shards, LaunchError).dataset_digest)

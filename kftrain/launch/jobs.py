@@ -27,14 +27,17 @@ def run_training(paths: RunPaths, config: Config, mlflow_run_id: str = "") -> Co
 def run_evaluation(
     paths: RunPaths, config: Config, evaluation_digest: str, targets: list[EvaluationTarget]
 ) -> list[Evaluation]:
-    """Scores exports; returns their evaluations in order. Those that have metrics already are not scored again."""
+    """Scores exports; returns the evaluations in order, but for a champion that cannot be loaded.
+
+    Those that have metrics already are not scored again.
+    """
     missing = [target for target in targets if not storage.exists(metrics_uri(target))]
     if missing:
         request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
         storage.publish_json(paths.evaluation_request, request.to_dict())
         spec = evaluate_job(paths, config, metrics_uri(missing[-1]))
         _run_to_end(spec, paths, config, build_launcher(config))
-    return read_evaluations(EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
+    return read_evaluations(paths, EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from kftrain import bootstrap, contracts, storage
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.contracts import Evaluation, Interval, RunPaths
+from kftrain.contracts import Evaluation, Interval, RunPaths, Unmeasured
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import CHECKPOINT_DIGEST_TAG, EXPORT_DIGEST_TAG, RUN_URI_TAG
 from kftrain.tracking.client import ModelVersion
@@ -57,6 +57,15 @@ def find_measured(version: ModelVersion, evaluation_digest: str) -> Measured | N
     if found.evaluation.export_digest != version.tags.get(EXPORT_DIGEST_TAG):
         return None
     return found if found.evaluation.evaluation_digest == evaluation_digest else None
+
+
+def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) -> str:
+    """Why the evaluation of a run could not score the champion's export; empty where it says nothing of that."""
+    if not storage.exists(paths.unmeasured):
+        return ""
+    found = contracts.read(Unmeasured, paths.unmeasured, EvaluationError)
+    is_ours = (found.evaluation_digest, found.export_digest) == (evaluation_digest, export_digest)
+    return found.reason if is_ours else ""
 
 
 def improvement(config: Config, metrics: Metrics, challenger: Measured, champion: Measured) -> Interval:

@@ -1,15 +1,19 @@
 """How `mlflow.pyfunc.load_model("models:/<name>@champion")` becomes a model: through the reference, without a pickle.
 
 MLflow calls `_load_pyfunc` with the path of `reference.json`. The export is fetched and every byte of it checked
-against the digest before a tensor is loaded.
+against the digest before a tensor is loaded. What it may be made of, and where it may lie, says the environment of who
+loads it (`kftrain.trust`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kftrain import contracts
-from kftrain.errors import CheckpointError
+from kftrain.errors import CheckpointError, DataError
 from kftrain.registry.reference import Reference
 
 if TYPE_CHECKING:
@@ -22,10 +26,61 @@ class ExportedModel:
     def __init__(self, model: Any, task: Any) -> None:
         self._model, self._task = model, task
 
-    def predict(self, model_input: pandas.DataFrame) -> pandas.DataFrame:
-        """One row per input row, equal to what evaluation computes."""
-        answer: pandas.DataFrame = self._task.predict(self._model, model_input)
+    def predict(self, model_input: Any) -> pandas.DataFrame:
+        """One row per input row, equal to what evaluation computes.
+
+        `model_input`: a data frame, or what `as_frame` makes one of. Raises DataError.
+        """
+        frame = as_frame(model_input, getattr(self._task, "input_column", None))
+        answer: pandas.DataFrame = self._task.predict(self._model, frame)
         return answer
+
+
+def as_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
+    """A data frame of what people pass to `predict`, one row per sample.
+
+    That is a frame, columns by name, a list of such rows, a table of numbers `[rows, columns]`, one value, or a list,
+    array or series of values. `column`: what a column of values is called; None: the task does not look at names.
+
+    Raises DataError for anything else.
+    """
+    import pandas
+
+    if isinstance(inputs, pandas.DataFrame):
+        return inputs
+    if isinstance(inputs, pandas.Series):
+        return inputs.to_frame(inputs.name if column is None else column)
+    rows = [inputs] if isinstance(inputs, str | bytes) else inputs
+    if not isinstance(rows, Mapping | list | tuple | np.ndarray) or (isinstance(rows, np.ndarray) and not rows.shape):
+        raise _not_understood(inputs)
+    try:
+        if column is None or isinstance(rows, Mapping) or _is_table(rows):
+            return pandas.DataFrame(rows)
+        return pandas.DataFrame({column: pandas.Series(list(rows), dtype=object)})
+    except (ValueError, TypeError) as error:
+        raise _not_understood(inputs) from error
+
+
+def _is_table(rows: Any) -> bool:
+    """Whether it has columns of its own: rows by name, or of numbers."""
+    if len(rows) and all(isinstance(row, Mapping) for row in rows):
+        return True
+    if not isinstance(rows, np.ndarray) and not (len(rows) and all(isinstance(row, list | tuple) for row in rows)):
+        return False
+    try:
+        table = np.asarray(rows)
+    except ValueError:  # rows of different lengths
+        return False
+    return table.ndim == 2 and table.dtype.kind in "biuf"
+
+
+def _not_understood(inputs: Any) -> DataError:
+    return DataError(
+        "the input cannot be understood",
+        where="predict",
+        value=f"{type(inputs).__name__}: {inputs!r:.80}",
+        fix="pass a pandas DataFrame, columns by name, a list of samples, or an array [rows, ...]",
+    )
 
 
 def _load_pyfunc(path: str) -> ExportedModel:

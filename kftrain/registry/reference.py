@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
 from kftrain import contracts, storage
+from kftrain.checkpoint.commit import Files
 from kftrain.errors import TrackingError
 
 FILE_NAME = "reference.json"
@@ -44,16 +49,23 @@ def require_export(uri: str, digest: str, *, contents: bool = False) -> None:
     """
     manifest_uri = storage.join(uri, "manifest.json")
     try:
-        actual = storage.sha256_file(manifest_uri)
-        files = storage.read_json(manifest_uri)["files"]
+        content = storage.read_bytes(manifest_uri)
     except FileNotFoundError as error:
         raise TrackingError("the export is gone", where=uri, fix="export the checkpoint again, or train") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrackingError("the manifest of the export is damaged", where=manifest_uri) from error
-    if actual != digest:
+    if (actual := storage.sha256_bytes(content)) != digest:
         raise TrackingError(f"the export is not the one with digest {digest[:16]}", where=uri, value=actual[:16])
+    try:
+        files = _Listing.model_validate_json(content).files
+    except ValidationError as error:
+        raise TrackingError("the manifest of the export is damaged", where=manifest_uri) from error
     for name, entry in files.items():
-        _require_file(storage.join(uri, name), entry["bytes"], entry["sha256"] if contents else "")
+        _require_file(storage.join(uri, name), entry.bytes, entry.sha256 if contents else "")
+
+
+class _Listing(BaseModel):
+    """What a manifest says of files."""
+
+    files: Annotated[Files, Field(min_length=1)]
 
 
 def _require_file(uri: str, num_bytes: int, sha256: str) -> None:

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from kftrain import contracts
-from kftrain.contracts import Document, RunPaths
+from kftrain.contracts import RunPaths, RunShards
 from kftrain.data.manifest import Manifest, read_manifest
-
-
-class RunShards(Document):
-    """The dataset of a run."""
-
-    manifest_uri: str
-    dataset_digest: str
 
 
 def read_shards(paths: RunPaths) -> RunShards:

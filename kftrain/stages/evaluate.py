@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from kftrain import contracts, launch, registry, report, storage, tracking
+from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths
-from kftrain.errors import ConfigError, EvaluationError, LaunchError
+from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
-from kftrain.launch.completion import is_export
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
+from kftrain.trust import Trust
 
 
 def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | None = None) -> Outcome:
@@ -23,11 +24,19 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
     with failure.reported("evaluate", paths, config, progress):
         completion = contracts.read(Completion, paths.complete, LaunchError)
         digest = evaluation_digest(config, completion.dataset_digest)
+        champion = _rival(config, completion)
+        obstacle = _obstacle(config, champion) if champion else ""
+        storage.remove(paths.unmeasured)
+        if champion and obstacle:
+            found = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=obstacle)
+            storage.publish_json(paths.unmeasured, found.to_dict())
         targets = [_own_target(paths, completion, digest)]
-        champion = _comparable_champion(config, completion, progress)
-        if champion is not None:
+        if champion and not obstacle:
             targets.append(_champion_target(champion, digest))
         evaluation = launch.run_evaluation(paths, config, digest, targets)[0]
+        if champion and storage.exists(paths.unmeasured):
+            reason = contracts.read(Unmeasured, paths.unmeasured, EvaluationError).reason
+            progress(f"the champion, version {champion.version}, is not scored: {reason}")
         _log(paths, config, evaluation, completion.step)
         return _outcome(paths, config, evaluation, progress)
 
@@ -55,30 +64,26 @@ def _champion_target(champion: Champion, digest: str) -> EvaluationTarget:
         export_digest=champion.export_digest,
         checkpoint_digest=champion.checkpoint_digest,
         output_uri=RunPaths(champion.run_uri).evaluation(champion.checkpoint_digest, digest),
+        required=False,
     )
 
 
-def _comparable_champion(config: Config, completion: Completion, progress: Progress) -> Champion | None:
-    """The champion, if it is another model that was trained for the same task and can be read."""
+def _rival(config: Config, completion: Completion) -> Champion | None:
+    """The champion, where it is another model than the one to evaluate."""
     champion = registry.champion(config)
-    if champion is None or champion.checkpoint_digest == completion.checkpoint_digest:
-        return None
-    reason = _incomparable(config, champion)
-    if reason:
-        progress(f"the champion, version {champion.version}, is not scored: {reason}")
-        return None
-    return champion
+    return None if champion is None or champion.checkpoint_digest == completion.checkpoint_digest else champion
 
 
-def _incomparable(config: Config, champion: Champion) -> str:
-    """Why the champion cannot be scored on this data; empty where it can."""
-    if not is_export(champion.export_uri):
-        return f"its export is gone ({champion.export_uri})"
+def _obstacle(config: Config, champion: Champion) -> str:
+    """Why the champion cannot be scored on this data; empty where nothing speaks against it."""
+    trust = Trust.of(config)
     try:
-        trained_for = resolve.load_config(champion.run_uri).task
-    except ConfigError as error:
-        return f"its configuration cannot be read ({error.line})"
-    return "" if trained_for == config.task else "it was trained for another task"
+        trust.require_place(champion.run_uri)
+        task = read_recipe(champion.export_uri, champion.export_digest, trust).task
+    except (ConfigError, CheckpointError) as error:
+        return error.line
+    is_same = task.model_dump(mode="json") == config.task.model_dump(mode="json")
+    return "" if is_same else "it was trained for another task"
 
 
 def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from kftrain import report, storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
+from kftrain.contracts import RunPaths, RunShards
 from kftrain.data import manifest, sharding
 from kftrain.data.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
 from kftrain.progress import RUN_LINE, Progress, to_log
 from kftrain.stages import failure, preflight, remote, resolve
-from kftrain.stages.dataset import RunShards, read_dataset
+from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
 from kftrain.tasks import build_task
@@ -121,13 +121,21 @@ def _own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
 
 
 def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
-    before = storage.read_json_if_exists(paths.shards)
-    if before is not None and before.get("dataset_digest") != shards.dataset_digest and resolve.has_trained(paths):
+    before = _known_dataset(paths)
+    if before not in ("", shards.dataset_digest) and resolve.has_trained(paths):
         raise OtherTrainingError(
-            f"this run is another training: dataset {before.get('dataset_digest')} -> {shards.dataset_digest}",
+            f"this run is another training: dataset {before} -> {shards.dataset_digest}",
             where=paths.uri,
             fix="start a new run for the new data",
         )
+
+
+def _known_dataset(paths: RunPaths) -> str:
+    """Digest of the run's dataset; empty where shards.json is damaged: checkpoints know it too, and refuse another."""
+    try:
+        return read_shards(paths).dataset_digest
+    except DataError:
+        return ""
 
 
 def _summary(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from typing import Any, cast
 
 from kftrain import contracts, errors, storage, tracking
 from kftrain.config import Config
-from kftrain.contracts import Document, RunPaths
+from kftrain.contracts import Document, RunPaths, RunShards
 from kftrain.data.manifest import Manifest
 from kftrain.errors import FencedError, InterruptedByUser, KftrainError, Preempted, TrackingError
 from kftrain.launch.outage import tolerated
 from kftrain.progress import Progress, to_log
-from kftrain.stages.dataset import RunShards
 from kftrain.tracking import DatasetLineage
 
 

@@ -94,5 +94,8 @@ class Task(Protocol):
         ...
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
-        """What a registered model answers: one row per input row, equal to what evaluation computes."""
+        """What a registered model answers: one row per input row, equal to what evaluation computes.
+
+        A task with an attribute `input_column` also gets lists, arrays and series of values, as a column of that name.
+        """
         ...

@@ -46,6 +46,8 @@ class ImageClassification:
             bilinearly.
     """
 
+    input_column = "image"
+
     def __init__(
         self,
         *,

@@ -52,6 +52,8 @@ class LanguageModeling:
         tokenizer: `bytes`.
     """
 
+    input_column = "text"
+
     def __init__(self, *, sequence_length: Count = 256, tokenizer: str = "bytes") -> None:
         self.sequence_length = sequence_length
         self.tokenizer = build_tokenizer(tokenizer)

@@ -21,7 +21,7 @@ from kftrain import attempts, storage, tracking
 from kftrain.checkpoint import commit, export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
-from kftrain.contracts import Completion, RunPaths, read
+from kftrain.contracts import Completion, RunPaths, RunShards, read
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.manifest import Manifest, read_manifest, verify_shards
@@ -103,13 +103,13 @@ def _is_complete(training: Training) -> bool:
 
 
 def _read_training(paths: RunPaths, config: Config) -> Training:
-    shards = storage.read_json(paths.shards)
+    shards = read(RunShards, paths.shards)
     return Training(
         paths=paths,
         config=config,
-        manifest_uri=shards["manifest_uri"],
-        manifest=read_manifest(shards["manifest_uri"]),
-        identity=config.training_identity(shards["dataset_digest"]),
+        manifest_uri=shards.manifest_uri,
+        manifest=read_manifest(shards.manifest_uri),
+        identity=config.training_identity(shards.dataset_digest),
         task=build_task(config.task),
     )
 

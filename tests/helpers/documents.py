@@ -1,11 +1,13 @@
 """The documents of a run that is through: shards, completion, evaluation, registration; no training, no MLflow."""
 
+import hashlib
+import json
+
 from kftrain import config, storage
-from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, RunPaths
+from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, RunPaths, RunShards
 from kftrain.data.sharding import shard_dataset
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.stages import resolve
-from kftrain.stages.dataset import RunShards
 from kftrain.tasks import build_task
 
 DIGITS = """
@@ -129,3 +131,18 @@ def publish_export(uri):
     manifest = {"files": {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}}
     storage.publish_json(f"{uri}/manifest.json", manifest)
     return uri
+
+
+def publish_described_export(uri, description):
+    """A whole export with this `kftrain.json`; returns its digest."""
+    contents = {"model.safetensors": b"tensors", "kftrain.json": json.dumps(description).encode()}
+    for name, content in contents.items():
+        storage.publish(f"{uri}/{name}", content)
+    files = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    digests = {"checkpoint_digest": "c", "training_digest": "t", "dataset_digest": "d"}
+    manifest = json.dumps({"schema_version": 1, "step": 1, "files": files, **digests})
+    storage.publish(f"{uri}/manifest.json", manifest)
+    return hashlib.sha256(manifest.encode()).hexdigest()

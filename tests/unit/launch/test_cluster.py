@@ -202,7 +202,7 @@ def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(storage_an
     """A laptop sleeps while its job succeeds and is removed; what proves the success stays."""
     one, completion = training, completion_of(training.paths, make_job()[0], "d")
     if storage_answers:
-        storage.publish_json(one.paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+        storage.publish_json(one.paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
     publish_export(completion.export_uri)
     storage.publish_json(one.paths.complete, completion.to_dict())
     with namespace.changed:

@@ -2,7 +2,7 @@ import pytest
 from helpers.documents import completion_of, digits_config, evaluation_of, publish_export
 
 from kftrain import storage
-from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.launch.completion import (
     has_export,
@@ -21,7 +21,7 @@ def run(tmp_path):
     resolved = digits_config(tmp_path)
     paths = RunPaths.of(resolved.run.storage_root, "r")
     storage.publish(paths.config, resolved.to_yaml())
-    storage.publish_json(paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    storage.publish_json(paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
     return paths, resolved
 
 
@@ -87,7 +87,25 @@ def test_an_evaluation_is_complete_when_all_its_targets_have_metrics(run, reques
         assert not is_complete("evaluate", paths, resolved)
         storage.publish_json(metrics_uri(target), evaluation.to_dict())
     assert is_complete("evaluate", paths, resolved)
-    assert read_evaluations(request) == [evaluation, evaluation]
+    assert read_evaluations(paths, request) == [evaluation, evaluation]
+
+
+def test_an_evaluation_is_complete_without_a_champion_that_cannot_be_loaded(run, request_of):
+    paths, resolved = run
+    request, evaluation = request_of
+    champion = request.targets[1].model_copy(update={"required": False, "export_digest": "f" * 64})
+    request = request.model_copy(update={"targets": [request.targets[0], champion]})
+    storage.publish_json(paths.evaluation_request, request.to_dict())
+    storage.publish_json(metrics_uri(request.targets[0]), evaluation.to_dict())
+    given_up = Unmeasured(evaluation_digest=request.evaluation_digest, export_digest="f" * 64, reason="damaged")
+    others = [{"evaluation_digest": "another"}, {"export_digest": "another"}, {"export_digest": "e" * 64}]
+    for changes in others:
+        assert not is_complete("evaluate", paths, resolved)
+        storage.publish_json(paths.unmeasured, given_up.model_copy(update=changes).to_dict())
+    assert not is_complete("evaluate", paths, resolved)
+    storage.publish_json(paths.unmeasured, given_up.to_dict())
+    assert is_complete("evaluate", paths, resolved)
+    assert read_evaluations(paths, request) == [evaluation]
 
 
 @pytest.mark.parametrize("changes", [{"evaluation_digest": "another"}, {"export_digest": "another"}])
@@ -98,7 +116,7 @@ def test_metrics_of_something_else_complete_nothing(run, request_of, changes):
         storage.publish_json(metrics_uri(target), evaluation.model_copy(update=changes).to_dict())
     assert not is_complete("evaluate", paths, resolved)
     with pytest.raises(EvaluationError, match="of another evaluation"):
-        read_evaluations(request)
+        read_evaluations(paths, request)
 
 
 def test_an_evaluation_that_nobody_asked_for_is_not_complete(run):

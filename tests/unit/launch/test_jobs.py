@@ -29,7 +29,7 @@ class ScriptedLauncher:
 @pytest.fixture
 def paths(tmp_path):
     paths = RunPaths.of(str(tmp_path), "r")
-    storage.publish_json(paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    storage.publish_json(paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
     return paths
 
 

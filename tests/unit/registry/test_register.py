@@ -10,6 +10,7 @@ import pytest
 from kftrain import registry, storage
 from kftrain.checkpoint import commit
 from kftrain.errors import EvaluationError, TrackingError
+from kftrain.registry.reference import require_export
 from kftrain.tracking import client
 
 
@@ -177,3 +178,10 @@ def test_nothing_that_is_stored_can_be_unpickled(config, finished, tmp_path):
 def test_the_manifest_is_the_one_that_the_checkpoint_package_writes():
     assert commit.MANIFEST == "manifest.json"
     assert set(commit.FileEntry.model_fields) == {"bytes", "sha256"}
+
+
+def test_an_export_that_lists_no_files_is_none(tmp_path):
+    manifest = storage.dump_json({"schema_version": 1, "files": {}})
+    storage.publish(f"{tmp_path}/export/manifest.json", manifest)
+    with pytest.raises(TrackingError, match="the manifest of the export is damaged"):
+        require_export(f"{tmp_path}/export", storage.sha256_text(manifest))

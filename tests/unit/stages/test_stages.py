@@ -1,6 +1,7 @@
 """What each stage reads, asks for and leaves behind; MLflow, jobs and the registry are records of calls."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.documents import (
     evaluation_of,
     finished_run,
     publish_commit,
-    publish_export,
+    publish_described_export,
     registration_of,
     sharded_run,
 )
@@ -268,14 +269,16 @@ def scored(tmp_path, calls, monkeypatch):
     return score, config, paths
 
 
-def champion_of(tmp_path, text="", export=True, **changes):
-    folder = tmp_path / "old" / "runs" / "c"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(text or digits_config(tmp_path).to_yaml())
-    (folder / "export").mkdir()
-    if export:
-        publish_export(f"{folder}/export")
-    fields = {"version": 1, "run_uri": str(folder), "checkpoint_digest": "d" * 64, "export_digest": "f" * 64}
+def champion_of(tmp_path, export=True, root="store", model=None, task=None, **changes):
+    config, folder = digits_config(tmp_path), f"{tmp_path}/{root}/runs/c"
+    description = {
+        "schema_version": 1,
+        "model": config.model.model_dump(mode="json") | (model or {}),
+        "task": config.task.model_dump(mode="json") | (task or {}),
+        "model_arguments": {},
+    }
+    digest = publish_described_export(f"{folder}/export", description) if export else "f" * 64
+    fields = {"version": 1, "run_uri": folder, "checkpoint_digest": "d" * 64, "export_digest": digest}
     return Champion(**{**fields, "export_uri": f"{folder}/export", **changes})
 
 
@@ -283,7 +286,9 @@ def test_the_champion_is_scored_beside_the_challenger_and_into_its_own_run(tmp_p
     score, _, paths = scored
     champion = champion_of(tmp_path)
     outcome, targets = score(champion)
-    assert [target.export_digest for target in targets] == ["e" * 64, "f" * 64]
+    assert [target.export_digest for target in targets] == ["e" * 64, champion.export_digest]
+    assert [target.required for target in targets] == [True, False]
+    assert not storage.exists(paths.unmeasured)
     assert targets[0].output_uri.startswith(paths.uri) and targets[1].output_uri.startswith(champion.run_uri)
     assert calls.evaluated == [("m-1", {"accuracy": 0.9, "cross_entropy": 0.4})]
     assert outcome.metrics == {"accuracy": 0.9, "cross_entropy": 0.4}
@@ -301,14 +306,59 @@ def test_the_champion_is_not_scored_against_itself(tmp_path, scored):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"text": "task: {kind: language_modeling}"}, "another task"),
-        ({"text": "nonsense: 1"}, "cannot be read"),
-        ({"export": False}, "export is gone"),
+        ({"task": {"image_size": 16}}, "another task"),
+        ({"export": False}, "no export here"),
+        ({"export_digest": "f" * 64}, "not the expected one"),
+        ({"model": {"kind": "os:system"}}, "os:system.*registry.trusted_kinds"),
+        ({"task": {"kind": "builtins:eval"}}, "builtins:eval"),
+        ({"root": "elsewhere"}, "elsewhere.*registry.trusted_roots"),
+        ({"run_uri": "http://169.254.169.254/runs/c"}, "169.254.169.254.*registry.trusted_roots"),
+        ({"export_uri": "simplecache::http://169.254.169.254/x"}, "chain"),
     ],
 )
 def test_a_champion_that_cannot_be_scored_is_left_out_with_the_reason(tmp_path, scored, calls, options, reason):
-    assert len(scored[0](champion_of(tmp_path, **options))[1]) == 1
-    assert any(reason in line and "version 1" in line for line in calls.lines)
+    """The step is green all the same, and the gate finds the reason as data."""
+    score, _, paths = scored
+    champion = champion_of(tmp_path, **options)
+    assert len(score(champion)[1]) == 1
+    assert any(re.search(reason, line) and "version 1" in line for line in calls.lines)
+    found = contracts.read(contracts.Unmeasured, paths.unmeasured)
+    assert re.search(reason, found.reason)
+    assert (found.evaluation_digest, found.export_digest) == (calls.scored[-1][0], champion.export_digest)
+
+
+@pytest.mark.parametrize(
+    ("options", "override"),
+    [
+        ({"model": {"kind": "own:Model"}}, "registry.trusted_kinds=[own:Model]"),
+        ({"root": "elsewhere"}, "registry.trusted_roots=[{root}/elsewhere]"),
+    ],
+)
+def test_what_the_configuration_lists_is_scored(tmp_path, scored, calls, options, override):
+    score, config, paths = scored
+    assert len(score(champion_of(tmp_path, **options))[1]) == 1
+    listed = parse(config.to_yaml(), [override.format(root=tmp_path)])
+    storage.publish(paths.config, listed.to_yaml())
+    assert len(score(champion_of(tmp_path, **options))[1]) == 2
+    assert not storage.exists(paths.unmeasured)
+
+
+def test_what_the_job_found_out_about_the_champion_is_said(tmp_path, scored, calls, monkeypatch):
+    score, _, paths = scored
+    champion = champion_of(tmp_path)
+    score(champion)
+    run_evaluation = launch.run_evaluation
+
+    def given_up(paths, config, digest, targets):
+        found = contracts.Unmeasured(
+            evaluation_digest=digest, export_digest=champion.export_digest, reason="a file is damaged"
+        )
+        storage.publish_json(paths.unmeasured, found.to_dict())
+        return run_evaluation(paths, config, digest, targets)[:1]
+
+    monkeypatch.setattr(launch, "run_evaluation", given_up)
+    evaluate(paths.uri, calls.lines.append)
+    assert "the champion, version 1, is not scored: a file is damaged" in calls.lines
 
 
 def test_a_run_that_is_not_trained_is_not_evaluated(tmp_path, calls):

@@ -67,7 +67,7 @@ def run(tmp_path):
     resolved = digits_config(tmp_path)
     paths = RunPaths.of(resolved.run.storage_root, "r")
     storage.publish(paths.config, resolved.to_yaml())
-    storage.publish_json(paths.shards, {"manifest_uri": "m", "dataset_digest": "d"})
+    storage.publish_json(paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
     (tmp_path / "termination-log").touch()
     yield paths, resolved
     for process in started:
