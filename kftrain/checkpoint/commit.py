@@ -29,7 +29,7 @@ from kftrain.errors import CheckpointError, OtherTrainingError
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 HISTORY = "history.json"
-_NAME = re.compile(r"step-(\d{8})-a(\d+)")
+_NAME = re.compile(r"step-(\d{8,})-a(\d+)")
 
 
 class FileEntry(BaseModel):
@@ -78,9 +78,10 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, name: str) -> CheckpointName | None:
-        """The inverse of `str`; None for other names."""
+        """The inverse of `str`; None for names that no writer gives, such as one with more zeros."""
         match = _NAME.fullmatch(name)
-        return cls(int(match[1]), int(match[2])) if match else None
+        parsed = cls(int(match[1]), int(match[2])) if match else None
+        return parsed if str(parsed) == name else None
 
 
 def entry_of(uri: str) -> FileEntry:
@@ -121,12 +122,12 @@ def read_manifest(uri: str) -> tuple[CheckpointManifest, str]:
     """
     marker = storage.join(uri, COMMITTED)
     try:
-        expected = storage.read_text(marker).strip()
-    except FileNotFoundError as error:
+        expected = storage.read_bytes(marker).strip()  # bytes: a damaged marker is no text
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError("not a committed checkpoint", where=uri, fix="see: kftrain checkpoints list") from error
     manifest = contracts.read(CheckpointManifest, storage.join(uri, MANIFEST), CheckpointError)
     actual = storage.sha256_text(storage.dump_json(manifest.to_dict()))
-    if actual != expected:
+    if actual.encode() != expected:
         raise CheckpointError(
             "manifest.json is not the one that was committed", where=uri, value=actual, fix="use an older one"
         )

@@ -9,6 +9,7 @@ import click
 
 from kftrain import storage
 from kftrain.checkpoint import commit
+from kftrain.checkpoint.commit import CheckpointName
 from kftrain.cli.options import json_option
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError
@@ -25,14 +26,18 @@ def checkpoints_command() -> None:
 def list_(run_uri: str, as_json: bool) -> None:
     """List the committed checkpoints of a run, newest first."""
     paths = RunPaths(storage.absolute(run_uri))
-    rows = [_row(storage.join(paths.checkpoints, str(name))) for name in commit.committed(paths)]
+    names = commit.committed(paths)
+    if not names and not storage.exists(paths.uri):
+        raise CheckpointError("there is no such run", where=paths.uri, fix="check the run's URI")
+    rows = [_row(storage.join(paths.checkpoints, str(name)), name) for name in names]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     if not rows:
         click.echo("no committed checkpoint")
     for row in rows:
-        click.echo(f"step {row['step']}, attempt {row['attempt']}, {row['bytes'] / 1e6:,.1f} MB  {row['uri']}")
+        state = f"damaged: {row['problem']}" if "problem" in row else f"{row['bytes'] / 1e6:,.1f} MB  {row['uri']}"
+        click.echo(f"step {row['step']}, attempt {row['attempt']}, {state}")
 
 
 @checkpoints_command.command()
@@ -61,22 +66,20 @@ def export(uri: str, as_json: bool) -> None:
     click.echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
 
 
-def _row(uri: str) -> dict[str, Any]:
-    manifest, digest = commit.read_manifest(uri)
-    return {
-        "uri": uri,
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "digest": digest,
-        "bytes": sum(entry.bytes for entry in manifest.files.values()),
-        "world_size": manifest.world_size,
-    }
+def _row(uri: str, name: CheckpointName) -> dict[str, Any]:
+    row: dict[str, Any] = {"uri": uri, "step": name.step, "attempt": name.attempt}
+    try:
+        manifest, digest = commit.read_manifest(uri)
+    except CheckpointError as error:  # the others are listed all the same
+        return {**row, "problem": error.line}
+    num_bytes = sum(entry.bytes for entry in manifest.files.values())
+    return {**row, "digest": digest, "bytes": num_bytes, "world_size": manifest.world_size}
 
 
 def _checkpoint(uri: str) -> str:
     """A checkpoint's URI, or the newest one of a run. Raises CheckpointError."""
     absolute = storage.absolute(uri)
-    if commit.CheckpointName.parse(RunPaths(absolute).run_id) is not None:
+    if CheckpointName.parse(RunPaths(absolute).run_id) is not None:
         return absolute
     names = commit.committed(RunPaths(absolute))
     if not names:

@@ -86,6 +86,61 @@ def test_a_changed_manifest_is_not_the_committed_one(paths):
         commit.read_manifest(uri)
 
 
+@pytest.mark.parametrize("damage", [b"\x80", b"\xff" * 65, b"", b"not a digest\n"])
+def test_a_damaged_marker_is_a_damaged_checkpoint(paths, damage):
+    uri = write(paths, 10, 1)
+    storage.publish(storage.join(uri, commit.COMMITTED), damage)
+    with pytest.raises(CheckpointError, match="not the one that was committed"):
+        commit.read_manifest(uri)
+
+
+def test_a_step_of_any_size_is_found_and_ordered(paths):
+    steps = [1, 99_999_999, 100_000_000, 123_456_789_012]
+    for step in steps:
+        write(paths, step, 1)
+    assert [name.step for name in commit.committed(paths)] == steps[::-1]
+    commit.retire(paths, keep_last=1, attempt=1)
+    assert storage.list_names(paths.checkpoints) == ["step-123456789012-a1"]
+
+
+FOREIGN = [
+    "step-5",
+    "step-000000005-a1",
+    "step-00000005-a01",
+    "step-00000005-a\uff11",
+    "step-0000000\u0665-a1",
+    "notes.txt",
+    "best",
+]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "committed folder", "dangling link"])
+def test_what_others_put_among_the_checkpoints_is_left_alone(paths, kind):
+    write(paths, 10, 1)
+    folder = storage.local_path(paths.checkpoints)
+    for name in FOREIGN:
+        if kind == "file":
+            (folder / name).write_text("mine")
+        elif kind == "dangling link":
+            (folder / name).symlink_to("nowhere")
+        else:
+            (folder / name).mkdir()
+            if "committed" in kind:
+                (folder / name / commit.COMMITTED).write_text("mine")
+    assert [str(name) for name in commit.committed(paths)] == ["step-00000010-a1"]
+    write(paths, 20, 2)
+    commit.retire(paths, keep_last=1, attempt=2)
+    assert set(storage.list_names(paths.checkpoints)) == {*FOREIGN, "step-00000020-a2"}
+
+
+def test_a_file_that_has_a_checkpoints_name_is_no_checkpoint(paths):
+    write(paths, 10, 1)
+    (storage.local_path(paths.checkpoints) / "step-00000020-a1").write_text("mine")
+    assert commit.last_step(paths) == 10
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+        commit.read_manifest(storage.join(paths.checkpoints, "step-00000020-a1"))
+
+
 def test_another_training_is_refused_with_the_fields_that_differ(paths):
     uri = write(paths, 10, 1)
     manifest, _ = commit.read_manifest(uri)
