@@ -152,6 +152,12 @@ class CheckpointConfig(Section):
     """Committed checkpoints that are kept."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
+    max_failed_saves: Amount = 3
+    """Checkpoints in a row that may fail to be written (a full disk, a storage that is away) while training goes on;
+    one more ends the attempt, to be tried again (138). The last one of a training must not fail."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    """How long one checkpoint may take to be written. If it takes longer, storage hangs, and the attempt ends, to be
+    tried again (138)."""
 
 
 class EvaluateConfig(Section):

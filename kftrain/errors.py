@@ -45,6 +45,10 @@ class KftrainError(Exception):
         self.what, self.where, self.value, self.fix = what, where, value, fix
         super().__init__(self.line)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a pickle, for another process."""
+        return error_from_dict, (self.to_dict(),)
+
     @property
     def line(self) -> str:
         """The whole error on one line, as the CLI prints it."""

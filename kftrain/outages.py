@@ -55,6 +55,34 @@ _REFUSED = re.compile("NoCredentials|PartialCredentials|CredentialRetrieval|Toke
 _PASSING = frozenset((HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS))
 
 
+_FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec")
+"""Packages whose exceptions say that an object store refused or cannot be reached."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an exception says that a disk, or a quota of it, is full."""
+    return isinstance(error, OSError) and error.errno in _FULL_CODES
+
+
+@contextlib.contextmanager
+def telling_full_disk(where: str) -> Iterator[None]:
+    """Within the block a full disk is our error. Raises RetryableError."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        place = str(error.filename or where)
+        raise RetryableError("no space is left on the device", where=place, fix="free some and go on") from error
+
+
+def is_of_a_driver(error: BaseException) -> bool:
+    """Whether an object store's driver raised it: most of their exceptions are no OSErrors."""
+    return any(kind.__module__.split(".")[0] in _DRIVERS for kind in type(error).__mro__)
+
+
 def is_outage(error: BaseException) -> bool:
     """Whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
     if isinstance(error, OSError) and error.errno in _CODES:

@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kftrain.errors import ConfigError
-from kftrain.outages import is_outage, patience, patiently, ride_out
+from kftrain.outages import (
+    is_full,
+    is_of_a_driver,
+    is_outage,
+    patience,
+    patiently,
+    ride_out,
+    telling_full_disk,
+)
 from kftrain.remote import RemotePath, version_of
 
-__all__ = ("is_outage", "patience", "version_of")
+__all__ = ("is_full", "is_of_a_driver", "is_outage", "patience", "telling_full_disk", "version_of")
 """What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
@@ -92,7 +100,7 @@ def open_write(uri: str) -> Iterator[BinaryIO]:
             yield stream
         return
     path = local_path(uri)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     try:
         with path.open("wb") as stream:
             yield stream
@@ -165,7 +173,7 @@ def publish(uri: str, data: bytes | str) -> None:
         RemotePath(uri).write(content)
         return
     path = local_path(uri)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with _written_aside(path, content) as aside:
         os.replace(aside, path)
     sync_folder(path.parent)
@@ -189,7 +197,7 @@ def create(uri: str, data: bytes | str) -> None:
         RemotePath(uri).create(content)
         return
     path = local_path(uri)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with _written_aside(path, content) as aside:
         os.link(aside, path)  # unlike a rename, a link refuses to replace
     sync_folder(path.parent)
@@ -214,7 +222,7 @@ def new_folder(uri: str) -> Iterator[Path]:
             ride_out(uri, "write", lambda: RemotePath(uri).put_folder(Path(aside)))
         return
     target = local_path(uri)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as aside:
         content = Path(aside) / "content"
         content.mkdir()
@@ -270,6 +278,14 @@ def dump_json(document: Any) -> str:
 def digest_json(document: Any) -> str:
     """Hex sha256 of a document's canonical JSON: the digest of settings, schemas and listings."""
     return sha256_text(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False))
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, where they are missing, and the names of the new ones durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -89,6 +89,11 @@ def entry_of(uri: str) -> FileEntry:
     return FileEntry(bytes=storage.size_bytes(uri), sha256=storage.sha256_file(uri))
 
 
+def entry_of_text(text: str) -> FileEntry:
+    """Size and digest of a file that holds this text."""
+    return FileEntry(bytes=len(text.encode()), sha256=storage.sha256_text(text))
+
+
 def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) -> str:
     """Publishes the manifest, then COMMITTED if the attempt still holds the run; returns the checkpoint's digest.
 

@@ -18,7 +18,7 @@ from kftrain import attempts, contracts, storage
 from kftrain.attempts import Claim
 from kftrain.checkpoint import commit, reader
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
-from kftrain.checkpoint.save import State
+from kftrain.checkpoint.staging import State
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, KftrainError, error_from_dict
 from kftrain.parallel.world import World

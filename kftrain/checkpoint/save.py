@@ -1,16 +1,23 @@
 """Saving: every process writes its share in parallel, rank 0 commits.
 
 `save` copies the state to host memory (the only part that training waits for), then a background thread writes the
-files with torch.distributed.checkpoint, hashes them, gathers all processes' digests on rank 0 and commits. One save is
-in flight at a time. All collectives of the thread use the world's background group, in the same order on every process.
+files with torch.distributed.checkpoint, which are hashed on the way, gathers all processes' digests on rank 0 and
+commits. One save is in flight at a time. All collectives of the thread use the world's background group, in the same
+order on every process.
 """
 
 from __future__ import annotations
 
+import contextvars
+import errno
+import math
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,16 +28,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from kftrain import attempts, storage
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
+from kftrain.checkpoint.files import CheckpointFiles
+from kftrain.checkpoint.staging import Staging, State
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, KftrainError, RetryableError, error_from_dict, error_to_dict
 from kftrain.parallel.world import World
+from kftrain.progress import to_log
 
-State = dict[str, Any]
+METADATA = ".metadata"
+"""DCP's name of the file that it writes last."""
+
+Problem = dict[str, Any]
+"""An error as plain data."""
 
 T = TypeVar("T")
-
-_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec")
-"""Packages whose exceptions say that an object store refused or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -43,47 +54,100 @@ class Identity:
     training_identity: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A save whose end was not yet asked for."""
+
+    step: int
+    start: float
+    """On the monotonic clock."""
+    future: Future[int]
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one attempt.
 
     All methods are collective: call them on every process, in the same order.
     """
 
-    def __init__(self, paths: RunPaths, world: World, identity: Identity, keep_last: int, committed_step: int) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        world: World,
+        identity: Identity,
+        keep_last: int,
+        committed_step: int,
+        timeout_seconds: float = math.inf,
+    ) -> None:
         self._paths, self._world, self._identity, self._keep_last = paths, world, identity, keep_last
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[int] | None = None
+        self._timeout_seconds = timeout_seconds
+        self._staging = Staging()
+        self._flight: _Flight | None = None
         self.committed_step = committed_step
         """Step of the newest committed checkpoint; at first the one that the attempt began with."""
 
     @property
+    def step(self) -> int | None:
+        """Step of the save in flight, finished or not, until it is waited for; None where there is none."""
+        return None if self._flight is None else self._flight.step
+
+    @property
     def busy(self) -> bool:
         """Whether this process's thread is still writing. Processes may differ: agree before acting on it."""
-        return self._pending is not None and not self._pending.done()
+        return self._flight is not None and not self._flight.future.done()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the save in flight takes longer than it may, on this process."""
+        return self.busy and self._left_seconds() <= 0
 
     def save(self, state: State, history: list[dict[str, Any]], step: int, samples_consumed: int) -> None:
         """Starts a save; returns when the state has been copied, and may be changed again.
 
-        Raises what an earlier save in the background failed with, on all processes the same: FencedError or
-        RetryableError; anything else is a bug.
+        The save before must have been waited for.
         """
-        self.wait()
+        assert self._flight is None, self._flight
         name = CheckpointName(step, self._identity.attempt)
-        writer = _writer(storage.join(self._paths.checkpoints, str(name)))
-        staged = writer.stage(state)
+        staged = self._staging.copy_of(state)
         manifest = self._manifest(name, samples_consumed)
-        self._pending = self._thread.submit(self._write, writer, staged, list(history), name, manifest)
+        self._flight = _Flight(step, time.monotonic(), Future())
+        context = contextvars.copy_context()  # the caller's patience with storage
+        arguments = (_run_into, self._flight.future, self._write, staged, list(history), name, manifest)
+        # A daemon: nobody waits at the end of the process for a thread whose storage hangs.
+        threading.Thread(target=context.run, args=arguments, daemon=True, name="checkpoint").start()
 
     def wait(self) -> None:
-        """Returns when the save in flight is committed. Raises FencedError or RetryableError if it was not."""
-        if self._pending is None:
+        """Returns when the save in flight is committed.
+
+        Raises what it failed with, on all processes the same: FencedError, or RetryableError, after which nothing of
+        it is left and another one may be begun; anything else is a bug. Raises RetryableError, too, where it is
+        overdue: then it still is in flight.
+        """
+        if self._flight is None:
             return
-        pending, self._pending = self._pending, None
-        self.committed_step = pending.result()
+        self.close()
+        if self.busy:
+            raise self.overdue_error()
+        flight, self._flight = self._flight, None
+        self.committed_step = flight.future.result()
+
+    def overdue_error(self) -> RetryableError:
+        """What to raise where the save in flight is overdue."""
+        assert self._flight is not None
+        return RetryableError(
+            f"the checkpoint at step {self._flight.step} was not written within {self._timeout_seconds:g} s",
+            where=self._paths.checkpoints,
+            fix="see that the storage answers, or raise checkpoint.timeout_seconds",
+        )
 
     def close(self) -> None:
-        """Ends the thread; a save in flight is finished first."""
-        self._thread.shutdown(wait=True)
+        """Lets a save in flight finish, for as long as it may take."""
+        if self._flight is not None:
+            futures.wait([self._flight.future], timeout=min(max(0.0, self._left_seconds()), threading.TIMEOUT_MAX))
+
+    def _left_seconds(self) -> float:
+        assert self._flight is not None
+        return self._flight.start + self._timeout_seconds - time.monotonic()
 
     def _manifest(self, name: CheckpointName, samples_consumed: int) -> CheckpointManifest:
         return CheckpointManifest(
@@ -98,35 +162,49 @@ class CheckpointWriter:
         )
 
     def _write(
-        self,
-        writer: Any,
-        staged: State,
-        history: list[dict[str, Any]],
-        name: CheckpointName,
-        manifest: CheckpointManifest,
+        self, staged: State, history: list[dict[str, Any]], name: CheckpointName, manifest: CheckpointManifest
     ) -> int:
+        """Writes and commits; returns the step. In the thread."""
         uri = storage.join(self._paths.checkpoints, str(name))
+        written, problem = self._write_files(staged, uri)
+        if problem is None:
+            gathered: list[Any] = [None] * self._world.size
+            dist.all_gather_object(gathered, written, group=self._world.background)
+            entries = {key: entry for part in gathered for key, entry in part.items()}
+            outcome = [self._try_to_commit(uri, name, manifest, history, entries) if self._world.is_main else None]
+            dist.broadcast_object_list(outcome, src=0, group=self._world.background)
+            problem = outcome[0]
+        if problem is None:
+            return name.step
+        error = error_from_dict(problem)
+        assert error.exit_code != BUG_CODE, error.line
+        if self._world.is_main and error.retryable:
+            _remove(uri)  # all processes have ended writing to it
+        raise error
+
+    def _write_files(self, staged: State, uri: str) -> tuple[dict[str, FileEntry], Problem | None]:
+        """Writes this process's share; what it wrote, or on all processes the same problem."""
+        writer = _Writer(uri)
         try:
             dcp.state_dict_saver.save(staged, storage_writer=writer, process_group=self._world.background)
-        except (CheckpointException, OSError) as error:  # CheckpointException is a BaseException
-            raise RetryableError(f"the checkpoint could not be written: {_first_line(error)}", where=uri) from error
-        gathered: list[Any] = [None] * self._world.size
-        dist.all_gather_object(gathered, _tried(uri, self._hash_own_files, uri), group=self._world.background)
-        _raise_first(problem for _, problem in gathered)
-        outcome: list[Any] = [None]
-        if self._world.is_main:
-            entries = {key: entry for part, _ in gathered for key, entry in part.items()}
-            outcome = [_tried(uri, self._commit, uri, name, manifest, history, entries)[1]]
-        dist.broadcast_object_list(outcome, src=0, group=self._world.background)
-        _raise_first(outcome)
-        return name.step
+        except CheckpointException as error:  # a BaseException
+            causes = [cause for cause, _ in error.failures.values()]
+            return {}, _problem(causes[0] if causes else error, uri, "written")
+        return writer.files.entries, None
 
-    def _hash_own_files(self, uri: str) -> dict[str, FileEntry]:
-        prefix = f"__{self._world.rank}_"
-        names = [name for name in storage.list_names(uri) if name.startswith(prefix)]
-        if self._world.is_main:
-            names.append(".metadata")
-        return {name: commit.entry_of(storage.join(uri, name)) for name in names}
+    def _try_to_commit(
+        self,
+        uri: str,
+        name: CheckpointName,
+        manifest: CheckpointManifest,
+        history: list[dict[str, Any]],
+        files: dict[str, FileEntry],
+    ) -> Problem | None:
+        try:
+            self._commit(uri, name, manifest, history, files)
+        except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
+            return _problem(error, uri, "committed")
+        return None
 
     def _commit(
         self,
@@ -137,52 +215,72 @@ class CheckpointWriter:
         files: dict[str, FileEntry],
     ) -> None:
         attempts.require_held(self._paths, name.attempt)
-        history_uri = storage.join(uri, commit.HISTORY)
-        storage.publish_json(history_uri, history)
-        files = {**files, commit.HISTORY: commit.entry_of(history_uri)}
+        content = storage.dump_json(history)
+        storage.publish(storage.join(uri, commit.HISTORY), content)
+        files = {**files, commit.HISTORY: commit.entry_of_text(content)}
         commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
-        storage.publish_json(self._paths.history, history)
-        commit.retire(self._paths, self._keep_last, name.attempt)
+        try:
+            storage.publish_json(self._paths.history, history)
+            commit.retire(self._paths, self._keep_last, name.attempt)
+        except Exception as error:
+            if not _is_of_storage(error):
+                raise
+            # It is committed all the same; the next one tidies up.
+            to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")
 
 
-def _tried(uri: str, work: Callable[..., T], *arguments: Any) -> tuple[T | None, dict[str, Any] | None]:
-    """What the work returns, or why it failed as plain data, for all processes to raise."""
+class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
+    """DCP's writer, over our files; it writes what is on the CPU already."""
+
+    fs: Any
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
+        self.fs = self.files = CheckpointFiles()
+        self.path = uri
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Refuses to write over a checkpoint, as DCP does, but by an error of storage."""
+        if self.files.exists(self.files.concat_path(self.path, METADATA)):
+            raise FileExistsError(errno.EEXIST, "there is one already", self.path)
+        return super().prepare_local_plan(plan)
+
+
+def _run_into(future: Future[T], work: Callable[..., T], *arguments: Any) -> None:
     try:
-        return work(*arguments), None
-    except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
-        if isinstance(error, KftrainError):
-            return None, error.to_dict()
-        if isinstance(error, OSError) or _is_of_a_driver(error):
-            cause = f"{type(error).__name__}: {_first_line(error)}"
-            return None, RetryableError(f"the checkpoint could not be committed: {cause}", where=uri).to_dict()
-        traceback.print_exception(error, file=sys.stderr)  # a bug: the other processes only get its last frame
-        return None, error_to_dict(error)
+        future.set_result(work(*arguments))
+    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        future.set_exception(error)
 
 
-def _is_of_a_driver(error: Exception) -> bool:
-    """Whether an object store's driver raised it: most of their exceptions are no OSErrors."""
-    return any(kind.__module__.split(".")[0] in _DRIVERS for kind in type(error).__mro__)
+def _problem(error: BaseException, uri: str, what: str) -> Problem:
+    """Why a save failed, as plain data for all processes to raise."""
+    if isinstance(error, KftrainError):
+        return error.to_dict()
+    if _is_of_storage(error):
+        fix = "free some space" if storage.is_full(error) else ""
+        return RetryableError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
+    traceback.print_exception(error, file=sys.stderr)  # a bug: the other processes only get its last frame
+    return error_to_dict(error)
 
 
-def _raise_first(problems: Iterable[dict[str, Any] | None]) -> None:
-    """Raises the first of the problems, a bug as an AssertionError; does nothing where there are none."""
-    first = next(filter(None, problems), None)
-    if first is not None:
-        assert first["exit_code"] != BUG_CODE, first["line"]
-        raise error_from_dict(first)
+def _is_of_storage(error: BaseException) -> bool:
+    return isinstance(error, OSError) or storage.is_of_a_driver(error) or storage.is_outage(error)
 
 
-def _writer(uri: str) -> Any:
-    """A DCP writer that is also a stager: `stage` copies the state to the CPU."""
-    if storage.is_local(uri):
-        return dcp.filesystem.FileSystemWriter(storage.local_path(uri), overwrite=False)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    return FsspecWriter(uri, overwrite=False)
+def _cause(error: BaseException) -> str:
+    """In words; a path is named already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
 
 
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-        error = causes[0] if causes else error
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _remove(uri: str) -> None:
+    """Deletes what a failed save has left, unless it is a whole checkpoint all the same."""
+    try:
+        if not storage.exists(storage.join(uri, commit.COMMITTED)):
+            storage.remove(uri)
+    except Exception as error:
+        if not _is_of_storage(error):
+            raise
+        to_log(f"warning: {uri} could not be deleted: {_cause(error)}")

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from kftrain.checkpoint import load
-from kftrain.checkpoint.save import CheckpointWriter, State
+from kftrain.checkpoint.save import CheckpointWriter
+from kftrain.checkpoint.staging import State
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
@@ -23,9 +24,9 @@ from kftrain.evaluate.score import score, total_metrics
 from kftrain.parallel import wrap
 from kftrain.parallel.pulse import Pulse
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 from kftrain.train.optimizer import learning_rate, set_learning_rate
 from kftrain.train.recorder import Recorder
+from kftrain.train.saves import Saves
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper, seed_step
 
@@ -37,6 +38,9 @@ class Control:
     num_terms: int
     stop: bool
     busy: bool
+    """Whether a checkpoint is being written."""
+    overdue: bool
+    """Whether that takes longer than it may."""
 
 
 class Loop:
@@ -55,7 +59,8 @@ class Loop:
         pulse: Pulse,
     ) -> None:
         self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
-        self._validation, self._writer, self._recorder, self._stop = validation, writer, recorder, stop
+        self._validation, self._recorder, self._stop = validation, recorder, stop
+        self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
         self._pulse = pulse
         self._num_nonfinite = self._last_recorded = 0
         self._gradient_norm = 0.0
@@ -79,7 +84,8 @@ class Loop:
     def run(self, first_step: int) -> int:
         """Takes all steps from `first_step` on; returns the number of steps that are done, the last one committed.
 
-        Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite.
+        Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite,
+        RetryableError when too many checkpoints in a row cannot be written.
         """
         with self._pulse.watched():
             return self._run(first_step)
@@ -92,18 +98,17 @@ class Loop:
             if control.stop:
                 with self._pulse.resting():
                     self._stop_after_commit(step)
+            self._saves.go_on(control.busy, control.overdue)
             loss = self._take(step, batch, control.num_terms)
             done = step + 1
             self._after_step(done, loss, control.busy)
-        with self._pulse.resting():
-            self._writer.wait()
         return done
 
     def _agree(self, batch: StepBatch) -> Control:
-        terms, stop, busy = self._world.sum(
-            [self._stepper.count_terms(batch), float(self._stop.requested), float(self._writer.busy)]
-        )
-        return Control(int(terms), stop > 0, busy > 0)
+        saves = self._saves
+        flags = (self._stop.requested, saves.busy, saves.overdue)
+        terms, stop, busy, overdue = self._world.sum([self._stepper.count_terms(batch), *map(float, flags)])
+        return Control(int(terms), stop > 0, busy > 0, overdue > 0)
 
     def _take(self, step: int, batch: StepBatch, num_terms: int) -> torch.Tensor:
         seed_step(self._config.run.seed, step, self._world.rank)
@@ -157,24 +162,21 @@ class Loop:
                 self._recorder.record_validation(done, total_metrics(self._stepper.task, statistics))
 
     def _save(self, done: int, last: bool, busy: bool) -> None:
-        if busy and not last:
-            if self._world.is_main:
-                to_log(f"warning: checkpoint at step {done} skipped: the one before is still being written")
-            return
-        waits = last or not self._config.checkpoint.asynchronous
-        self._writer.save(self._state(), self._recorder.history, done, done * self._config.train.global_batch_size)
-        if waits:
-            self._writer.wait()
-        if self._world.is_main:
-            to_log(f"checkpoint at step {done} " + ("committed" if waits else "started"))
+        if last:
+            self._commit(done)
+        elif busy:
+            self._saves.skip(done)
+        else:
+            self._saves.save(self._state(), self._recorder.history, done)
 
     def _stop_after_commit(self, done: int) -> None:
-        """Commits what is done since the last checkpoint, if anything."""
-        self._writer.wait()
-        if done > self._writer.committed_step:
-            self._writer.save(self._state(), self._recorder.history, done, done * self._config.train.global_batch_size)
-            self._writer.wait()
+        self._commit(done)
         raise Preempted(f"stopped at step {done} of {self._config.train.steps}; everything up to it is committed")
+
+    def _commit(self, done: int) -> None:
+        """Commits what is done since the last checkpoint, if anything."""
+        if done > self._saves.settle():
+            self._saves.finish(self._state(), self._recorder.history, done)
 
     def _state(self) -> State:
         model, optimizer = get_state_dict(wrap.bare(self._stepper.model), self._stepper.optimizer)

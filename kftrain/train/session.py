@@ -128,7 +128,8 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
     identity = Identity(attempt, training.manifest.dataset_digest, training.digest, training.identity)
-    writer = CheckpointWriter(paths, world, identity, config.checkpoint.keep_last, first_step)
+    saving = config.checkpoint
+    writer = CheckpointWriter(paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
     pulse = Pulse(lambda: world.gather_slowly(None))

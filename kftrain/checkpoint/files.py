@@ -1,0 +1,151 @@
+"""The files of one checkpoint, as torch.distributed.checkpoint (DCP) reads and writes them, in any storage.
+
+What is written is hashed on the way, so that nothing is read back, and is durable when its stream is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from torch.distributed.checkpoint import filesystem
+
+from kftrain import storage
+from kftrain.checkpoint.commit import FileEntry
+
+TEMPORARY_SUFFIX = ".tmp"
+"""How DCP calls the metadata before it renames it. Object stores cannot rename: until then it is held in memory."""
+
+
+class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
+    """In place of DCP's own file systems. Raises OSError, which survives the way from process to process."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+        """What was written: name -> size and digest."""
+        self._held: dict[str, bytes] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Opens a file for reading (`rb`) or a new one for writing (`wb`)."""
+        uri = os.fspath(path)
+        with _plain_errors(uri):
+            if mode == "rb":
+                with storage.open_read(uri) as stream:
+                    yield stream
+            elif uri.endswith(TEMPORARY_SUFFIX):
+                with io.BytesIO() as held:
+                    yield held
+                    self._held[uri] = held.getvalue()
+            else:
+                with self._written(uri) as hashing:
+                    yield hashing
+
+    @contextlib.contextmanager
+    def _written(self, uri: str) -> Iterator[HashingStream]:
+        with storage.open_write(uri) as stream:
+            hashing = HashingStream(stream)
+            try:
+                yield hashing
+            except RuntimeError as error:  # torch's own, which says "unexpected pos", where a write has failed
+                raise (hashing.error or error) from None
+        self._add(uri, hashing.entry)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Publishes what was held in memory."""
+        content = self._held.pop(os.fspath(path))
+        uri = os.fspath(new_path)
+        with _plain_errors(uri):
+            storage.publish(uri, content)
+        self._add(uri, FileEntry(bytes=len(content), sha256=storage.sha256_bytes(content)))
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """The URI of a file."""
+        return storage.join(os.fspath(path), suffix)
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        """The URI of the folder."""
+        return os.fspath(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Makes the folder; object stores have none."""
+        uri = os.fspath(path)
+        with _plain_errors(uri):
+            if storage.is_local(uri):
+                storage.make_folder(storage.local_path(uri))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the URI can be one of a checkpoint."""
+        return True
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a file is there."""
+        with _plain_errors(os.fspath(path)):
+            return storage.exists(os.fspath(path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a file."""
+        with _plain_errors(os.fspath(path)):
+            storage.remove(os.fspath(path))
+
+    def _add(self, uri: str, entry: FileEntry) -> None:
+        self.entries[uri.rsplit("/", 1)[-1]] = entry
+
+
+class HashingStream:
+    """A file to write to, in order, that knows the digest of what was written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._digest, self._num_bytes = stream, hashlib.sha256(), 0
+        self.error: Exception | None = None
+        """What the first write that failed was answered with: torch raises something else."""
+
+    @property
+    def entry(self) -> FileEntry:
+        """Of what was written so far."""
+        return FileEntry(bytes=self._num_bytes, sha256=self._digest.hexdigest())
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Writes all of it; returns its length in bytes."""
+        try:
+            self._stream.write(content)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        self._digest.update(content)
+        num_bytes = memoryview(content).nbytes
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        """Number of bytes written."""
+        return self._num_bytes
+
+    def flush(self) -> None:
+        """Nothing: `storage.open_write` does it at the end."""
+
+    def close(self) -> None:
+        """Nothing: `storage.open_write` does it at the end."""
+
+
+@contextlib.contextmanager
+def _plain_errors(uri: str) -> Iterator[None]:
+    """Makes errors of a store plain OSErrors: those of drivers do not all survive being pickled for another process."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or _described(error), uri) from error
+    except Exception as error:
+        if not (storage.is_of_a_driver(error) or storage.is_outage(error)):
+            raise
+        raise OSError(errno.EIO, _described(error), uri) from error
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

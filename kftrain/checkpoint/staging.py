@@ -1,0 +1,53 @@
+"""A copy of a state in host memory, so that training may go on while it is written.
+
+Every tensor is copied once, from wherever it lies, into memory that is kept for the next save: a save needs that much
+in any case, and new memory costs more time than the copy. A distributed tensor's copy holds the local part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_DTensor: Any = DTensor
+"""Its constructor is not typed."""
+
+State = dict[str, Any]
+
+Place = tuple[Any, ...]
+"""Keys and indices that lead to a tensor."""
+
+
+class Staging:
+    """The memory of one process's copies; one copy at a time is valid."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Place, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copy_of(self, state: State) -> State:
+        """The state as it is now: tensors on the CPU, in the memory of the copy before; nothing else is shared."""
+        copied: State = self._copied(state, ())
+        return copied
+
+    def _copied(self, value: Any, place: Place) -> Any:
+        if isinstance(value, DTensor):
+            local = self._copied(value.to_local(), place)
+            return _DTensor(local, value._spec, requires_grad=False)  # from_local would bring it back to the mesh's GPU
+        if isinstance(value, torch.Tensor):
+            return self._buffer(place, value).copy_(value)
+        if isinstance(value, dict):
+            return {key: self._copied(item, (*place, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self._copied(item, (*place, number)) for number, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        return copy.deepcopy(value)
+
+    def _buffer(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._buffers.get(place)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            found = self._buffers[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return found

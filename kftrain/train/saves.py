@@ -1,0 +1,91 @@
+"""What becomes of the checkpoints of an attempt: told to people, counted where they fail, given up after too many.
+
+A checkpoint that cannot be written (a full disk, a storage that is away) costs nothing yet: training goes on, and the
+next interval brings the next one. Only the last one of an attempt has to succeed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kftrain.checkpoint.save import CheckpointWriter
+from kftrain.checkpoint.staging import State
+from kftrain.config import CheckpointConfig
+from kftrain.errors import RetryableError
+from kftrain.progress import to_log
+
+
+class Saves:
+    """The saves of one attempt. Every method is collective, and all processes see each save end in the same way."""
+
+    def __init__(self, writer: CheckpointWriter, config: CheckpointConfig, samples_per_step: int, tells: bool) -> None:
+        self._writer, self._max_failed, self._asynchronous = writer, config.max_failed_saves, config.asynchronous
+        self._samples_per_step, self._tells = samples_per_step, tells
+        self._num_failed = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process is still writing one. Processes may differ: agree before acting on it."""
+        return self._writer.busy
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the one that is being written takes longer than it may, on this process."""
+        return self._writer.overdue
+
+    def go_on(self, busy: bool, overdue: bool) -> None:
+        """Takes note of how the save in flight has ended, if it has; what is given is what all have agreed on.
+
+        Raises RetryableError where one is overdue or too many in a row have failed, and FencedError.
+        """
+        if overdue:
+            raise self._writer.overdue_error()
+        if not busy:
+            self._settle(self._max_failed)
+
+    def skip(self, step: int) -> None:
+        """Says that there is none after `step` steps: the one before is still being written."""
+        self._tell(f"warning: checkpoint at step {step} skipped: the one before is still being written")
+
+    def save(self, state: State, history: list[dict[str, Any]], step: int) -> None:
+        """Begins a save, or makes it, where saves are not asynchronous; none is in flight. Raises as `go_on` does."""
+        self._start(state, history, step)
+        if not self._asynchronous:
+            self._settle(self._max_failed)
+        else:
+            self._tell(f"checkpoint at step {step} started")
+
+    def settle(self) -> int:
+        """Waits for the save in flight, which may have failed; the step of the newest commit. Raises FencedError."""
+        self._settle(None)
+        return self._writer.committed_step
+
+    def finish(self, state: State, history: list[dict[str, Any]], step: int) -> None:
+        """Makes the last save of the attempt; none is in flight. Raises RetryableError or FencedError."""
+        self._start(state, history, step)
+        self._settle(0)
+
+    def _start(self, state: State, history: list[dict[str, Any]], step: int) -> None:
+        self._writer.save(state, history, step, step * self._samples_per_step)
+
+    def _settle(self, max_failed: int | None) -> None:
+        """Waits for the save in flight; a failed one is raised if more than so many in a row have failed."""
+        step = self._writer.step
+        if step is None:
+            return
+        try:
+            self._writer.wait()
+        except RetryableError as error:
+            self._num_failed += 1
+            given_up = max_failed is not None and self._num_failed > max_failed
+            if given_up or self._writer.step is not None:  # it still is in flight: none can follow
+                raise
+            count = f"{self._num_failed} failed in a row, {self._max_failed} may"
+            self._tell(f"warning: no checkpoint at step {step} ({count}): {error.line}")
+        else:
+            self._num_failed = 0
+            self._tell(f"checkpoint at step {step} committed")
+
+    def _tell(self, line: str) -> None:
+        if self._tells:
+            to_log(line)
