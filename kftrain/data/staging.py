@@ -29,7 +29,7 @@ _PREFIX = ".tmp-sharding-"
 def staging_folder(parent_uri: str) -> Iterator[Path]:
     """An empty local folder, in `parent_uri` where that is local, else among temporary files; removed at the end."""
     parent = storage.local_path(parent_uri) if storage.is_local(parent_uri) else Path(tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(parent)
     _remove_abandoned(parent)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as aside:
         content = Path(aside) / "content"

@@ -13,6 +13,7 @@ from helpers import checkpoints
 from kftrain import attempts, storage
 from kftrain.checkpoint import commit
 from kftrain.contracts import RunPaths
+from kftrain.data import staging
 
 
 class Disk:
@@ -84,8 +85,28 @@ def test_when_a_checkpoint_gets_its_marker_everything_that_it_vouches_for_is_dur
     assert len(looked) == 2
 
 
-@pytest.mark.parametrize("write", [storage.publish, storage.create], ids=["publish", "create"])
+def write_in_pieces(uri, content):
+    with storage.open_write(uri) as stream:
+        stream.write(content.encode())
+
+
+def publish_as_a_folder(uri, content):
+    with storage.new_folder(os.path.dirname(uri)) as folder:
+        (folder / os.path.basename(uri)).write_text(content)
+
+
+def publish_as_shards(uri, content):
+    target = os.path.dirname(uri)
+    with staging.staging_folder(os.path.dirname(target)) as folder:
+        (folder / os.path.basename(uri)).write_text(content)
+        staging.publish_folder(folder, target, os.path.basename(uri), lambda uri: True)
+
+
+WRITES = [storage.publish, storage.create, write_in_pieces, publish_as_a_folder, publish_as_shards]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_what_is_published_is_durable_with_all_the_folders_above_it(tmp_path, disk, write):
     write(str(tmp_path / "a" / "b" / "file"), "content")
     for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
-        assert disk.lost_of(folder) == set()
+        assert disk.lost_of(folder) == set(), folder
