@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from kftrain import errors
@@ -65,3 +67,10 @@ def test_an_error_of_an_unknown_kind_survives_two_ways_through_json():
     once = error_from_dict({"kind": "OfAnotherVersion", "exit_code": 42, "line": "something"})
     again = error_from_dict(error_to_dict(once))
     assert (again.line, again.exit_code) == ("something", 42)
+
+
+def test_an_error_survives_the_way_to_another_process():
+    """As pickles, which torch sends the errors of one process to the others in."""
+    for error in (errors.RetryableError("full", where="s", fix="free some"), errors.DataError("bad", value=[1])):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), copied.line, copied.exit_code) == (type(error), error.line, error.exit_code)
