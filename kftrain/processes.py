@@ -12,6 +12,9 @@ from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+STORE_ENV = "KFTRAIN_STORE_DESCRIPTOR"
+"""Descriptor on which rank 0 of a single node listens: no other process can have taken the port meanwhile."""
+
 
 def die_with_parent() -> None:
     """Has the kernel send SIGKILL to this process when its parent dies (Linux; elsewhere nothing happens).

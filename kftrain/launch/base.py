@@ -25,6 +25,10 @@ class Launcher(Protocol):
         """Whether this process was told to stop, so that no further attempt must be made."""
         ...
 
+    def close(self) -> None:
+        """Lets go of what is kept for another attempt: there will be none."""
+        ...
+
 
 def build_launcher(config: Config) -> Launcher:
     """The launcher of `launch.backend`. Raises LaunchError where it cannot run this job."""

@@ -60,6 +60,9 @@ class ClusterLauncher:
                 to_log(f"warning: {error.line}")
                 return Preempted.exit_code
 
+    def close(self) -> None:
+        """Nothing is kept: pods are new for each attempt."""
+
     def _run(self, spec: JobSpec) -> int:
         paths = RunPaths(spec.run_uri)
         owner, kfp_run_id = ownership.find_owner(self._cluster)

@@ -7,6 +7,8 @@ with the error that its first failing process left behind.
 
 from __future__ import annotations
 
+import contextlib
+
 from kftrain import attempts, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
@@ -20,7 +22,8 @@ from kftrain.progress import to_log
 def run_training(paths: RunPaths, config: Config, mlflow_run_id: str = "") -> Completion:
     """Trains a run to its end; returns the verified completion. Raises the error of the attempt that was the last."""
     spec = train_job(paths, config, mlflow_run_id)
-    _run_to_end(spec, paths, config, build_launcher(config))
+    with contextlib.closing(build_launcher(config)) as launcher:
+        _run_to_end(spec, paths, config, launcher)
     return read_completion(paths, config)
 
 
@@ -36,7 +39,8 @@ def run_evaluation(
         request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
         storage.publish_json(paths.evaluation_request, request.to_dict())
         spec = evaluate_job(paths, config, metrics_uri(missing[-1]))
-        _run_to_end(spec, paths, config, build_launcher(config))
+        with contextlib.closing(build_launcher(config)) as launcher:
+            _run_to_end(spec, paths, config, launcher)
     return read_evaluations(paths, EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 

@@ -1,39 +1,59 @@
-"""The local launcher: a job as torchrun processes of this machine, under the supervisor that worker pods have."""
+"""The local launcher: a job as processes of this machine, under the supervisor that worker pods have."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from types import FrameType
 
+from kftrain.errors import FIRST_RETRYABLE_CODE
+from kftrain.kept import KeptProcess
 from kftrain.launch.spec import JobSpec
 from kftrain.processes import shell_code, stop_signals
 
 
 class LocalLauncher:
-    """Runs jobs in a child process. The child and all below it die with this process, however it dies."""
+    """Runs jobs in a child process. The child and all below it die with this process, however it dies.
+
+    A child whose attempt may be followed by another is kept for it.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: KeptProcess | None = None
+        self._command: list[str] = []
 
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`."""
-        command = [sys.executable, "-m", "kftrain", *spec.worker_arguments()]
         before = self._take_signals()
         try:
-            # A session of its own: Ctrl-C on a terminal must reach the job once, through us, as SIGTERM.
-            self._child = subprocess.Popen(command, env={**os.environ, **spec.environment}, start_new_session=True)
+            child = self._child_for(spec)
+            child.start({**os.environ, **spec.environment}, spec.environment)
             if self.interrupted:
-                self._child.terminate()
-            return shell_code(self._child.wait())
+                child.terminate()
+            code = shell_code(child.wait())
+            if code < FIRST_RETRYABLE_CODE or self.interrupted:
+                self.close()
+            return code
         finally:
-            self._child = None
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Ends the child that was kept."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _child_for(self, spec: JobSpec) -> KeptProcess:
+        command = [sys.executable, "-m", "kftrain", *spec.worker_arguments()]
+        if self._child is None or command != self._command:
+            self.close()
+            # A session of its own: Ctrl-C on a terminal must reach the job once, through us, as SIGTERM.
+            self._child, self._command = KeptProcess(command, new_session=True), command
+        return self._child
 
     def _take_signals(self) -> dict[int, signal.Handlers]:
         """Handlers can be set in the main thread only; elsewhere whoever owns the process decides."""

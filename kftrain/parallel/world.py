@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kftrain.processes import STORE_ENV
+
 SLOW_SECONDS = 7200.0
 """How long one process may read or write files while the others wait. A peer that dies is noticed at once all the same,
 because its connections end."""
@@ -33,6 +35,8 @@ class World:
     """Gloo group of the training thread."""
     background: dist.ProcessGroup
     """Gloo group of the checkpoint thread, and before the first step of what reads large files; it is patient."""
+    store: Any = None
+    """Where the processes have met. Rank 0 answers there as long as this lives: the other nodes wait for its end."""
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +84,7 @@ class World:
 
 @contextlib.contextmanager
 def join_world(timeout_seconds: float) -> Iterator[World]:
-    """Joins the process group that torchrun's environment describes, and leaves it again.
+    """Joins the process group that the environment describes as torchrun's would, and leaves it again.
 
     Leaving it matters: a process that exits with gloo alive dies of SIGABRT, which would hide its exit code.
     """
@@ -90,10 +94,27 @@ def join_world(timeout_seconds: float) -> Iterator[World]:
     if cuda:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    store = _meet(timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         background = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(seconds=SLOW_SECONDS)))
-        yield World(dist.get_rank(), dist.get_world_size(), device, control, background)
+        yield World(rank, size, device, control, background, store)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> Any:
+    """The store of rank 0, once all processes have come. On a single node that one is given the listening socket."""
+    is_main = os.environ["RANK"] == "0"
+    descriptor = os.environ.pop(STORE_ENV, "")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=is_main,
+        timeout=timeout,
+        master_listen_fd=int(descriptor) if descriptor else None,
+    )

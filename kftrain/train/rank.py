@@ -1,11 +1,10 @@
-"""What every process of a job runs: `python -m kftrain.train.rank`, started by torchrun.
+"""What every process of a job runs, forked from the node's agent.
 
 Its exit code is the error's own. The first process of a node that fails writes its error to the file that the
 supervisor named, by exclusive creation: those that fail afterwards, because their peer is gone, come too late to hide
 the cause.
 
-torch is imported late: what it prints or raises on the way in belongs into the process's log, and a SIGTERM while it
-is read is noted.
+The agent has imported torch already; where it could not, the import here says why in the process's log.
 """
 
 from __future__ import annotations
@@ -13,24 +12,17 @@ from __future__ import annotations
 import sys
 import traceback
 
-import click
-
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE
 from kftrain.launch.completion import load_config
-from kftrain.processes import die_with_parent, imports_for_good
+from kftrain.processes import imports_for_good
 from kftrain.train import output
 from kftrain.train.failing import leave
 from kftrain.train.signals import StopRequest
 
 
-@click.command()
-@click.option("--task", type=click.Choice(["train", "evaluate"]), required=True)
-@click.option("--run-uri", required=True)
-@click.option("--digest", required=True)
-def main(task: str, run_uri: str, digest: str) -> None:
-    """One process of a job."""
-    die_with_parent()
+def run(task: str, run_uri: str, digest: str) -> int:
+    """One process of a job, whose place torchrun's environment variables tell; returns its exit code."""
     output.redirect()
     try:
         if task == "train":
@@ -38,7 +30,8 @@ def main(task: str, run_uri: str, digest: str) -> None:
         else:
             _evaluate(RunPaths(run_uri), digest)
     except Exception as error:  # noqa: BLE001 - the last line of defence of a process: report, then exit with the right code
-        sys.exit(report(error))
+        return report(error)
+    return 0
 
 
 def _train(paths: RunPaths, digest: str) -> None:
@@ -66,7 +59,3 @@ def report(error: Exception) -> int:
         traceback.print_exception(error, file=sys.stderr)
     sys.stderr.write(f"kftrain: error: {document['line']}\n")
     return known.exit_code if known else BUG_CODE
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,11 @@
 """The supervisor: one per node, PID 1 in a worker pod, a plain process on a laptop. Imports no torch.
 
-It starts torchrun (without restarts of its own: a restart is a new attempt, from the last commit), passes SIGTERM on to
-the workers alone, so that they commit a checkpoint and end by themselves, and exits with a code that says whether
-another attempt makes sense: 0 only where the file that proves the job complete is there.
+It starts the agent, which forks the ranks (without restarts of its own: a restart is a new attempt, from the last
+commit), passes SIGTERM on to the ranks alone, so that they commit a checkpoint and end by themselves, and exits with a
+code that says whether another attempt makes sense: 0 only where the file that proves the job complete is there.
 
-torchrun is not told about the SIGTERM: it would give its workers 30 seconds and then kill them, in the middle of a
-checkpoint. Only before it has started any is it ended itself.
+The agent is not told about the SIGTERM: without it nobody would wait for the ranks. Only before it has started any is
+it ended itself.
 
 On the first node it also watches the launcher: when that one is silent for too long, the job is stopped as if it were
 preempted, and ends for good.
@@ -17,7 +17,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from kftrain import attempts, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, Preempted, RetryableError
+from kftrain.kept import KeptProcess, Reporter
 from kftrain.launch.completion import is_complete, load_config
 from kftrain.launch.heartbeat import LauncherWatch
 from kftrain.launch.outage import retryable, tolerated
@@ -49,11 +49,11 @@ from kftrain.parallel.pulse import PULSE_ENV
 from kftrain.processes import die_with_parent
 from kftrain.progress import to_log
 from kftrain.train import verdict
+from kftrain.train.node_job import NodeJob
 from kftrain.train.output import OUTPUT_ENV, Output, shortened
 from kftrain.train.verdict import Document
 from kftrain.train.watchdog import LOOK_SECONDS, Watchdog, end_with_stacks
 
-RANK_MODULE = "kftrain.train.rank"
 AGENT_MODULE = "kftrain.train.agent"
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
 """Where the first failing process of a node writes its error."""
@@ -84,7 +84,7 @@ class Rendezvous:
         return cls(nodes, int(os.environ.get(NODE_RANK_ENV, "0")), os.environ.get(ADDRESS_ENV, ""))
 
     def first_node_answers(self) -> bool:
-        """Whether torchrun still runs on the first node, where the others met."""
+        """Whether rank 0 still runs on the first node, where the others met."""
         try:
             socket.create_connection((self.address, RENDEZVOUS_PORT), timeout=FIRST_NODE_POLL_SECONDS).close()
         except OSError:
@@ -134,31 +134,41 @@ class Share:
         """Whether the process that completes the job is on this node."""
         return self.rendezvous.node_rank == 0
 
-    def rank_arguments(self) -> list[str]:
-        """Arguments of each process."""
-        return ["--task", self.task, "--run-uri", self.paths.uri, "--digest", self.digest]
+    def node_job(self) -> NodeJob:
+        """What the agent of this node is started with."""
+        return NodeJob(
+            task=self.task,
+            run_uri=self.paths.uri,
+            digest=self.digest,
+            processes=self.processes,
+            nodes=self.rendezvous.nodes,
+            node_rank=self.rendezvous.node_rank,
+            address=self.rendezvous.address,
+            port=RENDEZVOUS_PORT,
+        )
 
 
-def torchrun_arguments(rendezvous: Rendezvous, processes: int, rank_arguments: list[str]) -> list[str]:
-    """Arguments of torchrun for this node's share."""
-    if rendezvous.nodes == 1:
-        meeting = ["--standalone"]
-    else:
-        meeting = [
-            f"--nnodes={rendezvous.nodes}",
-            f"--node-rank={rendezvous.node_rank}",
-            f"--master-addr={rendezvous.address}",
-            f"--master-port={RENDEZVOUS_PORT}",
-        ]
-    return [*meeting, f"--nproc-per-node={processes}", "--max-restarts=0", "-m", RANK_MODULE, *rank_arguments]
+def run_share(share: Share) -> int:
+    """Runs a node's share; again as long as a launcher that keeps this process wants it. Returns the last exit code."""
+    reporter = Reporter()
+    agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, share.node_job().to_argument()])
+    while True:
+        code = Supervisor(share, agent).run()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # between attempts there is nothing that could be committed
+        if not reporter.kept or not reporter.next_task(code):
+            agent.close()
+            return code
 
 
 class Supervisor:
-    """Runs one node's share of a job."""
+    """Runs one attempt of a node's share of a job.
 
-    def __init__(self, share: Share) -> None:
-        self._share, self._paths = share, share.paths
-        self._agent: subprocess.Popen[bytes] | None = None
+    `agent`: the process that the ranks are forked from; whoever makes it closes it.
+    """
+
+    def __init__(self, share: Share, agent: KeptProcess) -> None:
+        self._share, self._paths, self._agent = share, share.paths, agent
+        self._started = False
         self._told: set[psutil.Process] = set()
         self._stopping = self._killed = False
         self._silent_seconds = 0.0
@@ -193,13 +203,13 @@ class Supervisor:
         return storage.join(self._paths.logs, "evaluation")
 
     def _run_processes(self, config: Config, logs: str) -> Document | None:
-        """Runs torchrun to its end; leaves error and logs behind, the error first: there may be little time."""
+        """Runs the ranks to their end; leaves error and logs behind, the error first: there may be little time."""
         if self._stopping:
             raise Preempted("stopped before it had started")
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             error_file = Path(folder) / "error.json"
             with Output(Path(folder), self._share.ranks, named=self._share.world_size > 1) as output:
-                returncode = self._run_torchrun(output.folder, error_file, config.launch.timeout_seconds)
+                returncode = self._run_ranks(output.folder, error_file, config.launch.timeout_seconds)
             error = self._explained(returncode, error_file, config)
             if error is not None:
                 self._announce(error)
@@ -207,18 +217,13 @@ class Supervisor:
                 _publish_log(path, storage.join(logs, path.name))
         return error
 
-    def _run_torchrun(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
+    def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
         share, pulses = self._share, folder / "pulses"
         pulses.mkdir()
-        environment = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.processes)),
-            **os.environ,
-            ERROR_FILE_ENV: str(error_file),
-            OUTPUT_ENV: str(folder),
-            PULSE_ENV: str(pulses),
-        }
-        arguments = torchrun_arguments(share.rendezvous, share.processes, share.rank_arguments())
-        self._agent = subprocess.Popen([sys.executable, "-m", AGENT_MODULE, *arguments], env=environment)
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.processes))}
+        files = {ERROR_FILE_ENV: str(error_file), OUTPUT_ENV: str(folder), PULSE_ENV: str(pulses)}
+        self._agent.start({**threads, **os.environ}, files)
+        self._started = True
         if self._stopping:
             self._stop_ranks()
         if share.is_first and share.launcher_timeout_seconds:
@@ -288,23 +293,22 @@ class Supervisor:
         to_log(f"the launcher has been silent for {watch.timeout_seconds:g} s: stopping")
         self._silent_seconds = watch.timeout_seconds
         self._ask_to_stop()
-        if not self._ended.wait(watch.timeout_seconds) and self._agent is not None:
+        if not self._ended.wait(watch.timeout_seconds):
             self._killed = True
-            self._agent.kill()  # and with it all processes
+            self._agent.kill()
 
     def _watch_ranks(self, watchdog: Watchdog, error_file: Path) -> None:
         """Ends the processes where they hang. Two looks must find it: a beat may be written while it is read."""
-        before, ending_seconds, agent = None, 0.0, self._agent
-        assert agent is not None, "the processes come first"
+        before, ending_seconds = None, 0.0
         while not self._ended.wait(LOOK_SECONDS):
             ending_seconds += LOOK_SECONDS if error_file.exists() else 0.0
             if ending_seconds > ENDING_SECONDS:
-                end_with_stacks(_below(agent.pid))
+                end_with_stacks(_below(self._agent.pid))
                 return
             hang = watchdog.look()
             if hang is not None and before is not None:
                 _publish_error(str(error_file), {**hang.error.to_dict(), "rank": hang.rank})
-                end_with_stacks(_below(agent.pid))
+                end_with_stacks(_below(self._agent.pid))
                 return
             before = hang
 
@@ -318,10 +322,10 @@ class Supervisor:
 
     def _stop_ranks(self) -> None:
         """Sends SIGTERM to each worker once; to those that are still starting, as soon as they can take it."""
-        agent = self._agent
-        if agent is None or agent.poll() is not None or self._ended.is_set():
+        agent = self._agent.pid
+        if not self._started or agent is None or self._ended.is_set():
             return
-        for process in _ranks_of(agent.pid) or ([] if self._told else _existing(agent.pid)):
+        for process in _ranks_of(agent) or ([] if self._told else _existing(agent)):
             if process not in self._told:
                 self._told.add(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -353,27 +357,20 @@ def _existing(pid: int) -> list[psutil.Process]:
     return []
 
 
-def _ranks_of(pid: int) -> list[psutil.Process]:
-    """The processes that torchrun, process `pid`, has started, without what those have forked.
-
-    One that is not yet executed looks like torchrun.
-    """
-    return [process for process in _below(pid) if _parent(process) == pid]
+def _ranks_of(agent: int) -> list[psutil.Process]:
+    """The ranks that the agent, process `agent`, has forked; not what those have forked."""
+    return [child for parent in _existing(agent) for child in _children(parent)]
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    """The worker processes below torchrun, process `pid`, and what they have forked: that has their command line."""
-    found = []
+def _below(agent: int | None) -> list[psutil.Process]:
+    """The ranks, and all that they have started."""
+    if agent is None:
+        return []
+    return [child for parent in _existing(agent) for child in _children(parent, recursive=True)]
+
+
+def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                command = child.cmdline()
-                if RANK_MODULE in command and AGENT_MODULE not in command:
-                    found.append(child)
+        found = process.children(recursive=recursive)
     return found
-
-
-def _parent(process: psutil.Process) -> int | None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return int(process.ppid())
-    return None

@@ -18,24 +18,24 @@ Document = dict[str, Any]
 LOST_PEER = "lost contact with another process"
 """How the error of a process begins whose peer was gone: never the cause."""
 
-SAME_TIME_SECONDS = 1
-"""torchrun notes the second in which a process failed, and gives the others 30 seconds before it kills them."""
+SAME_TIME_SECONDS = 1.0
+"""A process that was killed may be seen to end a little after the peers that lost it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that failed, as torchrun saw it."""
+    """A process that failed, as the agent saw it."""
 
     rank: int
     returncode: int
     """As `subprocess` has it: -N for death by signal N."""
-    timestamp: int
+    timestamp: float
     """Seconds since the epoch."""
 
 
 def silent_end(returncode: int, rank: int | None = None) -> Document:
-    """The error of a process that left none; of torchrun itself where no rank is named."""
-    name = "torchrun" if rank is None else f"rank {rank}"
+    """The error of a process that left none; of the node's agent where no rank is named."""
+    name = "the agent" if rank is None else f"rank {rank}"
     how = _signal_name(-returncode) if returncode < 0 else f"exit code {returncode}"
     document = {"kind": "", "exit_code": shell_code(returncode), "line": f"{name} ended by {how} without a word"}
     return document if rank is None else {**document, "rank": rank}
@@ -50,7 +50,7 @@ def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, 
     """The process that failed first, and its error where it left none itself.
 
     Args:
-        failures: All of a node's, in the order in which torchrun noticed them.
+        failures: All of a node's, in the order in which the agent noticed them.
         left: The error that a process of the node wrote, if any did. Where it only lost a peer, the cause is a
             process that was killed at the same time.
     """
@@ -92,7 +92,7 @@ def outranks(document: Document, published: Document) -> bool:
 
 
 def _was_killed(failure: Failure) -> bool:
-    """By a signal that is not torchrun's way to end the others."""
+    """By a signal that is not the agent's way to end the others."""
     return failure.returncode < 0 and failure.returncode != -signal.SIGTERM
 
 

@@ -108,7 +108,7 @@ def test_processes_that_leave_with_0_in_the_middle_are_no_success(run):
     assert "the job is not complete" in storage.read_json(paths.error)["line"]
 
 
-def test_sigterm_while_torchrun_is_read_ends_it_at_once_and_harms_nothing(run, two_processes):
+def test_sigterm_while_torch_is_read_ends_it_at_once_and_harms_nothing(run, two_processes):
     paths, resolved = run
     process = jobs.start_worker(paths, resolved)
     until(lambda: psutil.Process(process.pid).children())
@@ -202,10 +202,9 @@ def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers
 
 
 def is_rank(process):
-    """Whether it is a training process; torchrun, which names that module too, is none."""
+    """Whether it is a training process: forked from the agent, it has the agent's command line."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        command = process.cmdline()
-        return "kftrain.train.rank" in command and "kftrain.train.agent" not in command
+        return all("kftrain.train.agent" in each.cmdline() for each in (process, process.parent()))
     return False
 
 

@@ -1,4 +1,4 @@
-"""Stands in for torchrun under a real supervisor: runs the Python that `FAKE_AGENT` holds."""
+"""Stands in for the agent under a real supervisor: runs the Python that `FAKE_AGENT` holds."""
 
 import os
 

@@ -13,9 +13,10 @@ from kftrain import storage
 from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.train.failing import classify
+from kftrain.train.node_job import NodeJob
 from kftrain.train.rank import report
 from kftrain.train.signals import StopRequest
-from kftrain.train.supervisor import ERROR_FILE_ENV, Rendezvous, torchrun_arguments
+from kftrain.train.supervisor import ERROR_FILE_ENV
 from kftrain.train.verdict import only_lost_a_peer
 
 
@@ -132,10 +133,10 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["kftrain: error: first", "kftrain: error: second"]
 
 
-def test_several_nodes_meet_at_a_static_address():
-    arguments = torchrun_arguments(Rendezvous(nodes=3, node_rank=1, address="job-worker-0"), 4, ["--task", "train"])
-    assert arguments == [
-        "--nnodes=3", "--node-rank=1", "--master-addr=job-worker-0", "--master-port=23456", "--nproc-per-node=4",
-        "--max-restarts=0", "-m", "kftrain.train.rank", "--task", "train",
-    ]  # fmt: skip
-    assert "--standalone" in torchrun_arguments(Rendezvous(), 2, [])
+def test_each_rank_is_told_its_place_in_torchruns_variables():
+    job = NodeJob("train", "uri", "digest", processes=4, nodes=3, node_rank=1, address="job-worker-0", port=23456)
+    assert NodeJob.from_argument(job.to_argument()) == job
+    assert job.environment(2, job.address, job.port) == {
+        "RANK": "6", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "job-worker-0", "MASTER_PORT": "23456",
+    }  # fmt: skip

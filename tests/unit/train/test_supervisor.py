@@ -1,4 +1,4 @@
-"""The real supervisor as a process, with a scripted program in torchrun's place: nothing here needs torch."""
+"""The real supervisor as a process, with a scripted program in the agent's place: nothing here needs torch."""
 
 import json
 import os
@@ -59,7 +59,7 @@ start = lambda n: subprocess.Popen(
 ranks = [start(0), start(1)]
 sys.exit(max(shell_code(rank.wait()) for rank in ranks))
 """
-"""A torchrun with two such processes."""
+"""An agent with two such processes."""
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def node(number, nodes=2):
     return {"nodes": nodes, NODE_RANK_ENV: str(number), ADDRESS_ENV: "127.0.0.1"}
 
 
-MUST_NOT_START = "raise SystemExit('torchrun was started')"
+MUST_NOT_START = "raise SystemExit('the agent was started')"
 
 
 def test_who_was_fenced_says_nothing_of_a_run_that_is_anothers(run):
@@ -155,7 +155,7 @@ def test_a_completion_of_another_training_does_not_end_a_job(run):
     assert ended(start(run, "raise SystemExit(7)"))[0] == 7
 
 
-def test_another_configuration_is_refused_before_torchrun_and_kubernetes_is_told(run, tmp_path):
+def test_another_configuration_is_refused_before_the_agent_and_kubernetes_is_told(run, tmp_path):
     paths, _ = run
     storage.publish(paths.config, digits_config(tmp_path, "train.steps=21").to_yaml())
     code, output = ended(start(run, MUST_NOT_START, **{NODE_NAME_ENV: "gpu-7"}))
@@ -204,7 +204,7 @@ def test_ending_with_0_without_the_proof_is_no_success(run, task):
 
 @pytest.fixture
 def first_node():
-    """Where torchrun of the first node listens; closing it is its end."""
+    """Where rank 0 of the first node listens; closing it is its end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
@@ -272,7 +272,7 @@ def test_sigterm_is_not_for_what_a_process_has_forked(run):
 
 
 def test_processes_that_have_failed_and_do_not_end_are_ended(run):
-    """A thread of the user's goes on, on every process: torchrun would wait for ever."""
+    """A thread of the user's goes on, on every process: the agent would wait for ever."""
     hangs = RANK.replace("while not signals", "while True")
     error = json.dumps({**UserCodeError("no such label").to_dict(), "rank": 1})
     agent = f"import os; open(os.environ['KFTRAIN_ERROR_FILE'], 'w').write({error!r})\n" + RANKS.replace(
@@ -284,7 +284,7 @@ def test_processes_that_have_failed_and_do_not_end_are_ended(run):
     assert storage.read_json(run[0].error)["kind"] == "UserCodeError"
 
 
-def test_sigterm_before_there_are_processes_ends_torchrun_itself(run):
+def test_sigterm_before_there_are_processes_ends_the_agent_itself(run):
     process = start(run, "import time; print('rendezvous', flush=True); time.sleep(60)")
     jobs.wait_for_line(process, "rendezvous")
     process.terminate()
@@ -295,7 +295,7 @@ def test_sigterm_before_there_are_processes_ends_torchrun_itself(run):
 
 
 def test_sigterm_finds_processes_that_start_later(run):
-    """torchrun cannot be ended any more, because it has its own handlers, and starts a process all the same."""
+    """The agent is about to start its processes, and does start a process all the same."""
     late = "import signal; signal.signal(signal.SIGTERM, lambda *_: None); print('going', flush=True)\n" + RANKS
     process = start(run, late, START_SECONDS="1")
     jobs.wait_for_line(process, "going")
@@ -382,7 +382,7 @@ def test_of_two_nodes_errors_the_cause_is_kept(run):
     storage.publish_json(paths.error, lost)
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert ended(start(run, kill, **node(1)))[0] == 137
-    assert storage.read_json(paths.error)["line"] == "torchrun ended by SIGKILL without a word"
+    assert storage.read_json(paths.error)["line"] == "the agent ended by SIGKILL without a word"
     assert ended(start(run, leaving(Preempted("stopped"), 143), **node(1)))[0] == 143
     assert storage.read_json(paths.error)["exit_code"] == 137
 

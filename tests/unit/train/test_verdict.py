@@ -23,8 +23,8 @@ def test_a_process_without_a_word_is_named_by_rank_and_signal():
         "kind": "", "exit_code": 137, "line": "rank 3 ended by SIGKILL without a word", "rank": 3,
     }  # fmt: skip
     assert silent_end(7, 0)["line"] == "rank 0 ended by exit code 7 without a word"
-    assert silent_end(140)["line"] == "torchrun ended by exit code 140 without a word"
-    assert silent_end(-33)["line"] == "torchrun ended by signal 33 without a word"
+    assert silent_end(140)["line"] == "the agent ended by exit code 140 without a word"
+    assert silent_end(-33)["line"] == "the agent ended by signal 33 without a word"
     assert "rank" not in silent_end(-9)
 
 
@@ -37,7 +37,7 @@ def test_a_process_without_a_word_is_named_by_rank_and_signal():
         ([Failure(0, -9, 50)], None, 0, "rank 0 ended by SIGKILL without a word"),
         ([Failure(1, 3, 50), Failure(0, -15, 51)], None, 1, "rank 1 ended by exit code 3 without a word"),
         ([Failure(0, -15, 50), Failure(1, -9, 51)], None, 1, "rank 1 ended by SIGKILL without a word"),
-        # torchrun killed the others 30 s later: they are no cause.
+        # the agent killed the others 30 s later: they are no cause.
         ([Failure(0, 138, 50), Failure(1, -9, 80)], LOST, 0, None),
         ([Failure(0, 138, 50), Failure(1, -15, 50)], LOST, 0, None),
         # One that said why it failed is the cause, whatever became of the others.
