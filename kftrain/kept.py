@@ -1,9 +1,8 @@
 """A process that does one task after another: what it has imported is there for the next.
 
 What takes longest between a failure and the next step is reading torch. So a laptop's launcher keeps its worker, and a
-worker the agent that has read torch. The process writes the exit code of a task to a descriptor, and reads a line from
-its standard input for each further one, with the environment variables that are that task's alone; the end of the input
-is the end of it.
+worker the agent that has read torch. The process reads a line from its standard input for each task, the environment
+of the task, and writes the exit code to a descriptor; the end of the input is the end of it.
 """
 
 from __future__ import annotations
@@ -21,25 +20,31 @@ REPORT_ENV = "KFTRAIN_REPORT_DESCRIPTOR"
 
 
 class Reporter:
-    """The kept process's side. `kept` is False where nobody keeps it: then the first task is the only one."""
+    """The kept process's side. `kept` is False where nobody keeps it: then there is one task, at once."""
 
     def __init__(self) -> None:
         descriptor = os.environ.pop(REPORT_ENV, "")
         self.kept = bool(descriptor)
         self._descriptor = int(descriptor) if descriptor else -1
+        self._num_tasks = 0
         if self.kept:
             os.set_inheritable(self._descriptor, False)
 
-    def next_task(self, code: int) -> bool:
-        """Says how the task has ended; whether there is another one, whose environment is set by then."""
+    def begin(self) -> bool:
+        """Waits for a task; its environment is set by then. False where there will be none any more."""
+        self._num_tasks += 1
         if not self.kept:
-            return False
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, f"{code}\n".encode())
+            return self._num_tasks == 1
         line = sys.stdin.readline()
         if line:
             os.environ.update(json.loads(line))
         return bool(line)
+
+    def end(self, code: int) -> None:
+        """Says how the task has ended."""
+        if self.kept:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._descriptor, f"{code}\n".encode())
 
     def close(self) -> None:
         """In a fork, which is another process."""
@@ -60,20 +65,15 @@ class KeptProcess:
         """Of the process; None while there is none."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self, inherited: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        """Starts a task, in the process that did the one before if it is still there.
-
-        Args:
-            inherited: The environment of the process.
-            environment: What is this task's alone.
-        """
-        if self.pid is not None and self._sent(json.dumps(dict(environment))):
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Starts the process, unless it is there: it imports what it needs, and waits for a task."""
+        if self.pid is not None:
             return
         self.close()
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
             self._command,
-            env={**inherited, **environment, REPORT_ENV: str(writing)},
+            env={**environment, REPORT_ENV: str(writing)},
             stdin=subprocess.PIPE,
             pass_fds=[writing],
             text=True,
@@ -81,6 +81,14 @@ class KeptProcess:
         )
         os.close(writing)
         self._report = os.fdopen(reading)
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Starts a task in this environment, in the process that is there already if one is."""
+        self.prepare(environment)
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just died: `wait` says how
+            self._process.stdin.write(json.dumps(dict(environment)) + "\n")
+            self._process.stdin.flush()
 
     def wait(self) -> int:
         """Returns how the task has ended: its exit code; -N where signal N has ended the process itself."""
@@ -109,12 +117,3 @@ class KeptProcess:
             self._process.stdin.close()
         self._report.close()
         self._process = None
-
-    def _sent(self, line: str) -> bool:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:  # it has just died
-            return False
-        return True

@@ -34,7 +34,7 @@ STOP_SECONDS = 330.0
 class PipelineProcess:
     """One run of the pipeline through the local runner."""
 
-    def __init__(self, spec: Path, arguments: Path, root: Path, workdir: Path) -> None:
+    def __init__(self, spec: str | Path, arguments: Path, root: Path, workdir: Path) -> None:
         self._signal = 0
         self.killed = False
         """Whether a second signal has killed it: what it had launched elsewhere may still be there."""

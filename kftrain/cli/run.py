@@ -16,6 +16,7 @@ import click
 
 from kftrain import config as configuration
 from kftrain.advice import Place, Situation
+from kftrain.cli import runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options
@@ -52,10 +53,10 @@ def run_command(
     situation = Situation(Place.LAPTOP, started_by=started_by(config_file, overrides, workdir), log=str(log_path))
     os.environ.update(situation.to_environment())
     with tempfile.TemporaryDirectory(prefix="kftrain-run-") as temporary, log_path.open("w", buffering=1) as log:
-        spec, arguments = _write_inputs(Path(temporary), config, resume_run)
+        arguments = _write_inputs(Path(temporary), config, resume_run)
         with display() as shown:
             watched = Watched(shown, log)
-            process = PipelineProcess(spec, arguments, Path(temporary) / "root", folder)
+            process = PipelineProcess(runner.OWN_PIPELINE, arguments, Path(temporary) / "root", folder)
             code = process.follow(watched.on_line)
     if process.killed and config.launch.backend != "local" and watched.run_uri:
         click.echo(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}", err=True)
@@ -109,13 +110,10 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
     return resolve.resumed(config, overrides, resume, folder, keep=not config_file) if resume else (config, "")
 
 
-def _write_inputs(folder: Path, config: Config, resume_run: str) -> tuple[Path, Path]:
-    from kftrain.pipelines.compile import compiled
-
-    spec, arguments = folder / "pipeline.yaml", folder / "arguments.json"
-    spec.write_text(compiled())
+def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
+    arguments = folder / "arguments.json"
     arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))
-    return spec, arguments
+    return arguments
 
 
 def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation) -> int:

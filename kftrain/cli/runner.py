@@ -1,5 +1,7 @@
 """The process that runs a compiled pipeline through `kfp.local`: `python -m kftrain.cli.runner SPEC ARGUMENTS ROOT`.
 
+SPEC is a compiled pipeline, or `-` for ours: compiling it here takes one import of kfp, not two.
+
 It is a process of its own because kfp's local runner owns the standard output, the root logger and `print`, and
 because a task must be stopped without stopping the runner: the exit handler still has to run. So signals are only noted
 here. The running task gets them itself; the ones that start later find STOP_VARIABLE.
@@ -16,6 +18,8 @@ from types import FrameType
 
 from kftrain.stages import lifetime
 
+OWN_PIPELINE = "-"
+
 
 def main() -> None:
     """Runs the pipeline; an exception, hence exit code 1, where a task failed."""
@@ -31,9 +35,12 @@ def run(spec: str, arguments: dict[str, object], root: str) -> None:
     """Runs a compiled pipeline with its artifacts below `root`, which is the caller's to delete."""
     from kfp import components, local
 
+    from kftrain.pipelines.compile import compiled
+
     workspace = Path(root) / "workspace"  # kfp deletes it at the end, hence nothing that anybody else has put there
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root, workspace_root=str(workspace))
-    components.load_component_from_file(spec)(**arguments)
+    text = compiled() if spec == OWN_PIPELINE else Path(spec).read_text()
+    components.load_component_from_text(text)(**arguments)
 
 
 def _note_stop(_number: int, _frame: FrameType | None) -> None:

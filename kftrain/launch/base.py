@@ -12,6 +12,13 @@ from kftrain.launch.spec import JobSpec
 class Launcher(Protocol):
     """Runs one attempt of a job. Building a request is the launcher's pure part; `run` is its effect."""
 
+    def prepare(self, spec: JobSpec) -> None:
+        """Gets ready to `run` a job of this task, in the background, where that saves time; the environment may change.
+
+        Nothing of it is left after `close`.
+        """
+        ...
+
     def run(self, spec: JobSpec) -> int:
         """Starts the job, streams its output to stdout, returns its exit code when all its processes are gone.
 

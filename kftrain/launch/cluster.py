@@ -60,6 +60,9 @@ class ClusterLauncher:
                 to_log(f"warning: {error.line}")
                 return Preempted.exit_code
 
+    def prepare(self, spec: JobSpec) -> None:
+        """Nothing is prepared: a pod that waits would hold its GPUs."""
+
     def close(self) -> None:
         """Nothing is kept: pods are new for each attempt."""
 

@@ -8,6 +8,7 @@ with the error that its first failing process left behind.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from kftrain import attempts, storage
 from kftrain.config import Config
@@ -19,28 +20,40 @@ from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 
 
-def run_training(paths: RunPaths, config: Config, mlflow_run_id: str = "") -> Completion:
-    """Trains a run to its end; returns the verified completion. Raises the error of the attempt that was the last."""
-    spec = train_job(paths, config, mlflow_run_id)
+def run_training(paths: RunPaths, config: Config, mlflow_run_id: Callable[[], str] = str) -> Completion:
+    """Trains a run to its end; returns the verified completion. Raises the error of the attempt that was the last.
+
+    `mlflow_run_id` is called while the launcher gets ready.
+    """
     with contextlib.closing(build_launcher(config)) as launcher:
-        _run_to_end(spec, paths, config, launcher)
+        launcher.prepare(train_job(paths, config, ""))
+        _run_to_end(train_job(paths, config, mlflow_run_id()), paths, config, launcher)
     return read_completion(paths, config)
 
 
 def run_evaluation(
-    paths: RunPaths, config: Config, evaluation_digest: str, targets: list[EvaluationTarget]
+    paths: RunPaths,
+    config: Config,
+    evaluation_digest: str,
+    own: EvaluationTarget,
+    others: Callable[[], list[EvaluationTarget]] = list,
 ) -> list[Evaluation]:
-    """Scores exports; returns the evaluations in order, but for a champion that cannot be loaded.
+    """Scores exports; returns their evaluations, `own` first, but for a champion that cannot be loaded.
 
-    Those that have metrics already are not scored again.
+    Those that have metrics already are not scored again. `others` is called while the launcher gets ready.
     """
-    missing = [target for target in targets if not storage.exists(metrics_uri(target))]
-    if missing:
-        request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
-        storage.publish_json(paths.evaluation_request, request.to_dict())
-        spec = evaluate_job(paths, config, metrics_uri(missing[-1]))
-        with contextlib.closing(build_launcher(config)) as launcher:
-            _run_to_end(spec, paths, config, launcher)
+    with contextlib.ExitStack() as stack:
+        launcher = None
+        if not storage.exists(metrics_uri(own)):
+            launcher = stack.enter_context(contextlib.closing(build_launcher(config)))
+            launcher.prepare(evaluate_job(paths, config, metrics_uri(own)))
+        targets = [own, *others()]
+        missing = [target for target in targets if not storage.exists(metrics_uri(target))]
+        if missing:
+            launcher = launcher or stack.enter_context(contextlib.closing(build_launcher(config)))
+            request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
+            storage.publish_json(paths.evaluation_request, request.to_dict())
+            _run_to_end(evaluate_job(paths, config, metrics_uri(missing[-1])), paths, config, launcher)
     return read_evaluations(paths, EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 

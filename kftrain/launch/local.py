@@ -25,12 +25,16 @@ class LocalLauncher:
         self._child: KeptProcess | None = None
         self._command: list[str] = []
 
+    def prepare(self, spec: JobSpec) -> None:
+        """See `Launcher.prepare`."""
+        self._child_for(spec).prepare({**os.environ, **spec.environment})
+
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`."""
         before = self._take_signals()
         try:
             child = self._child_for(spec)
-            child.start({**os.environ, **spec.environment}, spec.environment)
+            child.start({**os.environ, **spec.environment})
             if self.interrupted:
                 child.terminate()
             code = shell_code(child.wait())

@@ -24,19 +24,17 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
     with failure.reported("evaluate", paths, config, progress):
         completion = contracts.read(Completion, paths.complete, LaunchError)
         digest = evaluation_digest(config, completion.dataset_digest)
-        champion = _rival(config, completion)
-        obstacle = _obstacle(config, champion) if champion else ""
+        own, champion = _own_target(paths, completion, digest), list[Champion]()
+
+        def others() -> list[EvaluationTarget]:
+            champion.extend(_rivals(config, completion))
+            return [_champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)]
+
         storage.remove(paths.unmeasured)
-        if champion and obstacle:
-            found = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=obstacle)
-            storage.publish_json(paths.unmeasured, found.to_dict())
-        targets = [_own_target(paths, completion, digest)]
-        if champion and not obstacle:
-            targets.append(_champion_target(champion, digest))
-        evaluation = launch.run_evaluation(paths, config, digest, targets)[0]
+        evaluation = launch.run_evaluation(paths, config, digest, own, others)[0]
         if champion and storage.exists(paths.unmeasured):
             reason = contracts.read(Unmeasured, paths.unmeasured, EvaluationError).reason
-            progress(f"the champion, version {champion.version}, is not scored: {reason}")
+            progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
         _log(paths, config, evaluation, completion.step)
         return _outcome(paths, config, evaluation, progress)
 
@@ -68,10 +66,19 @@ def _champion_target(champion: Champion, digest: str) -> EvaluationTarget:
     )
 
 
-def _rival(config: Config, completion: Completion) -> Champion | None:
+def _rivals(config: Config, completion: Completion) -> list[Champion]:
     """The champion, where it is another model than the one to evaluate."""
     champion = registry.champion(config)
-    return None if champion is None or champion.checkpoint_digest == completion.checkpoint_digest else champion
+    return [] if champion is None or champion.checkpoint_digest == completion.checkpoint_digest else [champion]
+
+
+def _is_measurable(paths: RunPaths, config: Config, champion: Champion, digest: str) -> bool:
+    """Whether the champion can be scored on this data; where it cannot, the reason is left for the gate."""
+    reason = _obstacle(config, champion)
+    if reason:
+        found = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=reason)
+        storage.publish_json(paths.unmeasured, found.to_dict())
+    return not reason
 
 
 def _obstacle(config: Config, champion: Champion) -> str:

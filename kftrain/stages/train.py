@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kftrain import contracts, launch, report, storage
@@ -10,7 +11,7 @@ from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
-from kftrain.stages import failure, pods, resolve, tracked
+from kftrain.stages import backfill, failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
@@ -27,8 +28,9 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
         skipped = completion is not None
         if completion is None:
             with tracked.restored_if_refused(paths, config, progress):
-                mlflow_run_id = tracked.start(paths, config, shards, manifest, progress)
-                completion = launch.run_training(paths, config, mlflow_run_id)
+                start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
+                completion = launch.run_training(paths, config, start)
+        backfill.complete(paths, config, progress)
         return _outcome(paths, config, completion, skipped, progress)
 
 

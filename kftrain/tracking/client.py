@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -68,6 +69,12 @@ class ModelVersion:
     source: str
     run_id: str
     tags: dict[str, str]
+
+
+def require_installed() -> None:
+    """Raises TrackingError where MLflow is missing; it is not imported."""
+    if importlib.util.find_spec("mlflow") is None:
+        raise TrackingError("MLflow is missing", fix="pip install 'kftrain[mlflow]'")
 
 
 def ping(uri: str) -> None:

@@ -21,6 +21,7 @@ from kftrain.errors import TrackingError
 PROBE_TIMEOUT_SECONDS = 5.0
 
 _SQLITE = "sqlite:///"
+_SQLITE_MAGIC = b"SQLite format 3\0"
 _USERINFO = re.compile(r"(\w+://)[^/@\s'\"]+@")
 
 
@@ -32,6 +33,22 @@ def redacted(text: str) -> str:
 def sqlite_path(uri: str) -> Path | None:
     """The database file of a `sqlite:///` URI; None for others."""
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+
+
+def probe_database(path: Path) -> None:
+    """Raises TrackingError unless the file is an sqlite database, or one can be created there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = b""
+        if path.exists():
+            with path.open("rb") as stream:
+                head = stream.read(len(_SQLITE_MAGIC))
+    except OSError as error:
+        raise TrackingError(f"cannot use the database: {error}", where="tracking.uri", value=str(path)) from error
+    if head not in (b"", _SQLITE_MAGIC):
+        raise TrackingError("not an sqlite database", where="tracking.uri", value=str(path), fix="name another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise TrackingError("cannot write the database", where="tracking.uri", value=str(path), fix="check its rights")
 
 
 def is_http(uri: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,9 +39,14 @@ class DatasetLineage:
 def check(uri: str) -> None:
     """Raises TrackingError, within seconds, unless runs can be recorded at the URI.
 
-    An sqlite database is created if it is not there.
+    Of an sqlite database only what a file must be: it is made and migrated by whoever records first.
     """
     endpoint.require_supported(uri)
+    path = endpoint.sqlite_path(uri)
+    if path is not None:
+        client.require_installed()
+        endpoint.probe_database(path)
+        return
     if endpoint.is_http(uri):
         endpoint.probe(uri)
     client.ping(uri)
@@ -97,6 +102,28 @@ def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, 
 def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> None:
     """Records the metrics of the finished model as `evaluation/<name>`. May be repeated."""
     client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics, step))
+
+
+def log_missing(uri: str, mlflow_run_id: str, history: Sequence[Mapping[str, float]]) -> None:
+    """Records the points of a training curve that the run does not have. May be repeated. Raises TrackingError."""
+    latest = client.read_run(uri, mlflow_run_id).latest
+    points = missing_points(history, {key: point.step for key, point in latest.items()}, now_ms())
+    if points:
+        client.log_points(uri, mlflow_run_id, points)
+
+
+def missing_points(
+    history: Sequence[Mapping[str, float]], highest_steps: Mapping[str, int], timestamp_ms: int
+) -> list[Point]:
+    """The points of a curve beyond the highest step that is recorded of their metric: they are recorded in order."""
+    points = []
+    for values in history:
+        step = int(values["step"])
+        for name, value in values.items():
+            key = metric_name(name)
+            if name != "step" and step > highest_steps.get(key, -1):
+                points.append(Point(key, float(value), step, timestamp_ms))
+    return points
 
 
 def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> None:

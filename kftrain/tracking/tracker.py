@@ -34,7 +34,13 @@ QUEUE_LENGTH = 10_000
 """Steps that wait for the thread; it falls behind only while a request hangs, and then for a minute at
 most."""
 
+FIRST_REQUEST_SECONDS = 10.0
+"""How long a training goes on before MLflow is imported, which takes seconds of the GIL: a short one never does it."""
+
 FLUSH_INTERVAL_SECONDS = 1.0
+LAST_LOOK_SECONDS = 0.5
+"""How long `close` lets the thread put what it has into the spool, and end a request."""
+
 MAX_BACKOFF_SECONDS = 30.0
 POINTS_PER_REQUEST = 1000
 
@@ -52,14 +58,16 @@ _Item = tuple[dict[str, float], int, int]
 class MlflowTracker:
     """See the module. `num_dropped` counts points that were lost: the queue was full, or the disk was."""
 
-    def __init__(self, send: Send, highest_steps: HighestSteps, spool: Path) -> None:
+    def __init__(
+        self, send: Send, highest_steps: HighestSteps, spool: Path, first_request_seconds: float = 0.0
+    ) -> None:
         self._send, self._highest_steps = send, highest_steps
         self._spool = Spool(spool)
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_LENGTH)
         self._recorded: dict[str, int] | None = None
         self._nonfinite: dict[str, str] = {}
         self._backoff_seconds = 0.0
-        self._next_attempt = 0.0
+        self._next_attempt = time.monotonic() + first_request_seconds
         self._deadline = math.inf
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="kftrain-tracker", daemon=True)
@@ -73,13 +81,16 @@ class MlflowTracker:
             self.num_dropped += len(metrics)
 
     def close(self, timeout_seconds: float) -> None:
-        """Waits until the server has everything, at most this long; the rest stays in the spool."""
+        """Waits until the server has everything, at most this long; the rest stays in the spool.
+
+        With 0 nothing is begun that is not under way.
+        """
         self._deadline = time.monotonic() + timeout_seconds
         try:
-            self._queue.put(None, timeout=timeout_seconds)
+            self._queue.put(None, timeout=max(LAST_LOOK_SECONDS, timeout_seconds))
         except queue.Full:
             _logger.warning("tracking is stuck; metrics that were not sent yet are lost")
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        self._thread.join(max(LAST_LOOK_SECONDS, self._deadline - time.monotonic()))
         if self.num_dropped:
             _logger.warning("%d metric values were lost: tracking could not keep up", self.num_dropped)
 
@@ -190,4 +201,4 @@ def open_tracker(uri: str, mlflow_run_id: str, spool: Path) -> MlflowTracker:
     def highest_steps() -> dict[str, int]:
         return {key: point.step for key, point in client.read_run(uri, mlflow_run_id).latest.items()}
 
-    return MlflowTracker(send, highest_steps, spool)
+    return MlflowTracker(send, highest_steps, spool, FIRST_REQUEST_SECONDS)

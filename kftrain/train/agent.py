@@ -43,8 +43,8 @@ def main(argument: str) -> None:
     job = NodeJob.from_argument(argument)
     reporter = Reporter()
     _preload(job.task)
-    while reporter.next_task(_explained(wait(_start(job, reporter)))):
-        pass
+    while reporter.begin():
+        reporter.end(_explained(wait(_start(job, reporter))))
 
 
 def _preload(task: str) -> None:

@@ -26,7 +26,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.manifest import Manifest, read_manifest, verify_shards
 from kftrain.data.plan import BatchPlan, TrainingOrder
-from kftrain.errors import KftrainError, LaunchError, error_from_dict
+from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, error_from_dict
 from kftrain.launch.completion import has_export
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
@@ -47,7 +47,10 @@ from kftrain.train.step import Stepper
 SPOOL_NAME = "unsent-metrics.jsonl"
 
 TRACKER_TIMEOUT_SECONDS = 30.0
-"""How long the end of an attempt waits for MLflow to take the last points."""
+"""How long the end of a training that failed for good waits for MLflow to take the last points."""
+
+TRACKER_GRACE_SECONDS = 0.0
+"""How long any other attempt does: the next one, or the train stage, records what is missing."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +137,19 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
     pulse = Pulse(lambda: world.gather_slowly(None))
     loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop, pulse)
+    grace_seconds = TRACKER_GRACE_SECONDS
     try:
         last_step = loop.run(loop.resume(loaded))
     except Exception as error:
-        leave(error)  # first: the save in flight may take long, and others wait meanwhile
+        known, _ = leave(error)  # first: the save in flight may take long, and others wait meanwhile
+        if known is None or known.exit_code < FIRST_RETRYABLE_CODE:
+            grace_seconds = TRACKER_TIMEOUT_SECONDS
         raise
     finally:
         pulse.close()
         writer.close()
         if tracker is not None:
-            tracker.close(timeout_seconds=TRACKER_TIMEOUT_SECONDS)
+            tracker.close(timeout_seconds=grace_seconds)
     _require_agreement(world, last_step, writer.committed_step, config.train.steps)
     return Finished(attempt, world.size, num_parameters, recorder.history)
 

@@ -134,6 +134,10 @@ class Share:
         """Whether the process that completes the job is on this node."""
         return self.rendezvous.node_rank == 0
 
+    def environment(self) -> dict[str, str]:
+        """What the ranks inherit, all of them the same."""
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.processes)), **os.environ}
+
     def node_job(self) -> NodeJob:
         """What the agent of this node is started with."""
         return NodeJob(
@@ -150,14 +154,16 @@ class Share:
 
 def run_share(share: Share) -> int:
     """Runs a node's share; again as long as a launcher that keeps this process wants it. Returns the last exit code."""
-    reporter = Reporter()
+    reporter, code = Reporter(), 0
     agent = KeptProcess([sys.executable, "-m", AGENT_MODULE, share.node_job().to_argument()])
-    while True:
+    if reporter.kept:
+        agent.prepare(share.environment())
+    while reporter.begin():
         code = Supervisor(share, agent).run()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # between attempts there is nothing that could be committed
-        if not reporter.kept or not reporter.next_task(code):
-            agent.close()
-            return code
+        reporter.end(code)
+    agent.close()
+    return code
 
 
 class Supervisor:
@@ -220,9 +226,8 @@ class Supervisor:
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
         share, pulses = self._share, folder / "pulses"
         pulses.mkdir()
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.processes))}
         files = {ERROR_FILE_ENV: str(error_file), OUTPUT_ENV: str(folder), PULSE_ENV: str(pulses)}
-        self._agent.start({**threads, **os.environ}, files)
+        self._agent.start({**share.environment(), **files})
         self._started = True
         if self._stopping:
             self._stop_ranks()

@@ -68,12 +68,12 @@ def test_the_launcher_returns_what_was_asked_for_and_does_not_score_twice(traine
     paths, resolved, completion = trained
     digest = evaluation_digest(resolved, completion.dataset_digest)
     target = target_of(completion, paths.evaluation(completion.checkpoint_digest, digest))
-    (evaluation,) = run_evaluation(paths, resolved, digest, [target])
+    (evaluation,) = run_evaluation(paths, resolved, digest, target)
     assert evaluation.export_digest == completion.export_digest
     monkeypatch.setattr("kftrain.launch.jobs.build_launcher", lambda config: pytest.fail("a second job was started"))
-    assert run_evaluation(paths, resolved, digest, [target]) == [evaluation]
+    assert run_evaluation(paths, resolved, digest, target) == [evaluation]
     with pytest.raises(EvaluationError, match="of another evaluation"):
-        run_evaluation(paths, resolved, "0" * 64, [target])
+        run_evaluation(paths, resolved, "0" * 64, target)
 
 
 def test_a_damaged_export_is_not_scored(trained, tmp_path):

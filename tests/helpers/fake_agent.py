@@ -2,7 +2,9 @@
 
 import os
 
+from kftrain.kept import Reporter
 from kftrain.processes import die_with_parent
 
 die_with_parent()
+Reporter().begin()
 exec(os.environ["FAKE_AGENT"])

@@ -14,13 +14,13 @@ PROGRAM = """
 import os, signal, sys
 from kftrain.kept import Reporter
 reporter, tasks = Reporter(), 0
-while True:
+while reporter.begin():
     tasks += 1
     if os.environ["DO"] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     print(os.getpid(), tasks, os.environ["DO"], os.environ.get("KEPT"), file=open(os.environ["SEEN"], "a"))
-    if not reporter.next_task(int(os.environ["DO"])):
-        sys.exit(99)
+    reporter.end(int(os.environ["DO"]))
+sys.exit(99)
 """
 
 
@@ -32,7 +32,7 @@ def process(tmp_path):
 
 
 def run(process, tmp_path, do):
-    process.start({**os.environ, "KEPT": "always"}, {"DO": do, "SEEN": str(tmp_path / "seen")})
+    process.start({**os.environ, "KEPT": "always", "DO": do, "SEEN": str(tmp_path / "seen")})
     return process.wait()
 
 

@@ -16,6 +16,12 @@ class ScriptedLauncher:
         self.paths, self.script, self.interrupted = paths, list(script), interrupted
         self.attempts = 0
 
+    def prepare(self, job):
+        self.prepared = job.task
+
+    def close(self):
+        self.closed = True
+
     def run(self, job):
         self.attempts += 1
         start_step, error = self.script.pop(0)

@@ -13,6 +13,7 @@ pytest.importorskip("mlflow")
 from kftrain import bootstrap, registry, storage, tracking
 from kftrain.config import Config, parse
 from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
+from kftrain.tracking import client
 
 NUM_GROUPS = 60
 
@@ -122,7 +123,7 @@ def config_at(uri, root, **changes):
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    tracking.check(f"sqlite:///{path}")
+    client.ping(f"sqlite:///{path}")
     return path
 
 
@@ -154,6 +155,5 @@ def metrics():
 
 @pytest.fixture
 def aliases(config):
-    from kftrain.tracking import client
 
     return lambda: client.get_aliases(config.tracking.uri, "toy")

@@ -39,7 +39,7 @@ data: {shard_size_bytes: 100000, validation_fraction: 0.2}
 @pytest.fixture
 def calls(monkeypatch):
     """What the stages asked others to do, by name."""
-    made = SimpleNamespace(started=[], finished=[], evaluated=[], texts=[], trained=[], scored=[], lines=[])
+    made = SimpleNamespace(started=[], finished=[], evaluated=[], texts=[], trained=[], scored=[], curves=[], lines=[])
 
     def start_run(config, run_id, lineage):
         made.started.append((run_id, lineage))
@@ -53,12 +53,13 @@ def calls(monkeypatch):
         tracking, "log_evaluation", lambda uri, run, metrics, step: made.evaluated.append((run, metrics))
     )
     monkeypatch.setattr(tracking, "log_text", lambda uri, run, text, name: made.texts.append((run, name)))
+    monkeypatch.setattr(tracking, "log_missing", lambda uri, run, history: made.curves.append((run, history)))
     return made
 
 
 def train_with(monkeypatch, calls, completion_of_run):
     def run_training(paths, config, mlflow_run_id):
-        calls.trained.append(mlflow_run_id)
+        calls.trained.append(mlflow_run_id())
         return completion_of_run(paths, config)
 
     monkeypatch.setattr(launch, "run_training", run_training)
@@ -256,7 +257,8 @@ def scored(tmp_path, calls, monkeypatch):
     completion = contracts.read(contracts.Completion, paths.complete)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
 
-    def run_evaluation(paths, config, digest, targets):
+    def run_evaluation(paths, config, digest, own, others):
+        targets = [own, *others()]
         calls.scored.append((digest, targets))
         return [evaluation_of(config, completion) for _ in targets]
 

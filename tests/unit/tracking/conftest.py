@@ -9,10 +9,10 @@ pytest.importorskip("mlflow")
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
-    from kftrain import tracking
+    from kftrain.tracking import client
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    tracking.check(f"sqlite:///{path}")
+    client.ping(f"sqlite:///{path}")
     return path
 
 

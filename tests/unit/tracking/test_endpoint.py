@@ -48,7 +48,7 @@ def test_credentials_are_removed_from_every_uri_in_a_text():
 
 @pytest.mark.slow
 def test_many_processes_may_create_the_same_database(tmp_path):
-    command = [sys.executable, "-c", "import sys; from kftrain import tracking; tracking.check(sys.argv[1])"]
+    command = [sys.executable, "-c", "import sys; from kftrain.tracking import client; client.ping(sys.argv[1])"]
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
     processes = [subprocess.Popen([*command, uri], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -71,3 +71,14 @@ def test_without_mlflow_the_error_names_the_extra(tmp_path):
         [sys.executable, "-c", code, f"sqlite:///{tmp_path}/x.db"], capture_output=True, text=True, check=True
     )
     assert "pip install 'kftrain[mlflow]'" in answer.stdout
+
+
+def test_a_database_is_checked_without_mlflow_and_without_creating_it(tmp_path):
+    tracking.check(f"sqlite:///{tmp_path}/new/mlflow.db")
+    assert not (tmp_path / "new" / "mlflow.db").exists()
+    (tmp_path / "text.db").write_text("not a database")
+    with pytest.raises(TrackingError, match="not an sqlite database"):
+        tracking.check(f"sqlite:///{tmp_path}/text.db")
+    (tmp_path / "file").touch()
+    with pytest.raises(TrackingError, match="cannot use the database"):
+        tracking.check(f"sqlite:///{tmp_path}/file/mlflow.db")

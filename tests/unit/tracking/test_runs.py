@@ -137,3 +137,16 @@ def test_failures_are_tracking_errors_that_say_where(uri):
         client.read_run(uri, "nowhere")
     with pytest.raises(TrackingError, match="quotes"):
         tracking.start_run(config_at(uri), "it's", LINEAGE)
+
+
+def test_the_points_that_mlflow_lacks_are_those_beyond_what_it_has_of_each_metric():
+    history = [
+        {"step": step, "loss": step / 2, **({"validation/loss": 9.0} if step == 4 else {})} for step in (2, 4, 6)
+    ]
+    found = runs.missing_points(history, {"loss": 2}, timestamp_ms=7)
+    assert [(point.key, point.step, point.value, point.timestamp_ms) for point in found] == [
+        ("loss", 4, 2.0, 7),
+        ("validation/loss", 4, 9.0, 7),
+        ("loss", 6, 3.0, 7),
+    ]
+    assert runs.missing_points(history, {"loss": 6, "validation/loss": 4}, 7) == []

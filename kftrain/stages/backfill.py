@@ -1,0 +1,24 @@
+"""The end of a training curve: what the job had recorded, and MLflow had not taken when it ended.
+
+A rank does not wait for MLflow at the end of a training: the curve is in the run's folder.
+"""
+
+from __future__ import annotations
+
+from kftrain import storage, tracking
+from kftrain.config import Config
+from kftrain.contracts import RunPaths
+from kftrain.errors import TrackingError
+from kftrain.progress import Progress
+from kftrain.stages import tracked
+
+
+def complete(paths: RunPaths, config: Config, progress: Progress) -> None:
+    """Records what is missing in the MLflow run of a training, if it has one. That MLflow is down is a warning."""
+    mlflow_run_id = tracked.read(paths)
+    if not mlflow_run_id:
+        return
+    try:
+        tracking.log_missing(config.tracking.uri, mlflow_run_id, storage.read_json_if_exists(paths.history) or [])
+    except TrackingError as error:
+        progress(f"warning: the end of the training curve is missing in MLflow: {error.line}")
