@@ -87,5 +87,12 @@ def show_step(shown: Display, line: str) -> bool:
     match = STEP.match(line.strip())
     if match is None:
         return False
-    shown.step(int(match.group(1)), int(match.group(2)), re.sub(r"\s+", " ", line.strip()))
+    if " validation/" in line:  # few, and what the training is for: none is left out, and none is wiped away by the bar
+        shown.line(_squeezed(line))
+        return True
+    shown.step(int(match.group(1)), int(match.group(2)), _squeezed(line))
     return True
+
+
+def _squeezed(line: str) -> str:
+    return re.sub(r"\s+", " ", line.strip())

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 import click
 
 from kftrain import config as configuration
+from kftrain import storage
 from kftrain.advice import Place, Situation
-from kftrain.cli import runner
+from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, ConfigError
+from kftrain.errors import BUG_CODE, InterruptedByUser, RetryableError
 from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
 from kftrain.stages import dry_run as dry_runs
-from kftrain.stages import failure, parameters, resolve
+from kftrain.stages import failure, parameters, resolve, tracked
 
 
 @click.command("run")
@@ -47,19 +49,19 @@ def run_command(
     if dry_run:
         click.echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
         return 0
-    _make(folder, workdir)
-    log_path = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.run.name}.log"
-    log_path.parent.mkdir(exist_ok=True)
-    situation = Situation(Place.LAPTOP, started_by=started_by(config_file, overrides, workdir), log=str(log_path))
-    os.environ.update(situation.to_environment())
-    with tempfile.TemporaryDirectory(prefix="kftrain-run-") as temporary, log_path.open("w", buffering=1) as log:
-        arguments = _write_inputs(Path(temporary), config, resume_run)
+    run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
+    with log.opened(folder, config.run.name, _warn) as log_file, _temporary_folder() as temporary:
+        kept = (RunPaths(run_uri).config,) if resume_run else ()
+        command = started_by(config_file or kept, overrides, workdir)
+        situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))
+        os.environ.update(situation.to_environment())
         with display() as shown:
-            watched = Watched(shown, log)
-            process = PipelineProcess(runner.OWN_PIPELINE, arguments, Path(temporary) / "root", folder)
+            watched = Watched(shown, log_file)
+            arguments = _write_inputs(temporary, config, resume_run)
+            process = PipelineProcess(runner.OWN_PIPELINE, arguments, temporary / "root", folder)
             code = process.follow(watched.on_line)
-    if process.killed and config.launch.backend != "local" and watched.run_uri:
-        click.echo(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}", err=True)
+    if process.killed:
+        _after_kill(watched, config)
     return _conclude(watched, code, process.stop_code, situation)
 
 
@@ -70,10 +72,17 @@ def started_by(config_file: tuple[str, ...], overrides: tuple[str, ...], workdir
     return shlex.join(["kftrain", "run", *elsewhere, *configured])
 
 
+class Log(Protocol):
+    """Takes text."""
+
+    def write(self, text: str) -> Any:
+        """Appends it."""
+
+
 class Watched:
     """Sorts the pipeline's output: everything to the log, our own lines to the display, and what they tell to us."""
 
-    def __init__(self, shown: Display, log: TextIO) -> None:
+    def __init__(self, shown: Display, log: Log) -> None:
         self._shown, self._log = shown, log
         self.run_uri = ""
         self.error: dict[str, Any] | None = None
@@ -94,11 +103,27 @@ class Watched:
             self._shown.line(text)
 
 
-def _make(folder: Path, workdir: str) -> None:
+def _warn(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder for what the pipeline hands from step to step. Raises RetryableError where there is no room for it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="kftrain-run-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise ConfigError(f"not a folder: {error}", where="--workdir", value=workdir) from error
+        raise _no_room(error) from error
+    with folder as path:
+        yield Path(path)
+
+
+def _no_room(error: OSError) -> RetryableError:
+    return RetryableError(
+        f"temporary files cannot be written: {error.strerror}",
+        where=tempfile.gettempdir(),
+        fix="make room, or set TMPDIR",
+    )
 
 
 def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: Path, resume: str) -> tuple[Config, str]:
@@ -107,13 +132,33 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
     A run that is resumed without --config keeps the configuration that it has.
     """
     config = resolve.anchored(configuration.load(config_file, overrides), folder)
-    return resolve.resumed(config, overrides, resume, folder, keep=not config_file) if resume else (config, "")
+    if not resume:
+        return config, ""
+    here = storage.absolute(resume)  # what a shell completes starts in the current folder
+    uri = here if "/" in resume and storage.exists(RunPaths(here).config) else resume
+    return resolve.resumed(config, overrides, uri, folder, keep=not config_file)
 
 
 def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
+    """The pipeline's arguments, as a file. Raises RetryableError where there is no room for it."""
     arguments = folder / "arguments.json"
-    arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))
+    try:
+        arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))
+    except OSError as error:
+        raise _no_room(error) from error
     return arguments
+
+
+def _after_kill(watched: Watched, config: Config) -> None:
+    """Says and records what the pipeline could not any more, because a second signal has killed it."""
+    killed = InterruptedByUser("killed by a second signal")
+    watched.error = watched.error or {**killed.to_dict(), "stage": "the pipeline"}
+    if not watched.run_uri:
+        return
+    if config.launch.backend == "local":
+        tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
+    else:
+        _warn(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}")
 
 
 def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation) -> int:
@@ -123,15 +168,21 @@ def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation)
     if code == 0:
         click.echo("\n".join(summary.success_lines(watched.run_uri)))
         return 0
-    situation = dataclasses.replace(situation, run_uri=watched.run_uri)
-    error = _error(watched, situation.log)
+    situation = dataclasses.replace(situation, run_uri=watched.run_uri or situation.run_uri)
+    error = _error(watched, stop_code, situation.log)
     code = stop_code or int(error.get("exit_code", BUG_CODE))
     click.echo("\n".join(summary.failure_lines(error, situation)), err=True)
     click.echo(f"kftrain: error: {error['line']}", err=True)
     sys.exit(code)
 
 
-def _error(watched: Watched, log: str) -> dict[str, Any]:
-    """Why the pipeline failed: error.json of the run, or what a stage announced before there was one."""
+def _error(watched: Watched, stop_code: int, log_path: str) -> dict[str, Any]:
+    """Why the pipeline failed: what a stage announced, or what the workers of one that could not have left behind."""
+    if watched.error:
+        return watched.error
     found = failure.read(RunPaths(watched.run_uri)) if watched.run_uri else None
-    return found or watched.error or {"line": f"the pipeline ended without saying why; see {log}"}
+    if found:
+        return found
+    if stop_code:
+        return InterruptedByUser("interrupted").to_dict()
+    return {"line": f"the pipeline ended without saying why; see {log_path}"}

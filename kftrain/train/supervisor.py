@@ -254,7 +254,7 @@ class Supervisor:
             return RetryableError(what, where=self._paths.uri).to_dict() if self._share.is_first else None
         if self._silent_seconds:
             return verdict.of_silent_launcher(error, self._silent_seconds, self._killed)
-        return verdict.of_stopped_share(error) if self._stopping else error
+        return verdict.of_stopped_share(error, self._share.task) if self._stopping else error
 
     def _is_complete(self, config: Config) -> bool:
         """Whether the job is known to be complete."""

@@ -15,6 +15,12 @@ from kftrain.processes import shell_code
 
 Document = dict[str, Any]
 
+STOPPED = {
+    "train": "stopped before the first step: there was nothing to commit",
+    "evaluate": "the evaluation was stopped; training is complete and is not repeated",
+}
+"""What a task that was asked to stop ends with, where none of its processes could say more."""
+
 LOST_PEER = "lost contact with another process"
 """How the error of a process begins whose peer was gone: never the cause."""
 
@@ -62,10 +68,10 @@ def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, 
     return first, None
 
 
-def of_stopped_share(document: Document) -> Document:
+def of_stopped_share(document: Document, task: str) -> Document:
     """The error of a share that was asked to stop: a process that could not say why it ended was preempted."""
     if document["exit_code"] == Preempted.exit_code and not document["kind"]:
-        return Preempted("stopped while there was nothing to commit").to_dict()
+        return Preempted(STOPPED[task]).to_dict()
     return document
 
 

@@ -40,6 +40,15 @@ def test_a_workers_step_line_drives_the_bar_and_no_other_line_does():
     assert len(shown.steps) == 1
 
 
+def test_every_validation_is_a_line_that_stays():
+    """Six of them came within the interval between two lines, and one was shown."""
+    shown = Recorded()
+    for step in range(1, 7):
+        assert show_step(shown, f"    step {step}/6 validation/loss 0.5  validation/mae 1\n")
+    assert shown.lines[-1] == "step 6/6 validation/loss 0.5 validation/mae 1"
+    assert len(shown.lines) == 6 and not shown.steps
+
+
 def test_without_a_terminal_the_first_and_the_last_step_are_shown_and_few_between(capfd):
     shown = PlainDisplay(interval_seconds=3600)
     for step in range(1, 101):

@@ -2,15 +2,17 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from helpers.documents import opened_run
 
-from kftrain import config, storage
+from kftrain import config, storage, tracking
 from kftrain.advice import Place, Situation
-from kftrain.cli import run
+from kftrain.cli import log, run
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError, ConfigError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.stages import tracked
 
 HERE = Situation(Place.LAPTOP, log="x.log")
 
@@ -85,6 +87,16 @@ def test_a_run_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
         run.resolved(None, (), tmp_path, "A_2")
 
 
+def test_a_run_is_found_where_a_shells_completion_writes_it(tmp_path, monkeypatch):
+    """`--workdir two --resume two/runs/a-1`: the path starts in the current folder, as every other argument does."""
+    resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}/two"])
+    opened_run(resolved, "a-1")
+    monkeypatch.chdir(tmp_path)
+    for path in ("two/runs/a-1", "runs/a-1", f"{tmp_path}/two/runs/a-1", "a-1"):
+        found, run_id = run.resolved((), (), tmp_path / "two", path)
+        assert (run_id, found.run.storage_root) == ("a-1", f"{tmp_path}/two"), path
+
+
 @pytest.mark.parametrize(("stop_code", "expected"), [(0, 12), (130, 130), (143, 143)])
 def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, expected, tmp_path, capfd):
     watched = run.Watched(Recorded(), io.StringIO())
@@ -104,6 +116,90 @@ def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd)
         run._conclude(watched, 1, 0, HERE)
     assert caught.value.code == 10
     assert "kftrain: error: cannot write" in capfd.readouterr().err
+
+
+def test_what_a_stage_announced_is_newer_than_what_lies_in_the_run(tmp_path, capfd):
+    watched = run.Watched(Recorded(), io.StringIO())
+    watched.run_uri = f"{tmp_path}/runs/a-1"
+    storage.publish_json(RunPaths(watched.run_uri).error, CheckpointError("of last week").to_dict())
+    watched.on_line("kftrain| error " + json.dumps({"line": "cannot write", "exit_code": 10}) + "\n")
+    with pytest.raises(SystemExit) as caught:
+        run._conclude(watched, 1, 0, HERE)
+    assert caught.value.code == 10
+    assert "of last week" not in capfd.readouterr().err
+
+
+def test_an_interruption_that_no_stage_could_report_is_no_riddle(capfd):
+    with pytest.raises(SystemExit) as caught:
+        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 130, HERE)
+    assert caught.value.code == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: interrupted"
+
+
+def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, capfd):
+    ended = []
+    resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}"])
+    paths = opened_run(resolved, "a-1").paths
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
+    watched = run.Watched(Recorded(), io.StringIO())
+    watched.run_uri = paths.uri
+    run._after_kill(watched, resolved)
+    assert ended == [("m-1", "KILLED")]
+    with pytest.raises(SystemExit):
+        run._conclude(watched, -9, 130, HERE)
+    assert "killed by a second signal" in capfd.readouterr().err
+
+
+def test_after_a_second_signal_a_job_on_a_cluster_is_named(tmp_path, monkeypatch, capfd):
+    """It may go on, so its MLflow run is left as it is."""
+    monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it may still be running"))
+    watched = run.Watched(Recorded(), io.StringIO())
+    watched.run_uri = f"{tmp_path}/runs/a-1"
+    run._after_kill(watched, config.parse("launch: {backend: pytorchjob}"))
+    assert f"kftrain cancel {watched.run_uri}" in capfd.readouterr().err
+
+
+def test_the_command_that_starts_such_a_run_anew_is_what_was_typed_without_the_resume():
+    assert run.started_by(("a b.yaml",), ("x=1",), "two") == "kftrain run --workdir two '--config=a b.yaml' --set=x=1"
+    assert run.started_by((), (), ".") == "kftrain run"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
+    """Also not when it is closed: nothing that found no room is tried again."""
+    warnings = []
+    with log.opened(tmp_path, "a", warnings.append) as opened:
+        opened.write("first\n")
+        with open("/dev/full", "wb", buffering=0) as full:
+            opened._stream = full
+            for _ in range(3):
+                opened.write("x" * 10000)
+    (warning,) = warnings
+    assert "has gaps from here on: No space left" in warning
+    assert opened.path.read_text() == "first\n"
+
+
+def test_a_workdir_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "logs").write_text("a file, not a folder")
+    with (
+        pytest.raises(ConfigError, match="--workdir: the log file cannot be written"),
+        log.opened(tmp_path, "a", print),
+    ):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--workdir"), log.opened(tmp_path / "file", "a", print):
+        pass
+
+
+def test_no_room_for_temporary_files_is_an_error_that_may_pass(monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(RetryableError, match=r"No space left.*set TMPDIR"), run._temporary_folder():
+        pass
 
 
 def test_a_pipeline_that_says_nothing_is_a_bug_with_its_log(tmp_path, capfd):

@@ -291,7 +291,7 @@ def test_sigterm_before_there_are_processes_ends_the_agent_itself(run):
     start_time = time.monotonic()
     assert ended(process)[0] == 143
     assert time.monotonic() - start_time < 30
-    assert "nothing to commit" in storage.read_json(run[0].error)["line"]
+    assert "stopped before the first step: there was nothing to commit" in storage.read_json(run[0].error)["line"]
 
 
 def test_sigterm_finds_processes_that_start_later(run):

@@ -61,7 +61,7 @@ def test_a_share_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
 @pytest.mark.parametrize("ended", [WRONG, UNWRITTEN, HangError("hung").to_dict(), silent_end(-9, 1)])
 def test_an_error_that_has_nothing_to_do_with_the_stop_wins(ended):
     assert of_silent_launcher(ended, 1800.0, killed=False) == ended
-    assert of_stopped_share(ended) == ended
+    assert of_stopped_share(ended, "train") == ended
 
 
 def test_a_share_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too():
@@ -70,9 +70,10 @@ def test_a_share_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too
 
 
 def test_a_share_that_was_stopped_before_it_could_say_so_is_preempted():
-    assert of_stopped_share(PREEMPTED) == PREEMPTED
-    assert of_stopped_share(silent_end(-15, 1))["kind"] == "Preempted"
-    assert of_stopped_share(LOST) == LOST
+    assert of_stopped_share(PREEMPTED, "train") == PREEMPTED
+    assert of_stopped_share(silent_end(-15, 1), "train")["kind"] == "Preempted"
+    assert "training is complete" in of_stopped_share(silent_end(-15, 1), "evaluate")["line"]
+    assert of_stopped_share(LOST, "train") == LOST
 
 
 @pytest.mark.parametrize(
