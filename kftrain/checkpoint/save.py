@@ -219,7 +219,6 @@ class CheckpointWriter:
         storage.publish(storage.join(uri, commit.HISTORY), content)
         files = {**files, commit.HISTORY: commit.entry_of_text(content)}
         commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
-        to_log(f"checkpoint at step {name.step} committed")
         try:
             storage.publish_json(self._paths.history, history)
             commit.retire(self._paths, self._keep_last, name.attempt)
