@@ -224,6 +224,8 @@ class TrackingConfig(Section):
     """MLflow tracking URI: `sqlite:///…` or `http(s)://…`."""
     experiment: str = ""
     """Experiment name; empty: the run's name."""
+    kubeflow_url: str = ""
+    """Address of the Kubeflow UI, for a tag that leads from MLflow to a pipeline run; `kftrain submit` fills it in."""
 
 
 class Config(Section):

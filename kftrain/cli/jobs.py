@@ -99,17 +99,33 @@ def resume_command(run: str, namespace: str) -> None:
 
 
 @click.command("gc")
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option(
+    "--tracking-uri",
+    metavar="URI",
+    envvar="MLFLOW_TRACKING_URI",
+    default="",
+    help="End runs of ended pipelines there.",
+)
 @namespace_option
-def gc_command(dry_run: bool, namespace: str) -> None:
-    """Delete jobs that nobody will take away: their pipeline run has ended, or their launcher is gone."""
+def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
+    """Delete jobs that nobody will take away, and end MLflow runs that nobody works on.
+
+    The pipeline run of a job has ended, or its launcher is gone. The pipeline run of an MLflow run was deleted.
+    """
     from kftrain.launch import control
 
-    found = control.collect_garbage(_cluster(namespace), dry_run)
+    cluster = _cluster(namespace)
+    found = control.collect_garbage(cluster, dry_run)
     for garbage in found:
         click.echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
     if not found:
         click.echo("nothing to delete")
+    if tracking_uri:
+        from kftrain.stages import garbage as garbage_stage
+
+        for orphan in garbage_stage.close_orphans(cluster, tracking_uri, dry_run):
+            click.echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
 
 
 def _cluster(namespace: str) -> Cluster:

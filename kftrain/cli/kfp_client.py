@@ -123,7 +123,7 @@ class Pipelines:
 
     def run_url(self, run_id: str) -> str:
         """Where the UI shows a run."""
-        return f"{os.environ.get(UI_ENDPOINT_ENV, self._host).rstrip('/')}/#/runs/details/{run_id}"
+        return f"{ui_url(self._host)}/#/runs/details/{run_id}"
 
     def terminate_url(self, run_id: str) -> str:
         """Where a POST ends a run."""
@@ -177,6 +177,11 @@ class Pipelines:
 
     def _scope(self) -> dict[str, str]:
         return {"namespace": self._namespace} if self._namespace else {}
+
+
+def ui_url(host: str) -> str:
+    """Where people open the UI of the installation at `host`."""
+    return os.environ.get(UI_ENDPOINT_ENV, host).rstrip("/")
 
 
 def _require_url(host: str) -> None:

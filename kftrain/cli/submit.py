@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from kftrain.cli.compile import fix_for_compiling, launcher_options
-from kftrain.cli.kfp_client import TOKEN_ENV, Connection, Pipelines, UnavailableError
+from kftrain.cli.kfp_client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
 from kftrain.cli.options import config_options
 from kftrain.cli.run import resolved
 from kftrain.cli.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
@@ -71,6 +72,7 @@ def submit_command(
         raise click.UsageError("Missing option '--host'.")
     config, resume_run = resolved(config_file, overrides, Path.cwd(), resume)
     remote.require_remote(config)
+    config = _with_ui(config, connection["host"] or "")
     fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
     submission = _submission(config, resume_run, experiment, run_name)
     if dry_run:
@@ -83,6 +85,12 @@ def submit_command(
     click.echo(f"its folder will be {run_uri}", err=True)
     if wait:
         _wait(pipelines, submission, run_id, run_uri, timeout_seconds or float("inf"))
+
+
+def _with_ui(config: Config, host: str) -> Config:
+    """The configuration with the UI's address, without credentials, unless it has one."""
+    url = re.sub(r"(?<=://)[^/]*@", "", config.tracking.kubeflow_url or ui_url(host))
+    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"kubeflow_url": url})})
 
 
 def _submission(config: Config, resume_run: str, experiment: str, run_name: str) -> Submission:

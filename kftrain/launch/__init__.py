@@ -3,6 +3,6 @@
 from kftrain.launch.access import require_jobs
 from kftrain.launch.jobs import run_evaluation, run_training
 from kftrain.launch.ownership import is_pipeline_pod
-from kftrain.launch.workflow import explain_pipeline_run
+from kftrain.launch.workflow import explain_pipeline_run, pipeline_tags
 
-__all__ = ["run_evaluation", "run_training", "require_jobs", "is_pipeline_pod", "explain_pipeline_run"]
+__all__ = ["run_evaluation", "run_training", "require_jobs", "is_pipeline_pod", "explain_pipeline_run", "pipeline_tags"]

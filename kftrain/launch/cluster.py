@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from kftrain import storage
+from kftrain.advice import FailureClass
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted
@@ -27,6 +28,7 @@ from kftrain.launch.kubernetes_api import Cluster
 from kftrain.launch.outage import tolerated
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.launch.states import State
+from kftrain.launch.terminate import TerminateWatch
 from kftrain.processes import stop_signals
 from kftrain.progress import to_log
 
@@ -41,6 +43,8 @@ class ClusterLauncher:
 
     def __init__(self, config: Config, cluster: Cluster | None = None) -> None:
         self.interrupted = False
+        self._is_terminated = False
+        """Whether the pipeline run is being terminated: then this process has seconds."""
         self._config = config
         self._cluster = cluster or Cluster(config.launch.kubernetes.namespace)
         self._wake = threading.Event()
@@ -74,7 +78,7 @@ class ClusterLauncher:
             spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
         document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
-        with Heartbeat(paths):
+        with Heartbeat(paths), TerminateWatch(self._cluster, owner, self._on_terminate):
             hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
             if hold is None:
                 return Preempted.exit_code
@@ -87,10 +91,17 @@ class ClusterLauncher:
             finally:
                 is_own = self._end(hold)
                 if follower is not None:  # only now: workers that commit have something to say
-                    follower.close()
+                    follower.close(patiently=not self._is_terminated)
         if code and not is_own:
             raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
+        if code and self._is_terminated:
+            raise self._terminated(spec, paths)
         return code
+
+    def _terminated(self, spec: JobSpec, paths: RunPaths) -> KftrainError:
+        error = Preempted("somebody terminated the run in the Kubeflow UI", where=paths.uri)
+        _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
+        return error
 
     def _follow(self, follower: Follower, spec: JobSpec, paths: RunPaths) -> int:
         try:
@@ -114,13 +125,15 @@ class ClusterLauncher:
     def _end(self, hold: Hold) -> bool:
         """Deletes the job and waits until its pods are gone: the next attempt must not meet them.
 
+        Where the pipeline run is being terminated there is no time to wait, and no next attempt.
+
         False: another launch holds it by now.
         """
         try:
             if not delete_held(self._cluster, hold):
                 return False
             deadline = time.monotonic() + GOING_SECONDS
-            while any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
+            while not self._is_terminated and any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
@@ -138,6 +151,11 @@ class ClusterLauncher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _on_terminate(self) -> None:
+        self._is_terminated = self.interrupted = True
+        self._wake.set()
+        to_log("the pipeline run is being terminated: its job is deleted now")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Takes no lock: it may have interrupted the one who holds it."""

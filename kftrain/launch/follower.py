@@ -88,10 +88,10 @@ class Follower:
         self._annotate()
         return state
 
-    def close(self) -> None:
-        """Ends the watch and the logs, once the pods are gone."""
+    def close(self, patiently: bool = True) -> None:
+        """Ends the watch and the logs, once the pods are gone, or at once."""
         self._closed.set()
-        self._logs.close()
+        self._logs.close(patiently)
 
     def diagnose(self) -> FailureSummary:
         """Why it failed, as far as pods, logs and the workers' own error tell."""

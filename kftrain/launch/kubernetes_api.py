@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kftrain.errors import LaunchError
+from kftrain.launch import ownership
 from kftrain.launch.patience import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, Patience, message_of
 from kftrain.launch.pytorchjob import API_VERSION
 from kftrain.progress import Progress, to_log
@@ -55,6 +56,8 @@ class Cluster:
 
         configuration, default_namespace = _connect()
         self.namespace = namespace or default_namespace
+        self.identity = ownership.identity_of(configuration)
+        """What tells this cluster from others: of the certificate of its API server, else of its address."""
         self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
         """That of the pod this runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
@@ -223,11 +226,19 @@ class Cluster:
         answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
         return answer if isinstance(answer, dict) else None
 
-    def read_workflow(self, name: str) -> Object | None:
-        """An Argo Workflow of this namespace; None where it is gone or may not be read. Raises LaunchError."""
-        reading = self._custom.get_namespaced_custom_object
-        answer = self._explain("get workflows", None, reading, *self._at(WORKFLOWS), name)
+    def read_workflow(self, name: str, patiently: bool = True) -> Object | None:
+        """An Argo Workflow of this namespace; None where it is gone or may not be read.
+
+        An outage raises LaunchError; whoever is not patient gets None after seconds.
+        """
+        reading, seconds = self._custom.get_namespaced_custom_object, None if patiently else EXPLAIN_OUTAGE_SECONDS
+        answer = self._explain("get workflows", seconds, reading, *self._at(WORKFLOWS), name)
         return answer if isinstance(answer, dict) else None
+
+    @property
+    def sees_workflows(self) -> bool:
+        """Whether the last answer about a Workflow says something, as above."""
+        return not {"get workflows"} & (self._forbidden | self._silent)
 
     # -- how ----------------------------------------------------------------------------------------------------------
 

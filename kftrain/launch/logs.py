@@ -94,10 +94,11 @@ class Logs:
             if uids is None or uid in uids:
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """Nothing is connected again; waits a moment for the ends of the logs."""
+    def close(self, patiently: bool = True) -> None:
+        """Nothing is connected again; `patiently` waits a moment for the ends of the logs."""
         self._closed.set()
-        self.finish()
+        if patiently:
+            self.finish()
 
     def drain(self) -> None:
         """Waits for all that the pods have printed, however long that takes; what comes later is not followed.

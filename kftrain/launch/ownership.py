@@ -6,11 +6,15 @@ pod of the job is left, whatever the launcher was doing.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from pathlib import Path
 from typing import Any, Protocol
 
 POD_NAME_ENV = "KFP_POD_NAME"
 """Kubeflow tells every step the name of its pod."""
+
+IDENTITY_CHARACTERS = 16
 
 RUN_ID_LABEL = "pipeline/runid"
 
@@ -53,3 +57,10 @@ def _reference(owner: dict[str, Any]) -> dict[str, Any]:
     """`blockOwnerDeletion` stays false: a step may not set finalizers of Workflows."""
     kept = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return {**kept, "controller": False, "blockOwnerDeletion": False}
+
+
+def identity_of(configuration: Any) -> str:
+    """What tells a cluster from others: the digest of its certificate authority's certificate, else of its address."""
+    path = configuration.ssl_ca_cert
+    known = Path(path).read_bytes().strip() if path else str(configuration.host).encode()
+    return hashlib.sha256(known).hexdigest()[:IDENTITY_CHARACTERS]

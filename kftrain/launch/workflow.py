@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kftrain.advice import FailureClass, Place, remedy
+from kftrain.config import Config
 from kftrain.contracts import FailureSummary
 from kftrain.errors import BUG_CODE, FencedError, KftrainError, Preempted
 from kftrain.launch import ownership
 from kftrain.launch.kubernetes_api import SERVICE_ACCOUNT, Cluster
+from kftrain.launch.terminate import is_terminated
 from kftrain.progress import to_log
 
 _TRY = re.compile(r"\(\d+\)$")
@@ -26,6 +28,9 @@ EXECUTOR, DRIVER = "executor", "-driver"
 POD_NAMES_BY_ID = "v1"
 MAX_POD_PREFIX = 242
 """Of a pod's name, what Argo keeps before its hash."""
+
+RUN_TAG, URL_TAG = "kftrain.kubeflow_run_id", "kftrain.kubeflow_url"
+WORKFLOW_TAG, PLACE_TAG = "kftrain.kubeflow_workflow", "kftrain.kubeflow_place"
 
 SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("OOMKilled", FailureClass.HOST_MEMORY),
@@ -59,9 +64,30 @@ def explain_pipeline_run() -> FailureSummary | None:
     return explain(workflow) if workflow else None
 
 
+def pipeline_tags(config: Config) -> dict[str, str]:
+    """Tags by which the MLflow run of a training leads to the pipeline run that works on it; '' where there is none."""
+    tags = dict.fromkeys((RUN_TAG, URL_TAG, WORKFLOW_TAG, PLACE_TAG), "")
+    if not ownership.is_pipeline_pod():
+        return tags
+    try:
+        cluster = Cluster()
+        owner, run_id = ownership.find_owner(cluster)
+    except KftrainError as error:
+        to_log(f"warning: MLflow will not say which pipeline run this is: {error.line}")
+        return tags
+    url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
+    found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: place_of(cluster)}
+    return {**tags, **found, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
+
+
+def place_of(cluster: Cluster) -> str:
+    """The cluster and the namespace: several may share one MLflow server."""
+    return f"{cluster.identity}/{cluster.namespace}"
+
+
 def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
     """Why a Workflow failed, from its nodes; None where no pod of it did."""
-    if workflow.get("spec", {}).get("activeDeadlineSeconds") == 0:
+    if is_terminated(workflow):
         line = "somebody terminated the run in the Kubeflow UI"
         return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
     nodes = (workflow.get("status") or {}).get("nodes", {}).values()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from kftrain import contracts, errors, storage, tracking
+from kftrain import contracts, errors, launch, storage, tracking
 from kftrain.config import Config
 from kftrain.contracts import Document, RunPaths, RunShards
 from kftrain.data.manifest import Manifest
@@ -40,7 +40,7 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
     """
     lineage = DatasetLineage(name=manifest.source, digest=manifest.dataset_digest, uri=shards.manifest_uri)
     try:
-        mlflow_run_id = tracking.start_run(config, paths.run_id, lineage)
+        mlflow_run_id = tracking.start_run(config, paths.run_id, lineage, launch.pipeline_tags(config))
     except TrackingError as error:
         known = read(paths)
         if not known:

@@ -9,6 +9,7 @@ from kftrain.tracking.runs import (
     log_evaluation,
     log_missing,
     log_text,
+    running,
     start_run,
     status_of,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "check",
     "start_run",
     "finish_run",
+    "running",
     "status_of",
     "log_evaluation",
     "log_missing",

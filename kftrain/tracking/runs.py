@@ -52,10 +52,12 @@ def check(uri: str) -> None:
     client.ping(uri)
 
 
-def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
+def start_run(
+    config: Config, run_id: str, lineage: DatasetLineage, further_tags: Mapping[str, str] | None = None
+) -> str:
     """MLflow id of the run of a training: found or made, open, with parameters, tags and dataset.
 
-    May be repeated. Raises TrackingError.
+    Of `further_tags` one that is '' is only set where the run has it. May be repeated. Raises TrackingError.
     """
     uri = config.tracking.uri
     check(uri)
@@ -65,7 +67,8 @@ def start_run(config: Config, run_id: str, lineage: DatasetLineage) -> str:
     mlflow_run_id = found or client.create_run(uri, experiment_id, run_id, tags)
     record = client.read_run(uri, mlflow_run_id)
     client.set_status(uri, mlflow_run_id, "RUNNING")
-    client.set_tags(uri, mlflow_run_id, tags)
+    further = {key: value for key, value in (further_tags or {}).items() if value or key in record.tags}
+    client.set_tags(uri, mlflow_run_id, {**tags, **further})
     known = flatten(config.to_dict())
     client.log_params(uri, mlflow_run_id, {k: v for k, v in known.items() if k not in record.params})
     client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri)
@@ -93,10 +96,17 @@ def status_of(uri: str, mlflow_run_id: str) -> str:
 
 
 def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, str] | None = None) -> None:
-    """Ends a run: FINISHED, FAILED or KILLED. May be repeated. Raises TrackingError."""
+    """Ends a run: FINISHED, FAILED or KILLED. One that has ended so keeps its end. Raises TrackingError."""
     if tags:
         client.set_tags(uri, mlflow_run_id, {key: endpoint.redacted(value) for key, value in tags.items()})
-    client.set_status(uri, mlflow_run_id, status)
+    if status_of(uri, mlflow_run_id) != status:
+        client.set_status(uri, mlflow_run_id, status)
+
+
+def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
+    """The runs with this tag that are shown as RUNNING, id -> tags, of all experiments. Raises TrackingError."""
+    check(uri)
+    return client.running(uri, tag, value)
 
 
 def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> None:

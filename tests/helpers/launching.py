@@ -4,7 +4,7 @@ import threading
 import time
 
 from kftrain.contracts import RunPaths
-from kftrain.launch import adoption, cluster, follower, kubernetes_api, logs, patience
+from kftrain.launch import adoption, cluster, follower, kubernetes_api, logs, patience, terminate
 from kftrain.launch.cluster import ClusterLauncher
 
 JOB = "r-train"
@@ -18,6 +18,7 @@ FAST = {
     follower: {"EXPLAIN_SECONDS": 0.0, "WATCH_PAUSE_SECONDS": 0.02, "ANNOTATE_SECONDS": 0.05},
     kubernetes_api: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
     logs: {"RECONNECT_SECONDS": 0.02, "JOIN_SECONDS": 2.0},
+    terminate: {"POLL_SECONDS": 0.02},
     patience: {
         "FIRST_DELAY_SECONDS": 0.01,
         "MAX_DELAY_SECONDS": 0.05,

@@ -72,8 +72,10 @@ def test_the_first_time_everything_is_created(server, call, config_file):
     assert (started["display_name"], started["experiment_id"]) == ("nightly", "e-0")
     sent = started["runtime_config"]["parameters"]
     assert sent.keys() == {"config", "resume_run"} and sent["resume_run"] == "lm-1"
-    assert config.parse(sent["config"]) == config.load(config_file)
-    assert yaml.safe_load(sent["config"]) == yaml.safe_load(CONFIG), "what differs from the defaults, nothing else"
+    assert config.parse(sent["config"]) == config.load(config_file, [f"tracking.kubeflow_url={server.url}"])
+    wanted = yaml.safe_load(CONFIG)
+    wanted["tracking"]["kubeflow_url"] = server.url
+    assert yaml.safe_load(sent["config"]) == wanted, "what differs from the defaults, nothing else"
     assert f"version {version_name()} uploaded" in err and "s3://bucket/root/runs/lm-1" in err
 
 
@@ -298,6 +300,19 @@ def test_the_ui_may_be_at_another_address(server, call, monkeypatch):
     assert call()[1].splitlines()[1] == f"https://ui.example/pipeline/#/runs/details/{RUN_ID}"
 
 
+@pytest.mark.parametrize(
+    ("host", "override", "url"),
+    [
+        ("https://ana:hunter2@kubeflow.example/pipeline/", "run.name=a", "https://kubeflow.example/pipeline"),
+        ("http://localhost:8080", "tracking.kubeflow_url=https://ui.example", "https://ui.example"),
+    ],
+)
+def test_mlflow_will_lead_to_the_ui_and_knows_no_password(host, override, url, call):
+    code, out, _ = call("--dry-run", "--set", override, host=host)
+    sent = yaml.safe_load(yaml.safe_load(out)["parameters"]["config"])
+    assert (code, sent["tracking"]["kubeflow_url"]) == (0, url) and "hunter2" not in out
+
+
 def test_a_private_certificate_is_trusted_if_named(config_file, capfd, tmp_path):
     with kfp_server.Server(certificate=self_signed(tmp_path)) as server:
         codes = []
@@ -315,7 +330,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(server, call, con
     assert code == 0 and server.requests == []
     shown = yaml.safe_load(out)
     assert (shown["pipeline"], shown["version"], shown["run"]) == ("kftrain-train", version_name(), "nightly")
-    assert yaml.safe_load(shown["parameters"]["config"]) == yaml.safe_load(CONFIG)
+    assert yaml.safe_load(shown["parameters"]["config"])["launch"] == yaml.safe_load(CONFIG)["launch"]
     assert shown["parameters"]["resume_run"] == ""
     assert "\\n" not in out
 

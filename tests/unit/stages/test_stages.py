@@ -41,7 +41,7 @@ def calls(monkeypatch):
     """What the stages asked others to do, by name."""
     made = SimpleNamespace(started=[], finished=[], evaluated=[], texts=[], trained=[], scored=[], curves=[], lines=[])
 
-    def start_run(config, run_id, lineage):
+    def start_run(config, run_id, lineage, further_tags):
         made.started.append((run_id, lineage))
         return "m-1"
 

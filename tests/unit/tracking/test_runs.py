@@ -1,5 +1,7 @@
 """Runs against a real MLflow on sqlite."""
 
+import time
+
 import pytest
 
 from kftrain import tracking
@@ -90,6 +92,28 @@ def test_an_evaluation_that_is_logged_twice_is_one_point(uri):
         tracking.log_evaluation(uri, run_id, {"loss": value}, step=10)
     history = mlflow.MlflowClient(tracking_uri=uri).get_metric_history(run_id, "evaluation/loss")
     assert sorted(point.value for point in history) == [0.25, 0.5]
+
+
+def test_a_run_that_has_ended_keeps_its_end(uri):
+    """A complete run that is resumed does nothing, and its duration does not grow."""
+    import mlflow
+
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    tracking.finish_run(uri, run_id, "FINISHED")
+    read = mlflow.MlflowClient(tracking_uri=uri).get_run
+    ended = read(run_id).info.end_time
+    time.sleep(0.01)
+    tracking.finish_run(uri, run_id, "FINISHED")
+    assert read(run_id).info.end_time == ended
+    tracking.finish_run(uri, run_id, "FAILED")
+    assert read(run_id).info.end_time > ended
+
+
+def test_a_tag_that_is_empty_takes_one_away_and_adds_none(uri):
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE, {"kftrain.a": "1", "kftrain.b": ""})
+    assert "kftrain.b" not in client.read_run(uri, run_id).tags
+    tracking.start_run(config_at(uri), "run-1", LINEAGE, {"kftrain.a": "", "kftrain.b": ""})
+    assert client.read_run(uri, run_id).tags["kftrain.a"] == ""
 
 
 def test_a_report_is_stored_with_the_run_beside_the_database(uri, tmp_path):

@@ -1,0 +1,63 @@
+"""Terminate, seen before it strikes.
+
+Kubeflow answers *Terminate* by marking the Workflow; Argo looks at it some 10 s later and then kills the step's pod
+within milliseconds, too soon for a handler of SIGTERM to delete a job. The exit handler deletes it afterwards, but not
+in a run that was retried. So a launcher looks at the mark itself, and deletes its job while it still can.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+POLL_SECONDS = 2.0
+
+
+class WorkflowReader(Protocol):
+    """What is asked of the cluster."""
+
+    def read_workflow(self, name: str, patiently: bool = True) -> dict[str, Any] | None:
+        """A Workflow as it is now; None where that cannot be told, at once unless `patiently`."""
+        ...
+
+
+def is_terminated(workflow: Mapping[str, Any]) -> bool:
+    """Whether somebody pressed Terminate."""
+    return (workflow.get("spec") or {}).get("activeDeadlineSeconds") == 0
+
+
+class TerminateWatch:
+    """Within the block a thread looks at the Workflow; once it is terminated, `on_terminate` is called in that thread.
+
+    Args:
+        cluster: Where the Workflow is.
+        owner: The reference to it, of which nothing but the name counts; None outside a pipeline: nothing happens.
+        on_terminate: Called once at most.
+    """
+
+    def __init__(
+        self, cluster: WorkflowReader, owner: Mapping[str, Any] | None, on_terminate: Callable[[], None]
+    ) -> None:
+        self._cluster, self._name, self._on_terminate = cluster, str(owner["name"]) if owner else "", on_terminate
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="terminate-watch")
+
+    def __enter__(self) -> TerminateWatch:
+        if self._name:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            found = self._cluster.read_workflow(self._name, patiently=False)
+            if found is not None and is_terminated(found) and not self._closed.is_set():
+                self._on_terminate()
+                return
+            self._closed.wait(POLL_SECONDS)

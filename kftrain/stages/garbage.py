@@ -1,0 +1,53 @@
+"""MLflow runs that are shown as RUNNING though nobody works on them: what a deleted pipeline run leaves behind.
+
+A pipeline run that is deleted takes all its pods along, and one that was retried has no exit handler any more, so
+nobody ends its MLflow run. Its tags say which Workflow of which cluster it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kftrain import tracking
+from kftrain.launch.control import ENDED_PHASES
+from kftrain.launch.kubernetes_api import Cluster
+from kftrain.launch.pytorchjob import RUN_LABEL, label_value
+from kftrain.launch.workflow import PLACE_TAG, WORKFLOW_TAG, place_of
+from kftrain.tracking.runs import RUN_ID_TAG
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """An MLflow run whose pipeline run is over."""
+
+    mlflow_run_id: str
+    run_id: str
+    """Of the training."""
+    why: str
+
+
+def close_orphans(cluster: Cluster, tracking_uri: str, dry_run: bool = False) -> list[Orphan]:
+    """Ends the MLflow runs of this cluster's namespace whose pipeline run is over; returns them.
+
+    Raises LaunchError or TrackingError.
+    """
+    found = []
+    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, place_of(cluster)).items():
+        why = _why_over(cluster, tags)
+        if why:
+            found.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))
+    for orphan in () if dry_run else found:
+        tracking.finish_run(tracking_uri, orphan.mlflow_run_id, "KILLED", {"kftrain.error": orphan.why})
+    return found
+
+
+def _why_over(cluster: Cluster, tags: dict[str, str]) -> str:
+    """Why nobody works on a run; empty where somebody may."""
+    name, run_id = tags.get(WORKFLOW_TAG, ""), tags.get(RUN_ID_TAG, "")
+    if not name or not run_id or cluster.list_jobs(f"{RUN_LABEL}={label_value(run_id)}"):
+        return ""
+    workflow = cluster.read_workflow(name)
+    if workflow is None:
+        return f"its pipeline run {name} was deleted" if cluster.sees_workflows else ""
+    phase = str((workflow.get("status") or {}).get("phase", ""))
+    return f"its pipeline run {name} has ended: {phase}" if phase in ENDED_PHASES else ""
