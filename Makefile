@@ -15,7 +15,7 @@ DISTURB ?=
 E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow lint format bench compile images e2e e2e-full clean
+.PHONY: demo test test-slow mutants lint format bench compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -26,6 +26,9 @@ test: $(VENV)/.ready  ## what needs no cluster and no GPU; the long proofs are i
 
 test-slow: $(VENV)/.ready  ## the long proofs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
+
+mutants: $(VENV)/.ready  ## breaks the product line by line: fails where no test notices
+	$(BIN)/python tests/mutants.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
