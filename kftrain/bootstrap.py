@@ -44,8 +44,9 @@ def intervals(
 ) -> dict[str, Interval]:
     """Every metric over all groups, with its percentile interval at `confidence`.
 
-    Resamples in which a metric is not finite (a rare class was not drawn) are left out of its interval.
-    Raises EvaluationError where there are no groups or a metric over all groups is not finite.
+    A resample in which a metric is not finite (a rare class was not drawn) says nothing about it: it counts as the
+    lowest for the lower bound and as the highest for the upper one, so either may be infinite. Raises EvaluationError
+    where there are no groups or a metric over all groups is not finite.
     """
     names, sums = _table(statistics)
     sums = sums[np.lexsort(sums.T)]
@@ -66,6 +67,7 @@ def paired_improvement(
 ) -> Interval:
     """How much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
 
+    The interval is two-sided, so of two equally good models it lies above zero with half of `1 - confidence`.
     Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. An
     unknown metric is a ConfigError.
     """
@@ -149,10 +151,16 @@ def _weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndar
 
 
 def _interval(name: str, value: float, samples: np.ndarray, confidence: float) -> Interval:
-    """The percentile interval of the finite samples."""
+    """The percentile interval; samples that are not finite stand outside of it, on either side."""
     if not np.isfinite(value):
         raise EvaluationError("a metric is not finite", where=name, value=value, fix="did the training diverge?")
-    finite = samples[np.isfinite(samples)]
     tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(finite, [tail, 1.0 - tail]) if len(finite) else (value, value)
-    return Interval(value=value, low=float(low), high=float(high))
+    low, high = _quantile(samples, tail, -np.inf), _quantile(samples, 1.0 - tail, np.inf)
+    return Interval(value=value, low=low, high=high)
+
+
+def _quantile(samples: np.ndarray, share: float, unknown: float) -> float:
+    """The quantile with `unknown`, an infinity, in the place of samples that are not finite."""
+    with np.errstate(invalid="ignore"):  # numpy interpolates between two infinities, which gives NaN
+        found = float(np.quantile(np.where(np.isfinite(samples), samples, unknown), share))
+    return unknown if np.isnan(found) else found

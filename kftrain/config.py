@@ -192,7 +192,9 @@ class RegistryConfig(Section):
     min_effect: Annotated[float, Field(ge=0.0)] = 0.0
     """The improvement must exceed this, in the metric's unit."""
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
-    """Confidence of the interval that the gate looks at."""
+    """Confidence of the two-sided interval that the gate looks at: 0.95 promotes an equal model at 2.5 % a try."""
+    min_groups: Count = 20
+    """With fewer groups (documents, images) in the validation split, a person decides, whatever `promotion` says."""
     trusted_kinds: tuple[str, ...] = ()
     """Kinds (`module:attr`) of a champion's model and task that may be built, beside those of this configuration."""
     trusted_roots: tuple[str, ...] = ()

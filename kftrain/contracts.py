@@ -22,10 +22,11 @@ a file that it misunderstands.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_serializer, field_validator
 
 from kftrain import storage
 from kftrain.errors import DataError, KftrainError
@@ -74,13 +75,22 @@ class Completion(Document):
 
 
 class Interval(BaseModel):
-    """A metric with its bootstrap confidence interval."""
+    """A metric with its bootstrap confidence interval. A bound that is not known is infinite, and null in JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: float
     low: float
     high: float
+
+    @field_validator("low", "high", mode="before")
+    @classmethod
+    def _read_bound(cls, bound: Any, info: ValidationInfo) -> Any:
+        return bound if bound is not None else -math.inf if info.field_name == "low" else math.inf
+
+    @field_serializer("low", "high", when_used="json")
+    def _write_bound(self, bound: float) -> float | None:
+        return bound if math.isfinite(bound) else None
 
 
 class Slice(BaseModel):
@@ -156,6 +166,10 @@ class Registration(Document):
     challenger: Interval
     champion_version: int | None = None
     """The champion that it was compared with; None where there was none."""
+    former_champion: bool = False
+    """`champion_version` is the last of the former champions that can be compared with; there is none now."""
+    identical: bool = False
+    """The same weights were registered before, as `version`: this run made no version."""
     champion: Interval | None = None
     improvement: Interval | None = None
     """Paired difference, positive is better; None without a champion."""

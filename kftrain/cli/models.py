@@ -102,8 +102,8 @@ def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[
 def _plain(version: ComparedVersion) -> dict[str, Any]:
     return {
         **{key: getattr(version, key) for key in ("version", "aliases", "run_uri", "evaluation_digest")},
-        "metrics": {name: found.model_dump() for name, found in version.metrics.items()},
-        "improvement": version.improvement.model_dump() if version.improvement else None,
+        "metrics": {name: found.model_dump(mode="json") for name, found in version.metrics.items()},
+        "improvement": version.improvement.model_dump(mode="json") if version.improvement else None,
     }
 
 

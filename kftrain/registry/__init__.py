@@ -1,7 +1,7 @@
 """Registry: models as versions in MLflow, by reference, and which of them is champion."""
 
 from kftrain.registry.audit import AuditFinding, ComparedVersion, audit, compare
-from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, rollback
+from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
 from kftrain.registry.register import RegisteredVersion, register
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "champion",
     "promote",
     "rollback",
+    "remove_dead_writers",
     "audit",
     "compare",
     "RegisteredVersion",

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.contracts import Interval
-from kftrain.errors import TrackingError
-from kftrain.registry import comparison
+from kftrain.errors import KftrainError, TrackingError
+from kftrain.registry import comparison, lineage
 from kftrain.registry.journal import champion_version
-from kftrain.registry.reference import (
-    EVALUATION_DIGEST_TAG,
-    EXPORT_DIGEST_TAG,
-    EXPORT_URI_TAG,
-    RUN_URI_TAG,
-    require_export,
-)
+from kftrain.registry.reference import require_export
 from kftrain.registry.title import CHAMPION, Title
 from kftrain.tracking import client
 from kftrain.tracking.client import ModelVersion
@@ -45,17 +39,14 @@ class ComparedVersion:
 
 
 def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
-    """All that is wrong: versions whose export is gone or another, alias and journal that disagree.
+    """All that is wrong: versions whose export is gone or another, edited tags, alias and journal that disagree.
 
     `contents`: reads every export in full and checks every byte. Raises TrackingError if MLflow fails.
     """
     title = Title.of(config)
     findings = _audit_title(title)
     for version in client.search_versions(title.uri, title.model_name):
-        try:
-            _require_resolves(version, contents)
-        except TrackingError as error:
-            findings.append(AuditFinding(version.version, error.line))
+        findings += [AuditFinding(version.version, problem) for problem in _problems(title, version, contents)]
     return findings
 
 
@@ -89,11 +80,18 @@ def _audit_title(title: Title) -> list[AuditFinding]:
     return findings
 
 
-def _require_resolves(version: ModelVersion, contents: bool) -> None:
-    missing = [tag for tag in (EXPORT_URI_TAG, EXPORT_DIGEST_TAG, RUN_URI_TAG) if tag not in version.tags]
-    if missing:
-        raise TrackingError(f"not registered by kftrain: no tag {missing[0]}", where=f"version {version.version}")
-    require_export(version.tags[EXPORT_URI_TAG], version.tags[EXPORT_DIGEST_TAG], contents=contents)
+def _problems(title: Title, version: ModelVersion, contents: bool) -> list[str]:
+    problems = []
+    try:
+        reference = lineage.of(title.uri, version)
+        if differing := lineage.differing_tags(title.uri, version):
+            problems.append(
+                f"tags were changed and differ from its reference.json, which counts: {', '.join(differing)}"
+            )
+        require_export(reference.export_uri, reference.export_digest, contents=contents)
+    except KftrainError as error:
+        problems.append(error.line)
+    return problems
 
 
 def _compared(
@@ -103,13 +101,16 @@ def _compared(
     aliases: dict[str, int],
     metrics: Metrics,
 ) -> ComparedVersion:
-    digest = version.tags.get(EVALUATION_DIGEST_TAG, "")
-    own = comparison.find_measured(version, digest)
-    theirs = comparison.find_measured(champion, digest) if champion and champion != version else None
+    uri = config.tracking.uri
+    reference = lineage.find(uri, version)
+    digest = lineage.last_evaluation(uri, version, reference) if reference else ""
+    own = comparison.find_measured(reference, digest)
+    rival = lineage.find(uri, champion) if champion and champion != version else None
+    theirs = comparison.find_measured(rival, digest)
     return ComparedVersion(
         version=version.version,
         aliases=tuple(sorted(alias for alias, number in aliases.items() if number == version.version)),
-        run_uri=version.tags.get(RUN_URI_TAG, ""),
+        run_uri=reference.run_uri if reference else "",
         evaluation_digest=digest,
         metrics=own.evaluation.metrics if own else {},
         improvement=comparison.improvement(config, metrics, own, theirs) if own and theirs else None,

@@ -14,8 +14,7 @@ from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.contracts import Evaluation, Interval, RunPaths, Unmeasured
 from kftrain.errors import EvaluationError
-from kftrain.registry.reference import CHECKPOINT_DIGEST_TAG, EXPORT_DIGEST_TAG, RUN_URI_TAG
-from kftrain.tracking.client import ModelVersion
+from kftrain.registry.reference import Reference
 
 RESAMPLING_SEED = 0
 """The same for every comparison: equal inputs give equal decisions."""
@@ -27,6 +26,11 @@ class Measured:
 
     evaluation: Evaluation
     statistics: dict[str, np.ndarray]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that a comparison resamples."""
+        return len(next(iter(self.statistics.values()), ()))
 
 
 def read_measured(folder: str) -> Measured:
@@ -45,16 +49,15 @@ def read_measured(folder: str) -> Measured:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
 
 
-def find_measured(version: ModelVersion, evaluation_digest: str) -> Measured | None:
+def find_measured(reference: Reference | None, evaluation_digest: str) -> Measured | None:
     """The evaluation of a registered version under a digest; None where it has none. Raises EvaluationError."""
-    run_uri, checkpoint = version.tags.get(RUN_URI_TAG), version.tags.get(CHECKPOINT_DIGEST_TAG)
-    if not run_uri or not checkpoint:
+    if reference is None or not evaluation_digest:
         return None
-    folder = RunPaths(run_uri).evaluation(checkpoint, evaluation_digest)
+    folder = RunPaths(reference.run_uri).evaluation(reference.checkpoint_digest, evaluation_digest)
     if not storage.exists(storage.join(folder, "metrics.json")):
         return None
     found = read_measured(folder)
-    if found.evaluation.export_digest != version.tags.get(EXPORT_DIGEST_TAG):
+    if found.evaluation.export_digest != reference.export_digest:
         return None
     return found if found.evaluation.evaluation_digest == evaluation_digest else None
 

@@ -39,23 +39,27 @@ def decide(
     challenger: Interval,
     champion: Interval | None,
     improvement: Interval | None,
-    comparable: bool,
+    obstacle: str,
+    num_groups: int,
+    min_groups: int,
 ) -> Decision:
     """Promotes the first model, and one whose improvement exceeds `min_effect` even at its lower confidence bound.
 
-    `improvement` is the paired difference, positive is better. `comparable` is false if there is a champion that has
-    no evaluation under the challenger's digest. With `manual` nothing is promoted, and the reason says what would
-    have been.
+    `improvement` is the paired difference, positive is better. `obstacle` says why there is none although there is, or
+    was, a champion; empty: there never was one. With `manual`, with an obstacle, and where fewer than `min_groups`
+    groups were compared, nothing is promoted, and the reason says what would have been.
     """
-    if not comparable:
-        reason = "not promoted: the champion has no evaluation on the same data with the same settings"
-        return Decision(False, reason)
+    if obstacle:
+        return Decision(False, f"not promoted, a person decides: {obstacle}")
     if champion is None or improvement is None:
         decision = Decision(True, f"first model: {metric} {challenger.value:.6g}")
     else:
         decision = _compare(metric, goal, min_effect, confidence, challenger, champion, improvement)
     if decision.promote and promotion == "manual":
         return Decision(False, f"would be promoted, but promotion is manual: {decision.reason}")
+    if decision.promote and improvement is not None and num_groups < min_groups:
+        few = f"{num_groups} groups are too few to decide without a person (registry.min_groups is {min_groups})"
+        return Decision(False, f"would be promoted, but {few}: {decision.reason}")
     return decision
 
 

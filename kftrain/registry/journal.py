@@ -5,13 +5,19 @@
 
 An entry is created exclusively, so of two promotions that both saw entry n exactly one becomes entry n + 1: a
 compare-and-set, which MLflow's aliases lack. A writer's mark says that the alias in MLflow may lag behind the
-journal; `promotion` says how it is used.
+journal; `title` says how it is used. The mark of a writer that lives changes all the time: whether one is dead is seen
+by watching it, without comparing the clocks of two machines.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
@@ -20,8 +26,12 @@ from kftrain import contracts, storage
 from kftrain.contracts import Interval
 from kftrain.errors import TrackingError
 
-STALE_WRITER_SECONDS = 900.0
-"""A writer that is this old is dead: no call to MLflow takes longer than a minute."""
+BEAT_SECONDS = 5.0
+"""How often a writer changes its mark."""
+
+WATCH_SECONDS = 120.0
+"""A writer whose mark does not change for this long is dead; one of an older kftrain, which never changes its mark, is
+done by then: no call to MLflow takes longer than a minute."""
 
 Kind = Literal["promote", "rollback", "external"]
 
@@ -43,6 +53,8 @@ class Entry(contracts.Document):
     """Random: tells an entry of ours from an equal one of another process; empty in old journals."""
     evaluation_digest: str = ""
     improvement: Interval | None = None
+    export_digest: str = ""
+    """Of the version, to tell it from another one of this number; empty in old journals and for foreign versions."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +84,64 @@ class Journal:
         """Adds an entry. Raises FileExistsError if somebody was faster."""
         storage.create_json(storage.join(self.uri, "promotions", f"{entry.number}.json"), entry.to_dict())
 
-    def begin_writing(self) -> str:
-        """Marks that the caller is about to write an entry and the alias. Returns the mark's name."""
-        name = f"{uuid.uuid4().hex}.json"
-        storage.create_json(storage.join(self.uri, "writers", name), {"time": time.time()})
-        return name
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Marks that the caller is writing an entry and the alias.
 
-    def end_writing(self, name: str) -> None:
-        """Takes the mark away: call only when alias and journal were seen to agree, or nothing was written."""
-        storage.remove(storage.join(self.uri, "writers", name))
+        The mark goes when the block ends, that is when alias and journal were seen to agree or nothing was written. An
+        exception leaves it: the alias may lag behind.
+        """
+        name, ended = f"{uuid.uuid4().hex}.json", threading.Event()
+        uri = storage.join(self.uri, "writers", name)
+        storage.create_json(uri, {"beat": 0})
+        heart = threading.Thread(target=_beat, args=(uri, ended), name="kftrain-writer", daemon=True)
+        heart.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            heart.join()
+        storage.remove(uri)
 
     def writers(self) -> list[str]:
         """Marks of everybody who is writing, or died writing."""
         return storage.list_names(storage.join(self.uri, "writers"))
 
-    def remove_stale_writers(self) -> None:
-        """Takes the marks of the dead away: call only when alias and journal were seen to agree."""
-        for name in self.writers():
-            mark = storage.read_json_if_exists(storage.join(self.uri, "writers", name))
-            if mark and time.time() - mark["time"] > STALE_WRITER_SECONDS:
-                self.end_writing(name)
+    def dead_writers(self) -> list[str]:
+        """Marks that do not change: watches those that are there for up to `WATCH_SECONDS`, if there are any."""
+        first = self._marks(self.writers())
+        until = time.monotonic() + WATCH_SECONDS
+        while first and time.monotonic() < until:
+            time.sleep(min(BEAT_SECONDS, WATCH_SECONDS))
+            now = self._marks(list(first))
+            first = {name: mark for name, mark in first.items() if now[name] == mark}
+        return sorted(first)
+
+    def remove_writers(self, names: list[str]) -> None:
+        """Takes marks of the dead away: call only when alias and journal were seen to agree after their death."""
+        for name in names:
+            storage.remove(storage.join(self.uri, "writers", name))
+
+    def _marks(self, names: list[str]) -> dict[str, bytes]:
+        """Name -> content; one that went meanwhile has a content of its own."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = storage.read_bytes(storage.join(self.uri, "writers", name))
+            except FileNotFoundError:
+                found[name] = b"gone"
+        return found
+
+
+def _beat(uri: str, ended: threading.Event) -> None:
+    """Changes a mark until its writer has ended."""
+    for beat in itertools.count(1):
+        if ended.wait(BEAT_SECONDS):
+            return
+        try:
+            storage.publish_json(uri, {"beat": beat})
+        except OSError as error:  # the storage is away: the writer itself will see it
+            logging.getLogger(__name__).warning("the mark of a promotion was not renewed: %s", error)
 
 
 def next_entry(
@@ -101,6 +151,7 @@ def next_entry(
     reason: str,
     evaluation_digest: str = "",
     improvement: Interval | None = None,
+    export_digest: str = "",
 ) -> Entry:
     """The entry that would follow."""
     return Entry(
@@ -113,6 +164,7 @@ def next_entry(
         entry_id=uuid.uuid4().hex,
         evaluation_digest=evaluation_digest,
         improvement=improvement,
+        export_digest=export_digest,
     )
 
 
@@ -130,3 +182,14 @@ def predecessors(entries: list[Entry]) -> list[int]:
         else:
             stack.append(entry.version)
     return [version for version in reversed(stack[:-1]) if version is not None]
+
+
+def former_champions(entries: list[Entry]) -> list[Entry]:
+    """The last entry of every version that was champion, newest first."""
+    last = {entry.version: entry for entry in entries if entry.version is not None}
+    return sorted(last.values(), key=lambda entry: -entry.number)
+
+
+def entered_digest(entries: list[Entry], version: int | None) -> str:
+    """Digest of the export that a version had when it became champion; empty where the journal does not say."""
+    return next((entry.export_digest for entry in reversed(entries) if entry.version == version), "")

@@ -13,23 +13,18 @@ from kftrain import storage
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, Interval, Registration, RunPaths
-from kftrain.errors import EvaluationError, TrackingError
-from kftrain.registry import comparison
+from kftrain.errors import ConfigError, EvaluationError, TrackingError
+from kftrain.progress import Progress, to_log
+from kftrain.registry import comparison, journal, lineage
 from kftrain.registry.comparison import Measured
 from kftrain.registry.gate import Decision, decide, metric_of
-from kftrain.registry.journal import Entry, champion_version, next_entry, predecessors
-from kftrain.registry.reference import (
-    CHECKPOINT_DIGEST_TAG,
-    EXPORT_DIGEST_TAG,
-    EXPORT_URI_TAG,
-    GATE_TAG,
-    PROMOTED_TAG,
-    RUN_URI_TAG,
-    require_export,
-)
+from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
+from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
 from kftrain.registry.register import RegisteredVersion, require_same_export
 from kftrain.registry.title import Title
 from kftrain.tracking import client, endpoint
+
+NO_EVALUATION = "has no evaluation on the same data with the same settings"
 
 
 @dataclass(frozen=True)
@@ -45,29 +40,38 @@ class Champion:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A decision, with what it was made from. `rival`: the version that was compared with."""
+    """A decision and what it was made from. `rival`: the version that was compared with; `former`: it was champion."""
 
     decision: Decision
     rival: int | None
     champion: Interval | None
     improvement: Interval | None
+    former: bool = False
 
 
 def champion(config: Config) -> Champion | None:
-    """The current champion; None if there is none, or it was not registered by kftrain. Raises TrackingError."""
+    """The version that the gate will compare with: the champion, or the last one if it was deleted or lost its alias.
+
+    None if there is none, or it was not registered by kftrain. Raises TrackingError.
+    """
     title = Title.of(config)
     entries, alias, situation = title.observe()
     number = alias if situation == "external" else champion_version(entries)
-    version = None if number is None else client.get_version(title.uri, title.model_name, number)
-    if version is None or EXPORT_URI_TAG not in version.tags:
+    if number is not None:
+        return _described(number, title.reference(entries, number))
+    found = ((entry.version, title.reference(entries, entry.version)) for entry in former_champions(entries))
+    return next((_described(number, reference) for number, reference in found if number and reference), None)
+
+
+def _described(number: int, reference: Reference | None) -> Champion | None:
+    if reference is None:
         return None
-    tags = version.tags
     return Champion(
-        version=version.version,
-        run_uri=tags[RUN_URI_TAG],
-        checkpoint_digest=tags[CHECKPOINT_DIGEST_TAG],
-        export_uri=tags[EXPORT_URI_TAG],
-        export_digest=tags[EXPORT_DIGEST_TAG],
+        version=number,
+        run_uri=reference.run_uri,
+        checkpoint_digest=reference.checkpoint_digest,
+        export_uri=reference.export_uri,
+        export_digest=reference.export_digest,
     )
 
 
@@ -81,8 +85,9 @@ def gate_and_promote(
 ) -> Registration:
     """Decides whether a registered version becomes champion, and makes it so if the policy is `auto`.
 
-    `metrics`: the task's function from sums to metrics. Writes `registration.json`. May be repeated. Raises
-    ConfigError for an unknown metric, EvaluationError for evaluation files that do not fit, TrackingError.
+    `metrics`: the task's function from sums to metrics. Every byte of the export is checked before it is promoted.
+    Writes `registration.json`. May be repeated. Raises ConfigError for an unknown metric, EvaluationError for
+    evaluation files that do not fit, TrackingError.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
@@ -92,12 +97,20 @@ def gate_and_promote(
 
     def propose(entries: list[Entry]) -> tuple[_Verdict, Entry | None]:
         if champion_version(entries) == registered.version:
-            return _standing(config, title, entries[-1], challenger), None
-        verdict = _judge(config, title, champion_version(entries), challenger, metrics)
+            return _standing(config, title, entries, registered, challenger), None
+        verdict = _judge(config, title, entries, registered, challenger, metrics)
         if not verdict.decision.promote:
             return verdict, None
-        reason, digest = verdict.decision.reason, evaluation.evaluation_digest
-        return verdict, next_entry(entries, "promote", registered.version, reason, digest, verdict.improvement)
+        require_export(registered.export_uri, registered.export_digest, contents=True)
+        return verdict, next_entry(
+            entries,
+            "promote",
+            registered.version,
+            verdict.decision.reason,
+            evaluation.evaluation_digest,
+            verdict.improvement,
+            registered.export_digest,
+        )
 
     registration = _registration(config, paths, registered, evaluation, title.transact(propose))
     _record(config, registration)
@@ -108,12 +121,12 @@ def gate_and_promote(
 def promote(config: Config, version: int, reason: str) -> Entry:
     """Makes a version champion because a person wants it, whatever the gate says. Raises TrackingError."""
     title = Title.of(config)
-    _require_version(title, version)
+    export_digest = _require_version(title, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
         if champion_version(entries) == version:
             return entries[-1], None
-        entry = next_entry(entries, "promote", version, f"by hand: {reason}")
+        entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
     return title.transact(propose)
@@ -128,10 +141,10 @@ def rollback(config: Config) -> Entry:
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
-            if _is_usable(title, version):
-                entry = next_entry(
-                    entries, "rollback", version, f"rolled back from version {champion_version(entries)}"
-                )
+            export_digest = _usable(title, version) if title.holds(entries, version) else None
+            if export_digest is not None:
+                reason = f"rolled back from version {champion_version(entries)}"
+                entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry
         raise TrackingError(
             "there is no earlier champion to go back to", where=title.model_name, fix="promote a version"
@@ -140,29 +153,87 @@ def rollback(config: Config) -> Entry:
     return title.transact(propose)
 
 
-def _judge(config: Config, title: Title, rival: int | None, challenger: Measured, metrics: Metrics) -> _Verdict:
-    """The gate's decision on a challenger against a champion."""
-    measured = _measured(title, rival, challenger)
+def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
+    """Removes what promotions that died have left; takes `journal.WATCH_SECONDS` where there is something.
+
+    Until then a change of the alias by hand is overwritten. That MLflow is down is told, and left to the next one.
+    """
+    title = Title.of(config)
+    if title.journal.writers():
+        progress(f"another promotion is under way or died: watching it for up to {journal.WATCH_SECONDS:.0f} s")
+    try:
+        title.remove_dead_writers()
+    except TrackingError as error:
+        progress(f"warning: {error.line}")
+
+
+def _judge(
+    config: Config,
+    title: Title,
+    entries: list[Entry],
+    registered: RegisteredVersion,
+    challenger: Measured,
+    metrics: Metrics,
+) -> _Verdict:
+    """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
+    formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
+    if registered.identical and registered.version in formers:
+        reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
+        return _Verdict(Decision(False, reason), champion_version(entries), None, None)
+    rival, measured, obstacle = _rival(title, entries, registered.version, challenger)
     improvement = comparison.improvement(config, metrics, challenger, measured) if measured else None
-    metric = config.registry.metric
+    settings, metric = config.registry, config.registry.metric
     theirs = metric_of(measured.evaluation.metrics, metric) if measured else None
     decision = decide(
         metric=metric,
-        goal=config.registry.goal,
-        min_effect=config.registry.min_effect,
-        confidence=config.registry.confidence,
-        promotion=config.registry.promotion,
+        goal=settings.goal,
+        min_effect=settings.min_effect,
+        confidence=settings.confidence,
+        promotion=settings.promotion,
         challenger=metric_of(challenger.evaluation.metrics, metric),
         champion=theirs,
         improvement=improvement,
-        comparable=rival is None or measured is not None,
+        obstacle=obstacle,
+        num_groups=challenger.num_groups,
+        min_groups=settings.min_groups,
     )
-    return _Verdict(decision, rival, theirs, improvement)
+    former = rival is not None and rival != champion_version(entries)
+    said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
+    said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
+    return _Verdict(Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former)
 
 
-def _standing(config: Config, title: Title, entry: Entry, challenger: Measured) -> _Verdict:
-    """The verdict that made the challenger champion already: this is a repetition."""
-    measured = _measured(title, entry.previous, challenger)
+def _rival(
+    title: Title, entries: list[Entry], own: int, challenger: Measured
+) -> tuple[int | None, Measured | None, str]:
+    """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
+
+    A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
+    there is none any more, the last one that can be measured counts.
+    """
+    number = champion_version(entries)
+    if number is not None:
+        measured = _measured(title, entries, number, challenger)
+        return number, measured, "" if measured else f"the champion, version {number}, {NO_EVALUATION}"
+    formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
+    for former in formers:
+        measured = _measured(title, entries, former, challenger)
+        if measured is not None:
+            return former, measured, ""
+    if not any(entry.version for entry in entries):
+        return None, None, ""
+    return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
+
+
+def _standing(
+    config: Config, title: Title, entries: list[Entry], registered: RegisteredVersion, challenger: Measured
+) -> _Verdict:
+    """The verdict on the champion itself: the one that made it champion, if this is a repetition."""
+    entry = entries[-1]
+    if registered.identical:
+        reason = f"identical to version {registered.version}, which is champion: nothing was registered"
+        return _Verdict(Decision(False, reason), registered.version, None, None)
+    measured = _measured(title, entries, entry.previous, challenger)
     theirs = measured.evaluation.metrics.get(config.registry.metric) if measured else None
     return _Verdict(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
 
@@ -175,9 +246,13 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
     return measured
 
 
-def _measured(title: Title, version: int | None, challenger: Measured) -> Measured | None:
-    found = None if version is None else client.get_version(title.uri, title.model_name, version)
-    return comparison.find_measured(found, challenger.evaluation.evaluation_digest) if found else None
+def _measured(title: Title, entries: list[Entry], version: int | None, challenger: Measured) -> Measured | None:
+    """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
+    try:
+        reference = title.reference(entries, version)
+        return comparison.find_measured(reference, challenger.evaluation.evaluation_digest)
+    except (EvaluationError, ConfigError):
+        return None
 
 
 def _registration(
@@ -198,6 +273,8 @@ def _registration(
         champion_version=verdict.rival,
         champion=verdict.champion,
         improvement=verdict.improvement,
+        former_champion=verdict.former,
+        identical=registered.identical,
     )
 
 
@@ -205,22 +282,26 @@ def _record(config: Config, registration: Registration) -> None:
     """Shows the outcome on the version and on the run."""
     uri, name = config.tracking.uri, registration.model_name
     outcome = {PROMOTED_TAG: str(registration.promoted).lower(), GATE_TAG: registration.reason}
-    client.set_version_tags(uri, name, registration.version, outcome)
+    if registration.promoted or not registration.identical:  # else they are about the run that made the version
+        client.set_version_tags(uri, name, registration.version, outcome)
     version = {"kftrain.registered_version": f"{name}/{registration.version}"}
     client.set_tags(uri, registration.mlflow_run_id, {**outcome, **version})
 
 
-def _require_version(title: Title, number: int) -> None:
+def _require_version(title: Title, number: int) -> str:
+    """The digest of a version's export, every byte of which was checked; empty for a version of another program."""
     version = client.get_version(title.uri, title.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=title.model_name, value=number)
-    if EXPORT_URI_TAG in version.tags:
-        require_export(version.tags[EXPORT_URI_TAG], version.tags[EXPORT_DIGEST_TAG])
+    if not lineage.logged_model_id(version):
+        return ""
+    reference = lineage.of(title.uri, version)
+    require_export(reference.export_uri, reference.export_digest, contents=True)
+    return reference.export_digest
 
 
-def _is_usable(title: Title, number: int) -> bool:
+def _usable(title: Title, number: int) -> str | None:
     try:
-        _require_version(title, number)
+        return _require_version(title, number)
     except TrackingError:
-        return False
-    return True
+        return None

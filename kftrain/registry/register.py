@@ -2,10 +2,12 @@
 
     version "models:/<id>"  ──▶  LoggedModel: MLmodel, reference.json  ──▶  export in the storage root
 
-No tensor goes through the tracking server and nothing is pickled; registering reads JSON. The key is the export's
-digest: the same export registered again, after a retry, a lost response or by two processes at once, is the same
-version. Of two versions made at the same time the lower stays: versions are numbered in the order of their creation,
-so whoever made the higher one sees the lower.
+No tensor goes through the tracking server and nothing is pickled; registering reads JSON. The same export registered
+again, after a retry, a lost response or by two processes at once, is the same version; and so are the same weights of
+another run, as of a recurring one on data that did not change. Of two versions made at the same time the lower stays:
+versions are numbered in the order of their creation, so whoever made the higher one sees the lower.
+
+Tags only lead to candidates: whether a version is the same is decided by its reference and its export's manifest.
 """
 
 from __future__ import annotations
@@ -15,15 +17,25 @@ from dataclasses import dataclass
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, RunPaths
-from kftrain.errors import EvaluationError
+from kftrain.errors import EvaluationError, KftrainError, TrackingError
+from kftrain.registry import lineage
 from kftrain.registry.reference import (
+    EVALUATION_DIGEST_TAG,
     EXPORT_DIGEST_TAG,
     FILE_NAME,
-    LOGGED_MODEL_TAG,
+    TRAINING_DIGEST_TAG,
     Reference,
     require_export,
 )
+from kftrain.registry.title import Title
 from kftrain.tracking import client, runs
+from kftrain.tracking.client import ModelVersion
+
+CONTENT_DIGEST_TAG = "kftrain.content_digest"
+"""Of a version: the digest of its export's files."""
+
+MAX_OLD_CANDIDATES = 10
+"""Of versions of an older kftrain, which have no such tag, so many are looked at, the newest."""
 
 LOADER_MODULE = "kftrain.registry.pyfunc_loader"
 
@@ -36,7 +48,11 @@ class RegisteredVersion:
     version: int
     logged_model_id: str
     mlflow_run_id: str
+    """Of the run that registers."""
+    export_uri: str
     export_digest: str
+    identical: bool = False
+    """The version is another run's, with the same weights: this run made none."""
 
 
 def register(
@@ -44,21 +60,22 @@ def register(
 ) -> RegisteredVersion:
     """The version of a run's export, made if it is not there, with the evaluation's metrics. May be repeated.
 
-    Raises EvaluationError if the evaluation is of another export, TrackingError if the export is not there or MLflow
-    fails.
+    Where a version has the same weights already, it is that one, and nothing is made. Raises EvaluationError if the
+    evaluation is of another export, TrackingError if the export is not there, the registered model belongs to another
+    storage root, or MLflow fails.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     uri, name = config.tracking.uri, config.model_name
-    reference = _reference(paths, completion, evaluation)
-    client.ensure_registered_model(uri, name)
-    version = _find_or_create(uri, name, mlflow_run_id, reference, paths.run_id, completion.step)
-    _update_tags(uri, version, reference.tags())
-    model_id = version.tags[LOGGED_MODEL_TAG]
-    metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
-    points = runs.evaluation_points(uri, mlflow_run_id, metrics, completion.step)
-    client.log_points(uri, mlflow_run_id, points, model_id)
-    return RegisteredVersion(name, version.version, model_id, mlflow_run_id, completion.export_digest)
+    Title.of(config).claim(f"Trained by kftrain. The gate compares {config.registry.metric} ({config.registry.goal}).")
+    own = _Own(uri, name, mlflow_run_id, paths.run_id, _reference(paths, completion, evaluation))
+    found = own.find() or own.create(completion.step, _description(paths, completion, evaluation))
+    if not found.identical:
+        client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
+        metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
+        points = runs.evaluation_points(uri, mlflow_run_id, metrics, completion.step)
+        client.log_points(uri, mlflow_run_id, points, found.logged_model_id)
+    return found
 
 
 def require_same_export(completion: Completion, evaluation: Evaluation) -> None:
@@ -84,37 +101,92 @@ def _reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) 
     )
 
 
-def _find_or_create(
-    uri: str, name: str, mlflow_run_id: str, reference: Reference, run_id: str, step: int
-) -> client.ModelVersion:
-    digest = reference.export_digest
-    if found := client.search_versions(uri, name, EXPORT_DIGEST_TAG, digest):
-        return found[0]
-    tags = {**reference.tags(), **runs.code_tags(), runs.RUN_ID_TAG: run_id}
-    model_id = _find_or_create_logged_model(uri, name, mlflow_run_id, reference, tags, step)
-    made = client.create_version(uri, name, model_id, mlflow_run_id, {**tags, LOGGED_MODEL_TAG: model_id})
-    first = client.search_versions(uri, name, EXPORT_DIGEST_TAG, digest)[0]
-    if first.version != made:
-        client.delete_version(uri, name, made)
-    return first
+def _description(paths: RunPaths, completion: Completion, evaluation: Evaluation) -> str:
+    """What people see beside the version's number."""
+    metrics = ", ".join(f"{name} {found.value:.4g}" for name, found in evaluation.metrics.items())
+    trained = f"{completion.step:,} steps, {completion.num_parameters:,} parameters"
+    return f"Run {paths.run_id}: {trained}; {metrics} on {evaluation.num_samples:,} validation samples."
 
 
-def _find_or_create_logged_model(
-    uri: str, name: str, mlflow_run_id: str, reference: Reference, tags: dict[str, str], step: int
-) -> str:
-    experiment_id = runs.require_run(uri, mlflow_run_id).experiment_id
-    found = client.find_logged_model(uri, experiment_id, EXPORT_DIGEST_TAG, reference.export_digest)
-    return found or client.create_logged_model(
-        uri,
-        mlflow_run_id,
-        name,
-        tags,
-        loader_module=LOADER_MODULE,
-        data=(FILE_NAME, storage.dump_json(reference.to_dict())),
-        step=step,
-    )
+@dataclass(frozen=True)
+class _Own:
+    """What is to be registered, and where."""
+
+    uri: str
+    name: str
+    mlflow_run_id: str
+    run_id: str
+    reference: Reference
+
+    def find(self) -> RegisteredVersion | None:
+        """The lowest version of this very export; else the lowest with the same files."""
+        return self._find_own() or self._find_identical()
+
+    def create(self, step: int, description: str) -> RegisteredVersion:
+        """A new version; or a lower one, if another process made it at the same time."""
+        tags = {runs.RUN_ID_TAG: self.run_id, CONTENT_DIGEST_TAG: self._content_digest()}
+        model_id = self._find_or_create_logged_model(step)
+        made = client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, description)
+        found = [version for version in (self._find_own(), self._find_identical()) if version is not None]
+        if not found:
+            raise TrackingError("the version that was made is not there", where=self.name, value=made)
+        first = min(found, key=lambda version: (version.version, version.identical))
+        if first.version != made:
+            client.delete_version(self.uri, self.name, made)
+        return first
+
+    def _content_digest(self) -> str:
+        return lineage.content_digest(self.reference.export_uri, self.reference.export_digest)
+
+    def _find_own(self) -> RegisteredVersion | None:
+        for version in client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
+            theirs = lineage.find(self.uri, version)
+            if theirs is not None and theirs.export_digest == self.reference.export_digest:
+                return self._registered(version, theirs, identical=False)
+        return None
+
+    def _find_identical(self) -> RegisteredVersion | None:
+        content = self._content_digest()
+        tagged = client.search_versions(self.uri, self.name, CONTENT_DIGEST_TAG, content)
+        old = client.search_versions(self.uri, self.name, TRAINING_DIGEST_TAG, self.reference.training_digest)
+        for version in [*tagged, *old[-MAX_OLD_CANDIDATES:]]:
+            theirs = lineage.find(self.uri, version)
+            if theirs is not None and _has_content(theirs, content):
+                is_own = theirs.export_digest == self.reference.export_digest
+                return self._registered(version, theirs, identical=not is_own)
+        return None
+
+    def _find_or_create_logged_model(self, step: int) -> str:
+        experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
+        found = client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
+        if found and lineage.of_model(self.uri, found) == self.reference:
+            return found
+        return client.create_logged_model(
+            self.uri,
+            self.mlflow_run_id,
+            self.name,
+            {**self.reference.tags(), **runs.code_tags(), runs.RUN_ID_TAG: self.run_id},
+            loader_module=LOADER_MODULE,
+            data=(FILE_NAME, storage.dump_json(self.reference.to_dict())),
+            step=step,
+        )
+
+    def _registered(self, version: ModelVersion, reference: Reference, identical: bool) -> RegisteredVersion:
+        return RegisteredVersion(
+            model_name=self.name,
+            version=version.version,
+            logged_model_id=lineage.logged_model_id(version),
+            mlflow_run_id=self.mlflow_run_id,
+            export_uri=reference.export_uri,
+            export_digest=reference.export_digest,
+            identical=identical,
+        )
 
 
-def _update_tags(uri: str, version: client.ModelVersion, tags: dict[str, str]) -> None:
-    changed = {key: value for key, value in tags.items() if version.tags.get(key) != value}
-    client.set_version_tags(uri, version.name, version.version, changed)
+def _has_content(reference: Reference, content: str) -> bool:
+    """Whether an export is there, as far as manifest and sizes tell, and consists of these files."""
+    try:
+        require_export(reference.export_uri, reference.export_digest)
+        return lineage.content_digest(reference.export_uri, reference.export_digest) == content
+    except KftrainError:
+        return False

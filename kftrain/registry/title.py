@@ -15,7 +15,8 @@ by somebody else, and becomes an `external` entry. With marks the journal wins: 
 under way, or after one that died, is overwritten.
 
 What this needs: a storage root with atomic exclusive creation and listings that show what was written; one storage
-root per model; and no writer that sleeps longer than `STALE_WRITER_SECONDS` between two calls.
+root per model, which the registered model's tag `kftrain.journal` sees to (it can only refuse, it decides nothing); and
+no writer that is suspended for longer than `journal.WATCH_SECONDS` and then goes on.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import TrackingError
-from kftrain.registry.journal import Entry, Journal, champion_version, next_entry, predecessors
+from kftrain.registry import lineage
+from kftrain.registry.journal import Entry, Journal, champion_version, entered_digest, next_entry, predecessors
+from kftrain.registry.reference import Reference
 from kftrain.tracking import client
+from kftrain.tracking.client import RegisteredModel
+
+JOURNAL_TAG = "kftrain.journal"
+"""Of the registered model: the URI of the journal that says who is champion."""
 
 CHAMPION = "champion"
 PREVIOUS_CHAMPION = "previous_champion"
@@ -52,6 +60,51 @@ class Title:
         journal = Journal.of(config.run.storage_root, config.model_name)
         return cls(config.tracking.uri, config.model_name, journal)
 
+    def claim(self, description: str = "") -> None:
+        """Makes the registered model if it is not there, and ties it to this journal if it is tied to none.
+
+        Raises TrackingError where it belongs to the journal of another storage root.
+        """
+        own = {JOURNAL_TAG: storage.absolute(self.journal.uri)}
+        client.ensure_registered_model(self.uri, self.model_name, own, description)
+        model = client.get_registered_model(self.uri, self.model_name)
+        if model is not None and JOURNAL_TAG not in model.tags:  # made by hand, or by an older kftrain
+            self._require_own_champion(model)
+            client.set_registered_model_tag(self.uri, self.model_name, JOURNAL_TAG, own[JOURNAL_TAG])
+            model = client.get_registered_model(self.uri, self.model_name)
+        self._require_own(model)
+
+    def _require_own(self, model: RegisteredModel | None) -> None:
+        found = model.tags.get(JOURNAL_TAG) if model else None
+        own = storage.absolute(self.journal.uri)
+        if found is not None and found != own:
+            raise self._other_root(found)
+
+    def _require_own_champion(self, model: RegisteredModel) -> None:
+        """A champion whose run lies below another root has its journal there."""
+        number = model.aliases.get(CHAMPION)
+        version = None if number is None else client.get_version(self.uri, self.model_name, number)
+        reference = lineage.find(self.uri, version)
+        root = storage.absolute(self.journal.uri).rsplit("/registry/", 1)[0]
+        if reference is not None and not reference.run_uri.startswith(root + "/"):
+            raise self._other_root(reference.run_uri)
+
+    def _other_root(self, found: str) -> TrackingError:
+        own = storage.absolute(self.journal.uri)
+        return TrackingError(
+            "the registered model belongs to another storage root, where its journal of promotions is",
+            where=self.model_name,
+            value=found,
+            fix=f"set run.storage_root or registry.model_name; or, if the root moved here with its journal, set the "
+            f"registered model's tag {JOURNAL_TAG} to {own} in MLflow",
+        )
+
+    def remove_dead_writers(self) -> None:
+        """Removes the marks of promotions that died. Takes `journal.WATCH_SECONDS` where there are some."""
+        dead = self.journal.dead_writers()
+        if dead and self.observe()[2] == "settled":
+            self.journal.remove_writers(dead)
+
     def transact(self, propose: Callable[[list[Entry]], tuple[Result, Entry | None]]) -> Result:
         """Runs `propose` on the journal and appends what it proposes, again and again until nobody was faster.
 
@@ -69,7 +122,6 @@ class Title:
         for _ in range(MAX_ROUNDS):
             entries, alias, situation = self.observe()
             if situation == "settled":
-                self.journal.remove_stale_writers()
                 return entries
             if situation == "lagging":
                 self._repair()
@@ -81,7 +133,9 @@ class Title:
         """The journal, the alias, and how they stand to each other. Changes nothing. The order of reading matters."""
         entries = self.journal.entries()
         writers = self.journal.writers()
-        alias = client.get_aliases(self.uri, self.model_name).get(CHAMPION)
+        model = client.get_registered_model(self.uri, self.model_name)
+        self._require_own(model)
+        alias = model.aliases.get(CHAMPION) if model else None
         end = champion_version(entries)
         if alias == end:
             return entries, alias, "settled"
@@ -92,25 +146,34 @@ class Title:
         """Whether the registry still has the version."""
         return client.get_version(self.uri, self.model_name, version) is not None
 
+    def holds(self, entries: list[Entry], version: int) -> bool:
+        """Whether the registry still has the version of the journal, not another one of its number."""
+        digest = entered_digest(entries, version)
+        return self.exists(version) if not digest else self.reference(entries, version) is not None
+
+    def reference(self, entries: list[Entry], version: int | None) -> Reference | None:
+        """The reference of a version; None where it has none, or is another one of this number than in the journal."""
+        found = None if version is None else client.get_version(self.uri, self.model_name, version)
+        reference = lineage.find(self.uri, found)
+        digest = entered_digest(entries, version)
+        return reference if reference and digest in ("", reference.export_digest) else None
+
     def _predecessor(self, entries: list[Entry]) -> int | None:
-        return next((version for version in predecessors(entries) if self.exists(version)), None)
+        return next((version for version in predecessors(entries) if self.holds(entries, version)), None)
 
     def _append(self, entry: Entry) -> bool:
         """Appends an entry and sets the alias; False if somebody was faster."""
-        mark = self.journal.begin_writing()
-        try:
-            self.journal.append(entry)
-        except FileExistsError:
-            self.journal.end_writing(mark)
-            return False
-        self._apply()
-        self.journal.end_writing(mark)
+        with self.journal.writing():
+            try:
+                self.journal.append(entry)
+            except FileExistsError:
+                return False
+            self._apply()
         return True
 
     def _repair(self) -> None:
-        mark = self.journal.begin_writing()
-        self._apply()
-        self.journal.end_writing(mark)
+        with self.journal.writing():
+            self._apply()
 
     def _apply(self) -> None:
         """Sets the aliases to the end of the journal until they are seen to agree with it."""

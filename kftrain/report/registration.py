@@ -19,7 +19,7 @@ def section(config: Config, registration: Registration) -> Section:
         title="Registration",
         headline=_headline(registration),
         tone="good" if registration.promoted else "neutral",
-        sentences=[_sentence(registration.reason)],
+        sentences=[_sentence(registration.reason), *_meaning(config, registration)],
         charts=charts,
         facts=_facts(registration),
     )
@@ -27,11 +27,25 @@ def section(config: Config, registration: Registration) -> Section:
 
 def _headline(registration: Registration) -> str:
     name = f"{wording.clean(registration.model_name)} version {registration.version}"
+    if registration.identical and not registration.promoted:
+        return f"No new version: the model is identical to {name}."
     if registration.promoted:
         return f"{name} is the new champion."
-    if registration.champion_version is None:
+    if registration.champion_version is None or registration.former_champion:
         return f"{name} is registered; there is no champion."
     return f"{name} is registered; version {registration.champion_version} stays champion."
+
+
+def _meaning(config: Config, registration: Registration) -> list[str]:
+    """What the interval of the improvement says, and what it does not."""
+    if registration.improvement is None:
+        return []
+    chance = wording.number(100 * (1 - config.registry.confidence) / 2, 2)
+    return [
+        f"The interval is two-sided, so about {chance}% of the challengers that are no better are promoted, and more "
+        "with few groups or many tries. It holds the noise of the validation sample, not that of the seed: the same "
+        "settings trained with another seed may come out differently."
+    ]
 
 
 def _sentence(text: str) -> str:

@@ -74,7 +74,9 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         page = _report(paths, config, manifest, completion, evaluation, registration)
         tracking.log_text(config.tracking.uri, mlflow_run_id, page, REPORT_NAME)
         tracking.finish_run(config.tracking.uri, mlflow_run_id, "FINISHED")
-        return _outcome(paths, config, registration, page, progress)
+        outcome = _outcome(paths, config, registration, page, progress)
+        registry.remove_dead_writers(config, progress)  # last: it may take a while
+        return outcome
 
 
 def _report(
@@ -100,7 +102,8 @@ def _report(
 
 def _outcome(paths: RunPaths, config: Config, registration: Registration, page: str, progress: Progress) -> Outcome:
     role = "is champion" if registration.promoted else "is not champion"
-    result = f"{registration.model_name} version {registration.version} {role}: {registration.reason}"
+    what = "no new version" if registration.identical else f"version {registration.version} {role}"
+    result = f"{registration.model_name} {what}: {registration.reason}"
     progress(result)
     challenger, champion, improvement = registration.challenger, registration.champion, registration.improvement
     return Outcome(

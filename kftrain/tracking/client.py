@@ -1,31 +1,21 @@
-"""All calls to MLflow; the only module that imports it.
+"""All calls to MLflow.
 
 Small functions over `MlflowClient`: nothing uses the process-wide active run, everything takes the URI.
-Each function that writes may be repeated after a lost response. Every failure is a TrackingError that shows
-no credentials. MLflow is imported by the first call, which takes about a second.
-
-MLflow's own defaults hold a caller for four minutes when the server is away (7 retries of 120 s). Here a
-call gives up in well under a minute; environment variables that a user has set win.
+Each function that writes may be repeated after a lost response. Every failure is a TrackingError, see `session`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.util
 import json
-import logging
-import os
-import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kftrain.errors import TrackingError
-from kftrain.tracking import endpoint
+from kftrain.tracking import endpoint, session
 from kftrain.tracking.base import Point
 
 MAX_VALUE_LENGTH = 6000
@@ -34,19 +24,6 @@ MAX_VALUE_LENGTH = 6000
 _MAX_METRICS_PER_CALL = 1000
 _MAX_PARAMS_PER_CALL = 100
 _MAX_DATASET_DIGEST_LENGTH = 36
-
-_SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-
-_ABSENT = "RESOURCE_DOES_NOT_EXIST"
-_TAKEN = "RESOURCE_ALREADY_EXISTS"
-
-_default_uri_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -61,8 +38,25 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class RegisteredModel:
+    """A registered model. `aliases`: alias -> version."""
+
+    aliases: dict[str, int]
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """What a version was made of."""
+
+    model_id: str
+    artifact_uri: str
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True)
 class ModelVersion:
-    """A version of a registered model."""
+    """A version of a registered model. `source` and `run_id` never change, unlike tags and description."""
 
     name: str
     version: int
@@ -79,7 +73,7 @@ def require_installed() -> None:
 
 def ping(uri: str) -> None:
     """Raises TrackingError unless MLflow answers a request at the URI."""
-    with _session(uri, "cannot use MLflow") as client:
+    with session.connected(uri, "cannot use MLflow") as client:
         client.search_experiments(max_results=1)
 
 
@@ -88,21 +82,21 @@ def ping(uri: str) -> None:
 
 def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str:
     """Id of the experiment of this name; made with this artifact location if it is not there."""
-    with _session(uri, f"cannot create the experiment {name}") as client:
+    with session.connected(uri, f"cannot create the experiment {name}") as client:
         for _ in range(2):
             if found := client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             try:
                 return str(client.create_experiment(name, artifact_location=artifact_location))
-            except _mlflow().MlflowException as error:
-                if error.error_code != _TAKEN:
+            except session.mlflow().MlflowException as error:
+                if error.error_code != session.TAKEN:
                     raise
         raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
 
 
 def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
     """Id of the oldest run that has the tag; None where there is none."""
-    with _session(uri, "cannot search runs") as client:
+    with session.connected(uri, "cannot search runs") as client:
         query = f"tags.`{tag}` = '{_quotable(value)}'"
         found = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"], max_results=1)
         return str(found[0].info.run_id) if found else None
@@ -118,13 +112,13 @@ def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
 
 def create_run(uri: str, experiment_id: str, name: str, tags: Mapping[str, str]) -> str:
     """Id of a new run."""
-    with _session(uri, "cannot create a run") as client:
+    with session.connected(uri, "cannot create a run") as client:
         return str(client.create_run(experiment_id, run_name=name, tags=dict(tags)).info.run_id)
 
 
 def read_run(uri: str, run_id: str) -> RunRecord:
     """What is recorded of a run."""
-    with _session(uri, f"cannot read run {run_id}") as client:
+    with session.connected(uri, f"cannot read run {run_id}") as client:
         run = client.get_run(run_id)
         # The proto is the public view of the latest metrics that carries their steps.
         latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
@@ -133,8 +127,8 @@ def read_run(uri: str, run_id: str) -> RunRecord:
 
 def log_points(uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None) -> None:
     """Records metrics, of a LoggedModel too if one is given. A point that is there already stays as it is."""
-    metric = _mlflow().entities.Metric
-    with _session(uri, "cannot log metrics") as client:
+    metric = session.mlflow().entities.Metric
+    with session.connected(uri, "cannot log metrics") as client:
         for start in range(0, len(points), _MAX_METRICS_PER_CALL):
             part = points[start : start + _MAX_METRICS_PER_CALL]
             metrics = [metric(p.key, p.value, p.timestamp_ms, p.step, model_id=model_id) for p in part]
@@ -143,23 +137,23 @@ def log_points(uri: str, run_id: str, points: Sequence[Point], model_id: str | N
 
 def log_params(uri: str, run_id: str, params: Mapping[str, str]) -> None:
     """Records parameters; none may be there already, since MLflow never changes one."""
-    param = _mlflow().entities.Param
+    param = session.mlflow().entities.Param
     entities = [param(key, value[:MAX_VALUE_LENGTH]) for key, value in params.items()]
-    with _session(uri, "cannot log parameters") as client:
+    with session.connected(uri, "cannot log parameters") as client:
         for start in range(0, len(entities), _MAX_PARAMS_PER_CALL):
             client.log_batch(run_id, params=entities[start : start + _MAX_PARAMS_PER_CALL])
 
 
 def set_tags(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
     """Sets tags of a run."""
-    tag = _mlflow().entities.RunTag
-    with _session(uri, "cannot set tags") as client:
+    tag = session.mlflow().entities.RunTag
+    with session.connected(uri, "cannot set tags") as client:
         client.log_batch(run_id, tags=[tag(key, value[:MAX_VALUE_LENGTH]) for key, value in tags.items()])
 
 
 def set_status(uri: str, run_id: str, status: str) -> None:
     """Sets the status of a run: RUNNING opens it again, another ends it now."""
-    with _session(uri, f"cannot set the status of run {run_id}") as client:
+    with session.connected(uri, f"cannot set the status of run {run_id}") as client:
         if status == "RUNNING":
             client.update_run(run_id, status=status)
         else:
@@ -168,40 +162,58 @@ def set_status(uri: str, run_id: str, status: str) -> None:
 
 def log_dataset(uri: str, run_id: str, name: str, digest: str, source_uri: str) -> None:
     """Records a dataset as the run's training input."""
-    entities = _mlflow().entities
+    entities = session.mlflow().entities
     dataset = entities.Dataset(
         name=name,
         digest=digest[:_MAX_DATASET_DIGEST_LENGTH],
         source_type=source_uri.split("://", 1)[0] if "://" in source_uri else "local",
         source=json.dumps({"uri": endpoint.redacted(source_uri)}),
     )
-    with _session(uri, "cannot log the dataset") as client:
+    with session.connected(uri, "cannot log the dataset") as client:
         tags = [entities.InputTag("mlflow.data.context", "training")]
         client.log_inputs(run_id, datasets=[entities.DatasetInput(dataset=dataset, tags=tags)])
 
 
 def log_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
     """Stores a text as an artifact of the run; an older one of this name is replaced."""
-    with _session(uri, f"cannot store {artifact_name}") as client:
+    with session.connected(uri, f"cannot store {artifact_name}") as client:
         client.log_text(run_id, text, artifact_name)
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
 
-def ensure_registered_model(uri: str, name: str) -> None:
-    """Makes the registered model of this name if it is not there."""
-    with _session(uri, f"cannot create the registered model {name}") as client:
+def ensure_registered_model(uri: str, name: str, tags: Mapping[str, str], description: str = "") -> None:
+    """Makes the registered model of this name, with these tags, if it is not there; one that is stays as it is."""
+    with session.connected(uri, f"cannot create the registered model {name}") as client:
         try:
-            client.create_registered_model(name)
-        except _mlflow().MlflowException as error:
-            if error.error_code != _TAKEN:
+            client.create_registered_model(name, tags=dict(tags), description=description or None)
+        except session.mlflow().MlflowException as error:
+            if error.error_code != session.TAKEN:
                 raise
+
+
+def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
+    """The registered model of this name; None where there is none."""
+    with session.connected(uri, f"cannot read the registered model {name}") as client:
+        try:
+            found = client.get_registered_model(name)
+        except session.mlflow().MlflowException as error:
+            if error.error_code != session.ABSENT:
+                raise
+            return None
+        return RegisteredModel({alias: int(v) for alias, v in found.aliases.items()}, dict(found.tags))
+
+
+def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
+    """Sets a tag of a registered model. Last writer wins."""
+    with session.connected(uri, f"cannot tag the registered model {name}") as client:
+        session.upsert(client.set_registered_model_tag, name, key, value)
 
 
 def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
     """Id of a complete LoggedModel that has the tag; None where there is none."""
-    with _session(uri, "cannot search models") as client:
+    with session.connected(uri, "cannot search models") as client:
         found = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{_quotable(value)}'")
         return next((str(model.model_id) for model in found if model.status == "READY"), None)
 
@@ -220,47 +232,80 @@ def create_logged_model(
 
     Nothing is pickled. It becomes READY only when its files are there.
     """
-    with _session(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
+    with session.connected(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
         experiment_id = client.get_run(run_id).info.experiment_id
         model = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=dict(tags))
-        _write_model(Path(folder), run_id, model.model_id, loader_module, data)
+        session.write_model(Path(folder), run_id, model.model_id, loader_module, data)
         client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
-        client.log_outputs(run_id, [_mlflow().entities.LoggedModelOutput(model.model_id, step)])
+        client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model.model_id, step)])
         return str(model.model_id)
 
 
-def create_version(uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str]) -> int:
+def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
+    """A LoggedModel; None where there is none."""
+    with session.connected(uri, f"cannot read the model {model_id}") as client:
+        try:
+            found = client.get_logged_model(model_id)
+        except session.mlflow().MlflowException as error:
+            if error.error_code != session.ABSENT:
+                raise
+            return None
+        return LoggedModel(str(found.model_id), str(found.artifact_location), dict(found.tags))
+
+
+def read_model_file(uri: str, model: LoggedModel, name: str) -> str | None:
+    """The text of a file of a LoggedModel; None where it has no such file."""
+    with session.connected(uri, f"cannot read {name} of the model {model.model_id}"):
+        return session.read_artifact(uri, f"{model.artifact_uri.rstrip('/')}/{name}")
+
+
+def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> None:
+    """Sets tags of a LoggedModel."""
+    with session.connected(uri, f"cannot tag the model {model_id}") as client:
+        client.set_logged_model_tags(model_id, dict(tags))
+
+
+def create_version(
+    uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str], description: str = ""
+) -> int:
     """Number of a new version of a registered model, made of a LoggedModel."""
-    with _session(uri, f"cannot create a version of {name}") as client, _as_default_uri(uri):
+    with session.connected(uri, f"cannot create a version of {name}") as client, session.as_default_uri(uri):
         made = client.create_model_version(
-            name, f"models:/{model_id}", run_id=run_id, tags=dict(tags), await_creation_for=0, model_id=model_id
+            name,
+            f"models:/{model_id}",
+            run_id=run_id,
+            tags=dict(tags),
+            description=description or None,
+            await_creation_for=0,
+            model_id=model_id,
         )
         return int(made.version)
 
 
 def delete_version(uri: str, name: str, version: int) -> None:
     """Deletes a version."""
-    with _session(uri, f"cannot delete version {version} of {name}") as client:
+    with session.connected(uri, f"cannot delete version {version} of {name}") as client:
         client.delete_model_version(name, str(version))
 
 
 def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
     """A version; None where there is none."""
-    with _session(uri, f"cannot read version {version} of {name}") as client:
+    with session.connected(uri, f"cannot read version {version} of {name}") as client:
         try:
             return _version(client.get_model_version(name, str(version)))
-        except _mlflow().MlflowException as error:
-            if error.error_code != _ABSENT:
+        except session.mlflow().MlflowException as error:
+            if error.error_code != session.ABSENT:
                 raise
             return None
 
 
-def search_versions(uri: str, name: str, tag: str = "", value: str = "") -> list[ModelVersion]:
-    """Versions of a model, all or those with a tag, lowest number first."""
+def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
+    """Versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
     query = f"name = '{_quotable(name)}'" + (f" and tags.`{tag}` = '{_quotable(value)}'" if tag else "")
+    query += f" and run_id = '{_quotable(run_id)}'" if run_id else ""
     found: list[ModelVersion] = []
-    with _session(uri, f"cannot search versions of {name}") as client:
+    with session.connected(uri, f"cannot search versions of {name}") as client:
         token: str | None = None
         while True:
             page = client.search_model_versions(query, page_token=token)
@@ -272,125 +317,24 @@ def search_versions(uri: str, name: str, tag: str = "", value: str = "") -> list
 
 def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str]) -> None:
     """Sets tags of a version."""
-    with _session(uri, f"cannot tag version {version} of {name}") as client:
+    with session.connected(uri, f"cannot tag version {version} of {name}") as client:
         for key, value in tags.items():
-            _upsert(client.set_model_version_tag, name, str(version), key, value)
+            session.upsert(client.set_model_version_tag, name, str(version), key, value)
 
 
 def get_aliases(uri: str, name: str) -> dict[str, int]:
     """Alias -> version; empty where there is no such model."""
-    with _session(uri, f"cannot read the aliases of {name}") as client:
-        try:
-            return {alias: int(v) for alias, v in client.get_registered_model(name).aliases.items()}
-        except _mlflow().MlflowException as error:
-            if error.error_code != _ABSENT:
-                raise
-            return {}
+    found = get_registered_model(uri, name)
+    return found.aliases if found else {}
 
 
 def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
     """Points an alias to a version, or takes it away. Last writer wins."""
-    with _session(uri, f"cannot set the alias {alias} of {name}") as client:
+    with session.connected(uri, f"cannot set the alias {alias} of {name}") as client:
         if version is None:
             client.delete_registered_model_alias(name, alias)
         else:
-            _upsert(client.set_registered_model_alias, name, alias, str(version))
-
-
-# -- MLflow itself --------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _mlflow() -> Any:
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import mlflow
-        import mlflow.entities
-    except ImportError as error:
-        raise TrackingError(f"MLflow is missing ({error})", fix="pip install 'kftrain[mlflow]'") from error
-    for noisy in ("mlflow.store.db.utils", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return mlflow
-
-
-@functools.lru_cache(maxsize=8)
-def _client(uri: str) -> Any:
-    endpoint.require_supported(uri)
-    with endpoint.database_lock(uri):
-        client = _mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri)
-        if not endpoint.is_http(uri):
-            client.search_registered_models(max_results=1)  # the registry's half of the database is made here
-        return client
-
-
-@contextlib.contextmanager
-def _session(uri: str, failure: str) -> Iterator[Any]:
-    """Yields the client; what MLflow raises inside the block becomes a TrackingError."""
-    mlflow = _mlflow()
-    try:
-        yield _client(uri)
-    except (mlflow.MlflowException, OSError, *_database_errors()) as error:
-        message = endpoint.redacted(str(error)).partition("\n")[0][:500]
-        # Not chained: the cause may show credentials that are part of the URI.
-        raise TrackingError(
-            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_fix(message)
-        ) from None
-
-
-def _database_errors() -> tuple[type[Exception], ...]:
-    try:
-        from sqlalchemy.exc import SQLAlchemyError
-    except ImportError:
-        return ()
-    return (SQLAlchemyError,)
-
-
-def _fix(message: str) -> str:
-    if re.search("error code 40[13]", message):
-        return "check MLFLOW_TRACKING_USERNAME and _PASSWORD or _TOKEN, and the server's --allowed-hosts"
-    if "Max retries" in message or "timed out" in message:
-        return "start it, or check tracking.uri and the network"
-    return ""
-
-
-def _upsert(call: Callable[..., Any], *arguments: str) -> None:
-    """Makes a call that sets a row; of two that insert it at once MLflow fails one, so that one repeats it."""
-    try:
-        call(*arguments)
-    except _mlflow().MlflowException as error:
-        if "constraint" not in str(error).lower():
-            raise
-        call(*arguments)
-
-
-@contextlib.contextmanager
-def _as_default_uri(uri: str) -> Iterator[None]:
-    """Makes the URI the process's default for a moment: where the SQL registry looks up LoggedModels."""
-    if endpoint.is_http(uri):
-        yield
-        return
-    from mlflow.tracking._tracking_service.utils import _use_tracking_uri
-
-    with _default_uri_lock:
-        before = os.environ.get("MLFLOW_TRACKING_URI")
-        try:
-            with _use_tracking_uri(uri):
-                yield
-        finally:
-            if before is not None:
-                os.environ["MLFLOW_TRACKING_URI"] = before
-
-
-def _write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: tuple[str, str]) -> None:
-    import mlflow.pyfunc
-    from mlflow.models import Model
-
-    name, text = data
-    (folder / name).write_text(text)
-    model = Model(run_id=run_id, model_id=model_id)
-    mlflow.pyfunc.add_to_model(model, loader_module=loader_module, data=name)
-    model.save(str(folder / "MLmodel"))
+            session.upsert(client.set_registered_model_alias, name, alias, str(version))
 
 
 def _version(entity: Any) -> ModelVersion:

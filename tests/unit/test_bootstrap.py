@@ -122,7 +122,19 @@ def test_nothing_to_resample_and_undefined_metrics_are_refused():
         bootstrap.intervals(accuracy, {"correct": np.zeros(3), "count": np.zeros(4)}, 100, 0.95, 0)
 
 
-def test_resamples_without_a_value_are_left_out():
+def test_a_resample_without_a_value_says_nothing_so_it_makes_the_interval_wider():
+    """With one group of four (0.75^4 = 32 % of all resamples lack it) nothing is known, with one of 2 it is 25 %."""
     rare = {"correct": np.array([1.0, 0, 0, 0]), "count": np.array([1.0, 0, 0, 0])}
     found = bootstrap.intervals(accuracy, rare, 200, 0.95, 0)["accuracy"]
-    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
+    assert (found.value, found.low, found.high) == (1.0, -np.inf, np.inf)
+
+
+@pytest.mark.parametrize(("num_with_value", "is_known"), [(2, False), (3, False), (6, True)])
+def test_few_groups_with_a_value_among_many_are_not_certain(num_with_value, is_known):
+    """Of 60 groups k have a value: (1 - k/60)^60 of the resamples draw none, 13 %, 4.6 % and 0.2 %."""
+    keys = np.array([f"{i:02d}" for i in range(60)])
+    count = (np.arange(60) < num_with_value).astype(np.float64)
+    one, two = ({"correct": count * rate, "count": count, "keys": keys} for rate in (0.9, 0.5))
+    found = bootstrap.paired_improvement(accuracy, "accuracy", "maximize", one, two, 1000, 0.95, 0)
+    assert found.value == pytest.approx(0.4)
+    assert (found.low > 0) == is_known and (found.high < np.inf) == is_known

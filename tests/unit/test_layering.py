@@ -37,7 +37,7 @@ MAY_IMPORT = {
 
 ONE_PLACE = {
     "fsspec": {"remote.py"},
-    "mlflow": {"tracking/client.py"},
+    "mlflow": {"tracking/session.py"},
     "kubernetes": {"launch/"},
     "kfp": {"cli/", "components/", "pipelines/"},
     "rich": {"cli/"},

@@ -11,7 +11,7 @@ def interval(low, value, high):
     return Interval(value=value, low=low, high=high)
 
 
-def decision(improvement, min_effect=0.0, promotion="auto", champion=True, comparable=True):
+def decision(improvement, min_effect=0.0, promotion="auto", champion=True, obstacle="", num_groups=20, min_groups=20):
     return decide(
         metric="bits_per_byte",
         goal="minimize",
@@ -21,7 +21,9 @@ def decision(improvement, min_effect=0.0, promotion="auto", champion=True, compa
         challenger=interval(1.9, 2.0, 2.1),
         champion=interval(2.0, 2.1, 2.2) if champion else None,
         improvement=improvement,
-        comparable=comparable,
+        obstacle=obstacle,
+        num_groups=num_groups,
+        min_groups=min_groups,
     )
 
 
@@ -51,8 +53,25 @@ def test_the_first_model_is_promoted():
 
 
 def test_what_was_evaluated_differently_is_not_promoted():
-    found = decision(None, champion=False, comparable=False)
-    assert not found.promote and "no evaluation on the same data" in found.reason
+    found = decision(None, champion=False, obstacle="the champion was measured on other data")
+    assert found == Decision(False, "not promoted, a person decides: the champion was measured on other data")
+
+
+def test_few_groups_leave_the_decision_to_a_person():
+    better = interval(0.05, 0.1, 0.15)
+    found = decision(better, num_groups=19)
+    assert not found.promote
+    assert found.reason.startswith("would be promoted, but 19 groups are too few to decide without a person")
+    assert "registry.min_groups" in found.reason and "better: bits_per_byte 2.1 -> 2" in found.reason
+    assert decision(better, num_groups=20).promote
+    assert decision(better, num_groups=3, min_groups=3).promote
+    assert decision(interval(-0.3, -0.2, -0.1), num_groups=3).reason.startswith("worse: ")
+    assert decision(None, champion=False, num_groups=1).promote, "the first model ever has nothing to be compared with"
+
+
+def test_an_interval_that_is_not_known_promotes_nothing():
+    found = decision(interval(float("-inf"), 0.1, float("inf")))
+    assert not found.promote and found.reason.startswith("not significantly better")
 
 
 def test_manual_promotion_says_what_it_would_have_done():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kftrain import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import journal
-from kftrain.registry.journal import Journal, champion_version, next_entry, predecessors
+from kftrain.registry.journal import Journal, champion_version, former_champions, next_entry, predecessors
 
 
 def entries_of(*changes):
@@ -74,11 +74,32 @@ def test_rollback_is_the_inverse_of_promotion(kinds):
     assert champion_version(entries) == (stack[-1] if stack else None)
 
 
-def test_marks_of_the_living_stay_and_those_of_the_dead_go(tmp_path, monkeypatch):
+def test_former_champions_are_named_once_newest_first():
+    history = entries_of(("promote", 1), ("promote", 2), ("rollback", 1), ("external", None))
+    assert [(entry.number, entry.version) for entry in former_champions(history)] == [(3, 1), (2, 2)]
+    assert former_champions([]) == []
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(journal, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "WATCH_SECONDS", 1.0)
+
+
+@pytest.mark.parametrize("written", [0.0, 4e9])
+def test_a_mark_is_dead_when_it_does_not_change_whatever_time_stands_in_it(tmp_path, impatient, written):
     book = Journal.of(str(tmp_path), "toy")
-    mark = book.begin_writing()
-    book.remove_stale_writers()
-    assert book.writers() == [mark]
-    monkeypatch.setattr(journal, "STALE_WRITER_SECONDS", -1.0)
-    book.remove_stale_writers()
-    assert book.writers() == []
+    storage.create_json(f"{book.uri}/writers/old.json", {"time": written})
+    with book.writing():
+        assert book.dead_writers() == ["old.json"]
+        book.remove_writers(["old.json"])
+        assert len(book.writers()) == 1
+    assert book.writers() == [] and book.dead_writers() == []
+
+
+def test_a_writer_that_fails_leaves_its_mark_which_then_is_dead(tmp_path, impatient):
+    book = Journal.of(str(tmp_path), "toy")
+    with pytest.raises(KeyError), book.writing():
+        raise KeyError
+    [mark] = book.writers()
+    assert book.dead_writers() == [mark]

@@ -58,6 +58,7 @@ def test_a_champion_that_was_evaluated_differently_is_not_compared(config, finis
     finished("one", 0.6, "a" * 64).submit()
     registration = finished("two", 0.9, "b" * 64).submit()
     assert not registration.promoted and "no evaluation on the same data" in registration.reason
+    assert registration.reason.startswith("not promoted, a person decides: the champion, version 1,")
     assert (registration.champion, registration.improvement, aliases()) == (None, None, {"champion": 1})
 
 
@@ -170,8 +171,12 @@ def test_the_mark_of_a_writer_that_died_is_removed_in_the_end(config, finished, 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         crash_at_alias(patch)
         run.gate(registered)
-    monkeypatch.setattr(journal, "STALE_WRITER_SECONDS", -1.0)
+    monkeypatch.setattr(journal, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "WATCH_SECONDS", 0.5)
+    registry.remove_dead_writers(config)
+    assert len(Journal.of(config.run.storage_root, "toy").writers()) == 1, "alias and journal do not agree yet"
     run.gate(registered)
+    registry.remove_dead_writers(config)
     assert Journal.of(config.run.storage_root, "toy").writers() == []
 
 

@@ -18,7 +18,9 @@ def versions(config):
     return client.search_versions(config.tracking.uri, "toy")
 
 
-def test_a_version_refers_to_the_export_and_carries_every_digest(config, finished, monkeypatch, tmp_path):
+def test_a_version_refers_to_the_export_and_its_logged_model_carries_every_digest(
+    config, finished, monkeypatch, tmp_path
+):
     import mlflow
 
     monkeypatch.setenv("KFTRAIN_GIT_COMMIT", "abc123")
@@ -26,7 +28,11 @@ def test_a_version_refers_to_the_export_and_carries_every_digest(config, finishe
     registered = run.register()
     [version] = versions(config)
     assert version.source == f"models:/{registered.logged_model_id}"
-    assert version.tags == {
+    files = storage.read_json(storage.join(run.completion.export_uri, "manifest.json"))["files"]
+    assert version.tags == {"kftrain.run_id": "one", "kftrain.content_digest": storage.digest_json(files)}
+    reader = mlflow.MlflowClient(tracking_uri=config.tracking.uri)
+    model = reader.get_logged_model(registered.logged_model_id)
+    assert {name: value for name, value in model.tags.items() if name.startswith("kftrain.")} == {
         "kftrain.export_uri": run.completion.export_uri,
         "kftrain.export_digest": run.completion.export_digest,
         "kftrain.run_uri": run.paths.uri,
@@ -35,11 +41,8 @@ def test_a_version_refers_to_the_export_and_carries_every_digest(config, finishe
         "kftrain.dataset_digest": "d" * 64,
         "kftrain.training_digest": run.completion.training_digest,
         "kftrain.evaluation_digest": "e" * 64,
-        "kftrain.logged_model_id": registered.logged_model_id,
         "kftrain.git_commit": "abc123",
     }
-    reader = mlflow.MlflowClient(tracking_uri=config.tracking.uri)
-    model = reader.get_logged_model(registered.logged_model_id)
     assert sorted(path.name for path in Path(model.artifact_location).iterdir()) == ["MLmodel", "reference.json"]
     assert {m.key: m.value for m in model.metrics} == {
         f"evaluation/{name}": interval.value for name, interval in run.evaluation.metrics.items()

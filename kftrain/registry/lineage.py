@@ -1,0 +1,106 @@
+"""What a version was made of: read from its LoggedModel's `reference.json`, never from tags, which anybody can edit.
+
+A version names its LoggedModel in `source`, which MLflow never changes. Tags are for people and filters.
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from kftrain import storage
+from kftrain.contracts import SCHEMA_VERSION
+from kftrain.errors import TrackingError
+from kftrain.registry.reference import EVALUATION_DIGEST_TAG, FILE_NAME, LOGGED_MODEL_TAG, Reference
+from kftrain.tracking import client
+from kftrain.tracking.client import LoggedModel, ModelVersion
+
+_SOURCE = "models:/"
+
+
+def of(uri: str, version: ModelVersion) -> Reference:
+    """The reference of a version. Raises TrackingError where kftrain did not register it, or it is gone or damaged."""
+    return _read(uri, version)[1]
+
+
+def find(uri: str, version: ModelVersion | None) -> Reference | None:
+    """The reference of a version; None where it has none that can be used. Raises TrackingError if MLflow fails."""
+    return of_model(uri, logged_model_id(version)) if version else None
+
+
+def of_model(uri: str, model_id: str) -> Reference | None:
+    """The reference in a LoggedModel; None where it has none that can be used. Raises TrackingError if MLflow fails."""
+    model = client.get_logged_model(uri, model_id) if model_id else None
+    text = client.read_model_file(uri, model, FILE_NAME) if model else None
+    try:
+        return None if text is None else _parse(text, model_id)
+    except TrackingError:
+        return None
+
+
+def logged_model_id(version: ModelVersion) -> str:
+    """Id of the LoggedModel of a version; empty where it was made of something else."""
+    model_id = version.source.removeprefix(_SOURCE)
+    return model_id if version.source.startswith(_SOURCE) and "/" not in model_id and "@" not in model_id else ""
+
+
+def differing_tags(uri: str, version: ModelVersion) -> list[str]:
+    """Names of tags of a version, or of its LoggedModel, that say something else than its reference.
+
+    The evaluation's digest is not looked at: it follows the last evaluation.
+    """
+    model, reference = _read(uri, version)
+    expected = {**reference.tags(), LOGGED_MODEL_TAG: model.model_id}
+    expected.pop(EVALUATION_DIGEST_TAG)
+    tags = (version.tags, model.tags)
+    return sorted(name for name, value in expected.items() if any(each.get(name, value) != value for each in tags))
+
+
+def last_evaluation(uri: str, version: ModelVersion, reference: Reference) -> str:
+    """Digest of the evaluation under which a version was registered the last time."""
+    if EVALUATION_DIGEST_TAG in version.tags:  # registered by an older kftrain
+        return version.tags[EVALUATION_DIGEST_TAG]
+    model = _logged_model(uri, version)
+    return model.tags.get(EVALUATION_DIGEST_TAG, reference.evaluation_digest) if model else reference.evaluation_digest
+
+
+def content_digest(export_uri: str, export_digest: str) -> str:
+    """Digest of an export's files alone: equal for equal weights and settings, whichever run trained them.
+
+    Raises TrackingError where the export is gone or another.
+    """
+    manifest = storage.join(export_uri, "manifest.json")
+    try:
+        content = storage.read_bytes(manifest)
+    except FileNotFoundError as error:
+        raise TrackingError("the export is gone", where=export_uri, fix="train again") from error
+    if storage.sha256_bytes(content) != export_digest:
+        raise TrackingError(f"the export is not the one with digest {export_digest[:16]}", where=export_uri)
+    return storage.digest_json(storage.read_json(manifest)["files"])
+
+
+def _logged_model(uri: str, version: ModelVersion) -> LoggedModel | None:
+    model_id = logged_model_id(version)
+    return client.get_logged_model(uri, model_id) if model_id else None
+
+
+def _read(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
+    where = f"version {version.version}"
+    if not logged_model_id(version):
+        raise TrackingError("not registered by kftrain: not made of a LoggedModel", where=where, value=version.source)
+    model = _logged_model(uri, version)
+    if model is None:
+        raise TrackingError("its LoggedModel was deleted", where=where, value=version.source, fix="register it again")
+    text = client.read_model_file(uri, model, FILE_NAME)
+    if text is None:
+        raise TrackingError(f"not registered by kftrain: its LoggedModel has no {FILE_NAME}", where=where)
+    return model, _parse(text, where)
+
+
+def _parse(text: str, where: str) -> Reference:
+    try:
+        reference = Reference.model_validate_json(text)
+    except ValidationError as error:
+        raise TrackingError(f"{FILE_NAME} of its LoggedModel is damaged", where=where) from error
+    if reference.schema_version != SCHEMA_VERSION:
+        raise TrackingError(f"{FILE_NAME} has another schema version", where=where, value=reference.schema_version)
+    return reference

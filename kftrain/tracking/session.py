@@ -1,0 +1,149 @@
+"""How this process talks to MLflow; the only module that imports it.
+
+MLflow is imported by the first call, which takes about a second. Every failure is a TrackingError that shows no
+credentials.
+
+MLflow's own defaults hold a caller for four minutes when the server is away (7 retries of 120 s). Here a
+call gives up in well under a minute; environment variables that a user has set win.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kftrain.errors import TrackingError
+from kftrain.tracking import endpoint
+
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+
+ABSENT = "RESOURCE_DOES_NOT_EXIST"
+TAKEN = "RESOURCE_ALREADY_EXISTS"
+
+_default_uri_lock = threading.Lock()
+
+
+@functools.cache
+def mlflow() -> Any:
+    """The package. Raises TrackingError where it is not installed."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import mlflow as package
+        import mlflow.entities
+    except ImportError as error:
+        raise TrackingError(f"MLflow is missing ({error})", fix="pip install 'kftrain[mlflow]'") from error
+    for noisy in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return package
+
+
+@functools.lru_cache(maxsize=8)
+def _client(uri: str) -> Any:
+    endpoint.require_supported(uri)
+    with endpoint.database_lock(uri):
+        client = mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri)
+        if not endpoint.is_http(uri):
+            client.search_registered_models(max_results=1)  # the registry's half of the database is made here
+        return client
+
+
+@contextlib.contextmanager
+def connected(uri: str, failure: str) -> Iterator[Any]:
+    """Yields the client; what MLflow raises inside the block becomes a TrackingError."""
+    package = mlflow()
+    try:
+        yield _client(uri)
+    except (package.MlflowException, OSError, *_database_errors()) as error:
+        message = endpoint.redacted(str(error)).partition("\n")[0][:500]
+        # Not chained: the cause may show credentials that are part of the URI.
+        raise TrackingError(
+            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_fix(message)
+        ) from None
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    try:
+        from sqlalchemy.exc import SQLAlchemyError
+    except ImportError:
+        return ()
+    return (SQLAlchemyError,)
+
+
+def _fix(message: str) -> str:
+    if re.search("error code 40[13]", message):
+        return "check MLFLOW_TRACKING_USERNAME and _PASSWORD or _TOKEN, and the server's --allowed-hosts"
+    if "Max retries" in message or "timed out" in message:
+        return "start it, or check tracking.uri and the network"
+    return ""
+
+
+def upsert(call: Callable[..., Any], *arguments: str) -> None:
+    """Makes a call that sets a row; of two that insert it at once MLflow fails one, so that one repeats it."""
+    try:
+        call(*arguments)
+    except mlflow().MlflowException as error:
+        if "constraint" not in str(error).lower():
+            raise
+        call(*arguments)
+
+
+@contextlib.contextmanager
+def as_default_uri(uri: str) -> Iterator[None]:
+    """Makes the URI the process's default for a moment: where the SQL registry looks up LoggedModels."""
+    if endpoint.is_http(uri):
+        yield
+        return
+    from mlflow.tracking._tracking_service.utils import _use_tracking_uri
+
+    with _default_uri_lock:
+        before = os.environ.get("MLFLOW_TRACKING_URI")
+        try:
+            with _use_tracking_uri(uri):
+                yield
+        finally:
+            if before is not None:
+                os.environ["MLFLOW_TRACKING_URI"] = before
+
+
+def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: tuple[str, str]) -> None:
+    """Writes a pyfunc model of one file, `data` (name, text), into a folder. Nothing is pickled."""
+    import mlflow.pyfunc
+    from mlflow.models import Model
+
+    name, text = data
+    (folder / name).write_text(text)
+    model = Model(run_id=run_id, model_id=model_id)
+    mlflow.pyfunc.add_to_model(model, loader_module=loader_module, data=name)
+    model.save(str(folder / "MLmodel"))
+
+
+def read_artifact(uri: str, artifact_uri: str) -> str | None:
+    """The text of an artifact; None where it is not there."""
+    from mlflow.artifacts import download_artifacts
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = download_artifacts(artifact_uri=artifact_uri, dst_path=folder, tracking_uri=uri)
+            return Path(path).read_text()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        except OSError as error:
+            if "404" in str(error):
+                return None
+            raise
