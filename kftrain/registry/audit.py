@@ -15,6 +15,7 @@ from kftrain.registry.reference import require_export
 from kftrain.registry.title import CHAMPION, Title
 from kftrain.tracking import client
 from kftrain.tracking.client import ModelVersion
+from kftrain.trust import Trust
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _problems(title: Title, version: ModelVersion, contents: bool) -> list[str]:
             problems.append(
                 f"tags were changed and differ from its reference.json, which counts: {', '.join(differing)}"
             )
+        title.trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest, contents=contents)
     except KftrainError as error:
         problems.append(error.line)
@@ -104,9 +106,9 @@ def _compared(
     uri = config.tracking.uri
     reference = lineage.find(uri, version)
     digest = lineage.last_evaluation(uri, version, reference) if reference else ""
-    own = comparison.find_measured(reference, digest)
     rival = lineage.find(uri, champion) if champion and champion != version else None
-    theirs = comparison.find_measured(rival, digest)
+    trust = Trust.of(config)
+    own, theirs = (comparison.find_measured(each, digest, trust) for each in (reference, rival))
     return ComparedVersion(
         version=version.version,
         aliases=tuple(sorted(alias for alias, number in aliases.items() if number == version.version)),

@@ -15,6 +15,7 @@ from kftrain.config import Config
 from kftrain.contracts import Evaluation, Interval, RunPaths, Unmeasured
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
+from kftrain.trust import Trust
 
 RESAMPLING_SEED = 0
 """The same for every comparison: equal inputs give equal decisions."""
@@ -49,10 +50,14 @@ def read_measured(folder: str) -> Measured:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
 
 
-def find_measured(reference: Reference | None, evaluation_digest: str) -> Measured | None:
-    """The evaluation of a registered version under a digest; None where it has none. Raises EvaluationError."""
+def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> Measured | None:
+    """The evaluation of a registered version under a digest; None where it has none.
+
+    Raises EvaluationError, and ConfigError where it may not be read.
+    """
     if reference is None or not evaluation_digest:
         return None
+    trust.require_place(reference.run_uri)
     folder = RunPaths(reference.run_uri).evaluation(reference.checkpoint_digest, evaluation_digest)
     if not storage.exists(storage.join(folder, "metrics.json")):
         return None

@@ -39,6 +39,15 @@ class Champion:
 
 
 @dataclass(frozen=True)
+class _Challenger:
+    """A registered version, with the evaluation of the run that wants it to be champion."""
+
+    paths: RunPaths
+    registered: RegisteredVersion
+    measured: Measured
+
+
+@dataclass(frozen=True)
 class _Verdict:
     """A decision and what it was made from. `rival`: the version that was compared with; `former`: it was champion."""
 
@@ -92,13 +101,13 @@ def gate_and_promote(
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     metric_of(evaluation.metrics, config.registry.metric)
-    challenger = _read_challenger(paths, evaluation)
+    challenger = _Challenger(paths, registered, _read_challenger(paths, evaluation))
     title = Title.of(config)
 
     def propose(entries: list[Entry]) -> tuple[_Verdict, Entry | None]:
         if champion_version(entries) == registered.version:
-            return _standing(config, title, entries, registered, challenger), None
-        verdict = _judge(config, title, entries, registered, challenger, metrics)
+            return _standing(config, title, entries, challenger), None
+        verdict = _judge(config, title, entries, challenger, metrics)
         if not verdict.decision.promote:
             return verdict, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
@@ -167,21 +176,15 @@ def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
         progress(f"warning: {error.line}")
 
 
-def _judge(
-    config: Config,
-    title: Title,
-    entries: list[Entry],
-    registered: RegisteredVersion,
-    challenger: Measured,
-    metrics: Metrics,
-) -> _Verdict:
+def _judge(config: Config, title: Title, entries: list[Entry], challenger: _Challenger, metrics: Metrics) -> _Verdict:
     """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
+    registered, own = challenger.registered, challenger.measured
     formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
     if registered.identical and registered.version in formers:
         reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
         return _Verdict(Decision(False, reason), champion_version(entries), None, None)
-    rival, measured, obstacle = _rival(title, entries, registered.version, challenger)
-    improvement = comparison.improvement(config, metrics, challenger, measured) if measured else None
+    rival, measured, obstacle = _rival(title, entries, challenger)
+    improvement = comparison.improvement(config, metrics, own, measured) if measured else None
     settings, metric = config.registry, config.registry.metric
     theirs = metric_of(measured.evaluation.metrics, metric) if measured else None
     decision = decide(
@@ -190,11 +193,11 @@ def _judge(
         min_effect=settings.min_effect,
         confidence=settings.confidence,
         promotion=settings.promotion,
-        challenger=metric_of(challenger.evaluation.metrics, metric),
+        challenger=metric_of(own.evaluation.metrics, metric),
         champion=theirs,
         improvement=improvement,
         obstacle=obstacle,
-        num_groups=challenger.num_groups,
+        num_groups=own.num_groups,
         min_groups=settings.min_groups,
     )
     former = rival is not None and rival != champion_version(entries)
@@ -203,9 +206,7 @@ def _judge(
     return _Verdict(Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former)
 
 
-def _rival(
-    title: Title, entries: list[Entry], own: int, challenger: Measured
-) -> tuple[int | None, Measured | None, str]:
+def _rival(title: Title, entries: list[Entry], challenger: _Challenger) -> tuple[int | None, Measured | None, str]:
     """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
 
     A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
@@ -214,7 +215,8 @@ def _rival(
     number = champion_version(entries)
     if number is not None:
         measured = _measured(title, entries, number, challenger)
-        return number, measured, "" if measured else f"the champion, version {number}, {NO_EVALUATION}"
+        return number, measured, "" if measured else _obstacle(title, entries, number, challenger)
+    own = challenger.registered.version
     formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
     for former in formers:
         measured = _measured(title, entries, former, challenger)
@@ -225,11 +227,17 @@ def _rival(
     return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
 
 
-def _standing(
-    config: Config, title: Title, entries: list[Entry], registered: RegisteredVersion, challenger: Measured
-) -> _Verdict:
+def _obstacle(title: Title, entries: list[Entry], champion: int, challenger: _Challenger) -> str:
+    """Why the champion has no figures to compare with, as far as the evaluation has said."""
+    reference, digest = title.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
+    export_digest = reference.export_digest if reference else ""
+    reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
+    return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")
+
+
+def _standing(config: Config, title: Title, entries: list[Entry], challenger: _Challenger) -> _Verdict:
     """The verdict on the champion itself: the one that made it champion, if this is a repetition."""
-    entry = entries[-1]
+    entry, registered = entries[-1], challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
         return _Verdict(Decision(False, reason), registered.version, None, None)
@@ -246,11 +254,12 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
     return measured
 
 
-def _measured(title: Title, entries: list[Entry], version: int | None, challenger: Measured) -> Measured | None:
+def _measured(title: Title, entries: list[Entry], version: int | None, challenger: _Challenger) -> Measured | None:
     """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
     try:
         reference = title.reference(entries, version)
-        return comparison.find_measured(reference, challenger.evaluation.evaluation_digest)
+        digest = challenger.measured.evaluation.evaluation_digest
+        return comparison.find_measured(reference, digest, title.trust)
     except (EvaluationError, ConfigError):
         return None
 
@@ -296,6 +305,7 @@ def _require_version(title: Title, number: int) -> str:
     if not lineage.logged_model_id(version):
         return ""
     reference = lineage.of(title.uri, version)
+    title.trust.require_place(reference.export_uri)
     require_export(reference.export_uri, reference.export_digest, contents=True)
     return reference.export_digest
 
@@ -303,5 +313,5 @@ def _require_version(title: Title, number: int) -> str:
 def _usable(title: Title, number: int) -> str | None:
     try:
         return _require_version(title, number)
-    except TrackingError:
+    except (TrackingError, ConfigError):
         return None

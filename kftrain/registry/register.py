@@ -30,6 +30,7 @@ from kftrain.registry.reference import (
 from kftrain.registry.title import Title
 from kftrain.tracking import client, runs
 from kftrain.tracking.client import ModelVersion
+from kftrain.trust import Trust
 
 CONTENT_DIGEST_TAG = "kftrain.content_digest"
 """Of a version: the digest of its export's files."""
@@ -68,7 +69,8 @@ def register(
     require_export(completion.export_uri, completion.export_digest)
     uri, name = config.tracking.uri, config.model_name
     Title.of(config).claim(f"Trained by kftrain. The gate compares {config.registry.metric} ({config.registry.goal}).")
-    own = _Own(uri, name, mlflow_run_id, paths.run_id, _reference(paths, completion, evaluation))
+    reference = _reference(paths, completion, evaluation)
+    own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
     found = own.find() or own.create(completion.step, _description(paths, completion, evaluation))
     if not found.identical:
         client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
@@ -117,6 +119,7 @@ class _Own:
     mlflow_run_id: str
     run_id: str
     reference: Reference
+    trust: Trust
 
     def find(self) -> RegisteredVersion | None:
         """The lowest version of this very export; else the lowest with the same files."""
@@ -151,7 +154,7 @@ class _Own:
         old = client.search_versions(self.uri, self.name, TRAINING_DIGEST_TAG, self.reference.training_digest)
         for version in [*tagged, *old[-MAX_OLD_CANDIDATES:]]:
             theirs = lineage.find(self.uri, version)
-            if theirs is not None and _has_content(theirs, content):
+            if theirs is not None and _has_content(theirs, content, self.trust):
                 is_own = theirs.export_digest == self.reference.export_digest
                 return self._registered(version, theirs, identical=not is_own)
         return None
@@ -183,9 +186,10 @@ class _Own:
         )
 
 
-def _has_content(reference: Reference, content: str) -> bool:
+def _has_content(reference: Reference, content: str, trust: Trust) -> bool:
     """Whether an export is there, as far as manifest and sizes tell, and consists of these files."""
     try:
+        trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest)
         return lineage.content_digest(reference.export_uri, reference.export_digest) == content
     except KftrainError:

@@ -33,6 +33,7 @@ from kftrain.registry.journal import Entry, Journal, champion_version, entered_d
 from kftrain.registry.reference import Reference
 from kftrain.tracking import client
 from kftrain.tracking.client import RegisteredModel
+from kftrain.trust import Trust
 
 JOURNAL_TAG = "kftrain.journal"
 """Of the registered model: the URI of the journal that says who is champion."""
@@ -53,12 +54,14 @@ class Title:
     uri: str
     model_name: str
     journal: Journal
+    trust: Trust
+    """Where references may lead."""
 
     @classmethod
     def of(cls, config: Config) -> Title:
         """The title that the configured model competes for."""
         journal = Journal.of(config.run.storage_root, config.model_name)
-        return cls(config.tracking.uri, config.model_name, journal)
+        return cls(config.tracking.uri, config.model_name, journal, Trust.of(config))
 
     def claim(self, description: str = "") -> None:
         """Makes the registered model if it is not there, and ties it to this journal if it is tied to none.

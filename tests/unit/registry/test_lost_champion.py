@@ -3,6 +3,7 @@
 import pytest
 
 from kftrain import registry, storage
+from kftrain.contracts import Unmeasured
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.journal import Journal
@@ -194,3 +195,16 @@ def test_tags_of_a_logged_model_do_not_make_another_export_of_a_version(config, 
     second = two.register()
     assert second.version == 2 and second.logged_model_id != first.logged_model_id
     assert lineage.of(uri, client.get_version(uri, "toy", 2)).export_digest == two.completion.export_digest
+
+
+def test_a_champion_whose_kind_is_not_allowed_leaves_the_decision_to_a_person(config, finished, aliases):
+    finished("one", 0.6, "a" * 64).submit()
+    run = finished("two", 0.9, "b" * 64)
+    why = Unmeasured(
+        evaluation_digest="b" * 64, export_digest=registry.champion(config).export_digest, reason="os:system, no"
+    )
+    storage.publish_json(run.paths.unmeasured, why.to_dict())
+    registration = run.submit()
+    assert not registration.promoted and aliases() == {"champion": 1}
+    assert registration.reason.startswith("not promoted, a person decides: the champion, version 1,")
+    assert registration.reason.endswith("(os:system, no)")
