@@ -104,7 +104,7 @@ def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
 
 def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
     """Runs of all experiments that have the tag and are shown as RUNNING, id -> tags; a thousand of them at most."""
-    with _session(uri, "cannot search runs") as client:
+    with session.connected(uri, "cannot search runs") as client:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         query = f"attributes.status = 'RUNNING' and tags.`{tag}` = '{_quotable(value)}'"
         return {str(run.info.run_id): dict(run.data.tags) for run in client.search_runs(experiments, query)}
