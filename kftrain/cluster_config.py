@@ -61,6 +61,7 @@ class KubernetesConfig(Section):
     queue_timeout_seconds: Seconds = 7 * 24 * 3600.0
     """Time in a queue before the job is given up; it counts neither as starting nor as training."""
     start_timeout_seconds: Seconds = 900.0
-    """Time from admission to the first training step (nodes, images, rendezvous), also after a restart."""
+    """Time from admission to the first training step (nodes, images, rendezvous), also after a restart; not that in
+    which the data is verified, or storage is away."""
     training_timeout_seconds: Seconds = 30 * 24 * 3600.0
     """Time of training over all attempts; then the job commits and ends."""

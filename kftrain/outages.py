@@ -118,6 +118,7 @@ class Patience:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._say, self._clock, self._sleep = say, clock, sleep
+        self.answered_seconds = ANSWERED_SECONDS
         self._lock = threading.Lock()
         self._answered: set[tuple[str, str]] = set()
         self._away: set[str] = set()
@@ -163,7 +164,8 @@ class Patience:
         chosen = _chosen_seconds.get()
         if chosen is not None:
             return chosen
-        return ANSWERED_SECONDS if any(known == store for known, _ in list(self._answered)) else UNANSWERED_SECONDS
+        has_answered = any(known == store for known, _ in list(self._answered))
+        return self.answered_seconds if has_answered else min(UNANSWERED_SECONDS, self.answered_seconds)
 
     def _note_answer(self, store: str, kind: str, was_away: bool) -> None:
         """Only a call that had failed itself says that the store is back: others may never have met the problem."""
@@ -195,6 +197,11 @@ def patience(seconds: float) -> Iterator[None]:
         yield
     finally:
         _chosen_seconds.reset(token)
+
+
+def limit(seconds: float) -> None:
+    """From now on this process waits no longer than so: others wait for it, and would take it for hung."""
+    _patience.answered_seconds = min(_patience.answered_seconds, seconds)
 
 
 def is_hurried() -> bool:

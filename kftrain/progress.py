@@ -26,6 +26,10 @@ STEP = re.compile(r"^step (\d+)/(\d+)\b")
 """What rank 0 prints at every recorded step."""
 
 
+VERIFYING = "verifying the shards"
+"""What rank 0 prints when all processes have met, and the data is looked at before the first step."""
+
+
 def to_log(line: str) -> None:
     """Writes a marked line to standard output at once, whatever it is connected to."""
     sys.stdout.write(f"{PREFIX}{line}\n")

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from kftrain import __version__
+from kftrain import __version__, outages
 from kftrain.errors import ConfigError, InterruptedByUser, KftrainError
 
 EXTRAS = {
@@ -41,6 +41,9 @@ COMMANDS = {
 }
 """Command -> the module that defines it and what it does."""
 
+PATIENT = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
+"""Commands that ride out storage that is away; a person waits for the others."""
+
 
 class LazyGroup(click.Group):
     """A group whose commands are imported only when they run; the help shows what stands in COMMANDS."""
@@ -66,8 +69,11 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kftrain")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Distributed training pipelines on Kubeflow that do not lose runs."""
+    if ctx.invoked_subcommand not in PATIENT:
+        ctx.with_resource(outages.patience(0))
 
 
 def main(arguments: list[str] | None = None) -> None:

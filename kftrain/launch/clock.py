@@ -1,7 +1,7 @@
 """The launcher's own clock: how long a job may queue, start and train. The operator's deadline is not a timer.
 
 Time in a queue never counts as training. A job that goes back to the queue, or that loses a worker, gets its time to
-start anew; its time to train goes on.
+start anew; its time to train goes on. To verify the data is work, however long that takes, and no part of the start.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from kftrain.launch.states import State
 
 _QUEUED = (State.QUEUED,)
-_STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
-_TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
+STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
+_TRAINING = (State.VERIFYING, State.TRAINING, State.EVALUATING, State.COMMITTING)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,15 @@ class Clock:
         passed = now - self.time
         if state in _QUEUED:
             return replace(self, time=now, queue_seconds=self.queue_seconds + passed, start_seconds=0.0)
-        if state in _STARTING:
+        if state in STARTING:
             return replace(self, time=now, queue_seconds=0.0, start_seconds=self.start_seconds + passed)
         if state in _TRAINING:
             return Clock(now, training_seconds=self.training_seconds + passed)
         return replace(self, time=now)
+
+    def started_anew(self) -> Clock:
+        """With all the time to start: what has passed says nothing of the job."""
+        return replace(self, start_seconds=0.0)
 
     def exceeded(self, limits: Limits) -> str:
         """The limit that is exceeded, in words; empty: none is."""

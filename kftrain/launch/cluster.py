@@ -25,7 +25,7 @@ from kftrain.launch.failures import JobFailedError
 from kftrain.launch.follower import Follower
 from kftrain.launch.heartbeat import Heartbeat
 from kftrain.launch.kubernetes_api import Cluster
-from kftrain.launch.outage import tolerated
+from kftrain.launch.outage import REPORT_SECONDS, tolerated
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.launch.states import State
 from kftrain.launch.terminate import TerminateWatch
@@ -164,7 +164,7 @@ class ClusterLauncher:
 
 def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
     """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
-    with tolerated("why the job failed could not be written"):
+    with tolerated("why the job failed could not be written", REPORT_SECONDS):
         storage.publish_json(paths.failure, summary.to_dict())
         error = storage.read_json_if_exists(paths.error)
         if error is None or error["line"] != summary.line:

@@ -11,12 +11,16 @@ from kftrain.attempts import Claim
 from kftrain.contracts import RunPaths
 from kftrain.errors import FIRST_RETRYABLE_CODE, Preempted, RetryableError
 from kftrain.launch.observation import Pod
+from kftrain.outages import UNREACHABLE
 
 DELETED = "deleted"
 """Stands for the disruption of a pod that somebody deleted while it ran: `kubectl`, a drained node, a suspension."""
 
 CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
 """What the others end with when one worker is taken away: they stop after a commit, or they lose a peer."""
+
+RETRYABLE = RetryableError.exit_code
+"""What a worker ends with when storage is away for longer than it waits."""
 
 COMMITTED = "COMMITTED"
 """The file that makes a folder `step-<n>-a<attempt>` a checkpoint; n has leading zeros, so names sort by step."""
@@ -80,6 +84,8 @@ class Budget:
         self._counted: set[str] = set()
         self._failed: dict[int, int] = {}
         self._taken: dict[int, int] = {}
+        self._blind: set[str] = set()
+        """Pods that have ended while storage did not answer here either."""
 
     def begin(self, pods: Sequence[Pod], now: float) -> None:
         """Finds out which attempts were over before this launch; does nothing once it knows.
@@ -105,7 +111,7 @@ class Budget:
         """How many attempts have failed in a row, where that is more than may; else 0.
 
         Reads storage only when a pod has ended or was replaced. Raises whatever storage raises; the next call then
-        sees the same again.
+        sees the same again, and excuses those that storage may have ended.
 
         Args:
             ended: Pods that failed or were taken away.
@@ -117,8 +123,12 @@ class Budget:
         if not news and self._present <= present:
             self._present = present
             return 0
-        step, last_attempt = committed_step(self._paths), attempts.last_attempt(self._paths)
-        in_a_row = attempts.num_without_progress(self._paths, since=self._first_attempt)
+        try:
+            step, last_attempt = committed_step(self._paths), attempts.last_attempt(self._paths)
+            in_a_row = attempts.num_without_progress(self._paths, since=self._first_attempt)
+        except Exception:  # whatever a driver raises
+            self._blind.update(pod.uid for pod in news)
+            raise
         self._present, self._last_attempt, self.num_looks = present, last_attempt, self.num_looks + 1
         self._counted.update(pod.uid for pod in news)
         if step > self._committed_step:  # the attempt that ends now has committed: its other pods' ends do not count
@@ -127,7 +137,7 @@ class Budget:
             self._counted.update(pod.uid for pod in pods if pod.index not in replaced)
             self._failed, self._taken = {}, {}
             return 0
-        self._count(news, any(pod.disruption for pod in ended))
+        self._count(news, any(pod.disruption or _met_outage(pod) for pod in ended))
         claims = in_a_row - 1 - max(self._taken.values(), default=0)
         failed = max(claims, max(self._failed.values(), default=0))
         return failed if failed > self._limit else 0
@@ -138,13 +148,22 @@ class Budget:
         return attempts.last_attempt(self._paths) > self._last_attempt
 
     def _count(self, news: Sequence[Pod], disrupted: bool) -> None:
-        """Permanent errors end the job anyway; who is taken away has not failed, nor have those who stop with it."""
+        """Permanent errors end the job anyway; who is taken away has not failed, nor have those who stop with it.
+
+        Nor has who could not reach storage. That ends: the limit of a start goes on while storage answers here.
+        """
         for pod in news:
-            excused = pod.disruption or (disrupted and pod.exit_code in CONSEQUENCES)
+            disturbed = disrupted or pod.uid in self._blind
+            excused = pod.disruption or (disturbed and pod.exit_code in CONSEQUENCES)
             if excused:
                 self._taken[pod.index] = self._taken.get(pod.index, 0) + 1
             elif (pod.exit_code or 0) >= FIRST_RETRYABLE_CODE:
                 self._failed[pod.index] = self._failed.get(pod.index, 0) + 1
+
+
+def _met_outage(pod: Pod) -> bool:
+    """Whether a worker says that it could not reach storage."""
+    return pod.exit_code == RETRYABLE and UNREACHABLE in pod.end_message
 
 
 def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:

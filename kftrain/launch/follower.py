@@ -15,7 +15,7 @@ from kftrain.errors import FencedError
 from kftrain.launch import diagnosis, observation, states
 from kftrain.launch.adoption import Hold
 from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
-from kftrain.launch.clock import Clock, Limits
+from kftrain.launch.clock import STARTING, Clock, Limits
 from kftrain.launch.completion import is_complete
 from kftrain.launch.endings import Budget, Endings
 from kftrain.launch.failures import JobFailedError
@@ -122,6 +122,7 @@ class Follower:
             step=self._logs.step,
             target_step=self._logs.target_step,
             claimed=self._claimed_by == self._budget.num_looks,
+            verifying=self._logs.verifying,
         )
 
     def _explain(self, pods: Sequence[Pod]) -> None:
@@ -171,7 +172,7 @@ class Follower:
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
         exceeded = self._clock.exceeded(self._limits)
-        if not exceeded or (assessment.state is State.RENDEZVOUS and self._is_claimed(seen)):
+        if not exceeded or (assessment.state in STARTING and self._is_excused(assessment, seen)):
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.nodes} workers run" if seen.pods else ""
@@ -179,14 +180,22 @@ class Follower:
         kind = first.failure_class if first else FailureClass.DEADLINE
         raise self._failed(f"{assessment.state.value} for longer than {exceeded}{running}{why}", kind)
 
-    def _is_claimed(self, seen: Observation) -> bool:
-        """Whether training has begun though no step was seen: logs may be out of reach, and steps take long."""
-        claimed = True  # while storage is down nothing is known
+    def _is_excused(self, assessment: Assessment, seen: Observation) -> bool:
+        """Whether a start that takes too long is none, or is held up by storage, without which nothing can start.
+
+        Training may have begun though no step was seen: logs may be out of reach, and steps take long.
+        """
+        claimed = None
         with tolerated("the attempts could not be read"):
             self._budget.begin(seen.pods, self._seen_at)
             claimed = self._budget.has_claim()
-            self._claimed_by = self._budget.num_looks if claimed else -1
-        return claimed
+        if claimed is None:
+            self._clock = self._clock.started_anew()
+            return True
+        if assessment.state is not State.RENDEZVOUS or not claimed:
+            return False
+        self._claimed_by = self._budget.num_looks
+        return True
 
     def _release(self, seen: Observation) -> None:
         """Takes pods of dead nodes off the API server, so that they can be replaced elsewhere."""

@@ -30,17 +30,22 @@ MISSING = b""
 END_SECONDS = 10.0
 """How long the end of a launcher waits for a beat that is being written."""
 
+MAX_HANGING = 5
+"""Beats that may hang at once: a mount whose server is gone holds every call, until it is back."""
+
 
 class Heartbeat:
-    """Within the block, a thread writes the file at once and then at every interval.
+    """Within the block, threads write the file at once and then at every interval.
 
-    A write that fails is tried again at the next interval. The file stays: a launcher that ended has left no job.
+    A write that fails is made again at the next interval, and one that hangs is not waited for. The file stays: a
+    launcher that ended has left no job.
     """
 
     def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self._uri, self._interval_seconds = paths.launcher, interval_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+        self._beats: list[threading.Thread] = []
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -50,15 +55,25 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        for thread in (self._thread, *self._beats):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         for sequence in itertools.count(1):
-            document = {"sequence": sequence, "host": socket.gethostname(), "time": time.time()}
-            with tolerated("the launcher's heartbeat could not be written"):
-                storage.publish_json(self._uri, document)
+            self._beats = [beat for beat in self._beats if beat.is_alive()]
+            if len(self._beats) < MAX_HANGING:
+                beat = threading.Thread(target=self._beat, args=(sequence,), daemon=True, name=f"beat {sequence}")
+                self._beats = [*self._beats, beat]
+                beat.start()
+                beat.join(self._interval_seconds)
             if self._ended.wait(self._interval_seconds):
                 return
+
+    def _beat(self, sequence: int) -> None:
+        document = {"sequence": sequence, "host": socket.gethostname(), "time": time.time()}
+        with tolerated("the launcher's heartbeat could not be written"):
+            storage.publish_json(self._uri, document)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from kftrain.errors import KftrainError
 from kftrain.launch.observation import Pod
-from kftrain.progress import STEP, to_log, unmarked
+from kftrain.progress import STEP, VERIFYING, to_log, unmarked
 
 RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
@@ -73,6 +73,8 @@ class Logs:
         self.step = 0
         """The last step that the present attempt has shown."""
         self.target_step = 0
+        self.verifying = False
+        """Whether the last that the first worker has said of itself is that the data is verified."""
 
     def follow(self, pods: Sequence[Pod]) -> None:
         """Follows each pod that has a log and is not followed yet. A pod that takes another's place begins anew."""
@@ -82,7 +84,7 @@ class Logs:
             with self._lock:
                 self._tails[pod.index] = deque(maxlen=TAIL_LINES)
                 if pod.index == 0:
-                    self.step = 0
+                    self.step, self.verifying = 0, False
             thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
             self._threads[pod.uid] = thread
             thread.start()
@@ -184,6 +186,8 @@ class Logs:
         step = STEP.search(text) if text is not None else None
         with self._lock:
             self._tails[pod.index].append(line)
+            if text is not None and pod.index == 0:
+                self.verifying = text.startswith(VERIFYING)
             if text is not None and step is not None:
                 self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
             if not gauge.is_same_second(time.monotonic()):

@@ -121,6 +121,8 @@ class Observation:
     claimed: bool = False
     """Whether the present attempt is known to have claimed the run, though its log shows no step."""
     target_step: int = 0
+    verifying: bool = False
+    """Whether the workers say that they verify the data, and have said nothing since."""
 
 
 def parse_pod(item: Mapping[str, Any], now: float) -> Pod:

@@ -1,5 +1,6 @@
 """Storage that is down for a while: what can go on without it goes on, what cannot is tried again.
 
+`storage` itself rides an outage out. What can go on without it does not wait for that: it has better things to do.
 Drivers of object stores raise whatever their HTTP client raises, so this is the one place that takes any exception.
 Only reading and writing stands inside these blocks.
 """
@@ -10,16 +11,21 @@ import contextlib
 from collections.abc import Iterator
 
 from kftrain.errors import KftrainError, RetryableError
+from kftrain.outages import patience, shown
 from kftrain.progress import to_log
+
+REPORT_SECONDS = 10.0
+"""How long a process that ends waits to leave its reason behind: told to stop, it has half a minute."""
 
 
 @contextlib.contextmanager
-def tolerated(what: str) -> Iterator[None]:
+def tolerated(what: str, patience_seconds: float = 0.0) -> Iterator[None]:
     """A block that may fail: a failure is a warning that begins with `what`."""
     try:
-        yield
+        with patience(patience_seconds):
+            yield
     except Exception as error:  # noqa: BLE001 - drivers of object stores raise what they like
-        to_log(f"warning: {what}: {_shown(error)}")
+        to_log(f"warning: {what}: {shown(error)}")
 
 
 @contextlib.contextmanager
@@ -30,8 +36,4 @@ def retryable(what: str, where: str) -> Iterator[None]:
     except KftrainError:
         raise
     except Exception as error:
-        raise RetryableError(f"{what}: {_shown(error)}", where=where) from error
-
-
-def _shown(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise RetryableError(f"{what}: {shown(error)}", where=where) from error

@@ -1,6 +1,7 @@
 """What an observation means: the state of a job, why it waits, and whether waiting makes sense. All of it is pure.
 
-    Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Training -> Committing -> Succeeded | Failed
+    Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Verifying -> Training -> Committing
+    Succeeded | Failed | Gone
 
 An evaluation takes no steps and commits nothing: once its workers run it is Evaluating. A job that is preempted goes
 back to Queued, one that loses a worker to Scheduling or Pulling. The order of trust is that of what was seen on
@@ -66,6 +67,7 @@ class State(str, Enum):
     SCHEDULING = "Scheduling"
     PULLING = "Pulling"
     RENDEZVOUS = "Rendezvous"
+    VERIFYING = "Verifying"
     TRAINING = "Training"
     EVALUATING = "Evaluating"
     COMMITTING = "Committing"
@@ -163,7 +165,9 @@ def _pods_state(job: Job, seen: Observation) -> State:
         return State.PULLING
     if job.task == EVALUATE:
         return State.EVALUATING
-    return State.TRAINING if seen.step or seen.claimed else State.RENDEZVOUS
+    if seen.step or seen.claimed:
+        return State.TRAINING
+    return State.VERIFYING if seen.verifying else State.RENDEZVOUS
 
 
 def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:

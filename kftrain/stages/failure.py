@@ -20,7 +20,7 @@ from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError
-from kftrain.launch.outage import tolerated
+from kftrain.launch.outage import REPORT_SECONDS, tolerated
 from kftrain.launch.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.stages import lifetime, tracked
@@ -47,7 +47,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
             found = None
             with tolerated("what the launcher found out could not be read"):
                 found = storage.read_json_if_exists(paths.failure)
-            with tolerated("error.json could not be written"):
+            with tolerated("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
             tracked.mark_failed(paths, config, error, found, progress)
             raise

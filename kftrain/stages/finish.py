@@ -14,7 +14,7 @@ from kftrain.advice import FailureClass, Situation
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
-from kftrain.launch.outage import retryable, tolerated
+from kftrain.launch.outage import REPORT_SECONDS, retryable, tolerated
 from kftrain.progress import Progress, to_log
 from kftrain.stages import cleanup, failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
@@ -96,7 +96,7 @@ def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) 
 def _leave_report(paths: RunPaths, error: dict[str, Any]) -> bool:
     """Writes the failure report into the run's folder; False where nobody has opened that."""
     is_open = False
-    with tolerated("the failure report could not be written"):
+    with tolerated("the failure report could not be written", REPORT_SECONDS):
         is_open = storage.exists(paths.config)
         if is_open:
             storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri).html)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 import traceback
 
+from kftrain import outages
+from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE
 from kftrain.launch.completion import load_config
@@ -36,7 +38,7 @@ def run(task: str, run_uri: str, digest: str) -> int:
 
 def _train(paths: RunPaths, digest: str) -> None:
     with StopRequest().on_sigterm() as stop:
-        resolved = load_config(paths, digest)
+        resolved = _load_config(paths, digest)
         with imports_for_good():
             from kftrain.train.session import train
 
@@ -45,11 +47,18 @@ def _train(paths: RunPaths, digest: str) -> None:
 
 def _evaluate(paths: RunPaths, digest: str) -> None:
     """Has nothing to commit, so SIGTERM simply ends it."""
-    resolved = load_config(paths, digest)
+    resolved = _load_config(paths, digest)
     with imports_for_good():
         from kftrain.evaluate.session import evaluate
 
     evaluate(paths, resolved)
+
+
+def _load_config(paths: RunPaths, digest: str) -> Config:
+    """Storage that is away is not waited for until the other processes take this one for hung."""
+    resolved = load_config(paths, digest)
+    outages.limit(resolved.launch.timeout_seconds / 2)
+    return resolved
 
 
 def report(error: Exception) -> int:

@@ -34,7 +34,7 @@ from kftrain.parallel import wrap
 from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
-from kftrain.progress import to_log
+from kftrain.progress import VERIFYING, to_log
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train.failing import leave
@@ -120,6 +120,8 @@ def _read_training(paths: RunPaths, config: Config) -> Training:
 def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path) -> Finished:
     """Verifies, claims, trains to the last step. Collective."""
     paths, config = training.paths, training.config
+    if world.is_main:
+        to_log(f"{VERIFYING} of {training.manifest_uri}")
     _verify(training.manifest_uri, config, world)
     load.refuse_another_training(paths, world, training.identity)
     # Claimed before it is chosen: the attempt before is fenced, but for what it is publishing at this moment.

@@ -35,7 +35,7 @@ from kftrain.errors import FencedError, KftrainError, Preempted, RetryableError
 from kftrain.kept import KeptProcess, Reporter
 from kftrain.launch.completion import is_complete, load_config
 from kftrain.launch.heartbeat import LauncherWatch
-from kftrain.launch.outage import retryable, tolerated
+from kftrain.launch.outage import REPORT_SECONDS, retryable, tolerated
 from kftrain.launch.spec import (
     ADDRESS_ENV,
     LAUNCHER_TIMEOUT_ENV,
@@ -287,7 +287,7 @@ class Supervisor:
         leave_message(str(error["line"]))
         if error["exit_code"] == FencedError.exit_code:  # the run is another's, and so is what it says of itself
             return
-        with tolerated("error.json could not be written"):
+        with tolerated("error.json could not be written", REPORT_SECONDS):
             _publish_error(self._paths.error, {**error, **where})
 
     def _watch(self, watch: LauncherWatch) -> None:
@@ -351,7 +351,7 @@ def _publish_error(uri: str, error: Document) -> None:
 
 def _publish_log(path: Path, uri: str) -> None:
     """Adds a log to what is there from an earlier start."""
-    with tolerated(f"{path.name} could not be published"):
+    with tolerated(f"{path.name} could not be published", REPORT_SECONDS):
         before = storage.read_bytes(uri) if storage.exists(uri) else b""
         storage.publish(uri, shortened(before + path.read_bytes()))
 

@@ -21,6 +21,7 @@ from kftrain.errors import (
 from kftrain.launch import endings, follower, pytorchjob, run_training
 from kftrain.launch.endings import Budget, Endings, committed_step, is_at_work
 from kftrain.launch.observation import Pod
+from kftrain.outages import UNREACHABLE
 
 
 def commit(paths, step, attempt=1):
@@ -350,6 +351,52 @@ def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
             budget.spent(ended, [])
     assert budget.spent(ended, []) == 1
     assert budget.spent(ended, []) == 0, "nothing new"
+
+
+MET_OUTAGE = f"node n: s3://b/r: {UNREACHABLE} for 60 s: ConnectionRefusedError: refused; see that the store runs"
+
+
+def ended(uid, index, code, message=""):
+    return Pod(f"w-{index}", uid, index, exit_code=code, end_message=message)
+
+
+def test_workers_that_could_not_reach_storage_do_not_count_nor_do_their_peers(tmp_path):
+    """Four starts of two workers, one says why, the other has lost its peer; then one failure of their own."""
+    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget.begin([], 0.0)
+    seen = []
+    for start in range(4):
+        seen += [
+            ended(f"a{start}", 0, 138, MET_OUTAGE),
+            ended(f"b{start}", 1, 138, "lost contact with another process"),
+        ]
+        assert budget.spent(seen, []) == 0
+    assert budget.spent([ended("c", 1, 139)], []) == 1
+
+
+def test_workers_that_ended_while_storage_was_away_here_too_do_not_count(tmp_path, monkeypatch):
+    """Whatever they had time to say; what no outage explains counts all the same."""
+    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget.begin([], 0.0)
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "list_names", lambda uri: 1 / 0)
+        for start in range(5):
+            seen.append(ended(f"a{start}", 0, 138))
+            with pytest.raises(ZeroDivisionError):
+                budget.spent(seen, [])
+    assert budget.spent(seen, []) == 0
+    assert budget.spent([*seen, ended("later", 0, 138)], []) == 1
+
+
+def test_attempts_that_claimed_and_were_ended_by_an_outage_do_not_count(tmp_path):
+    paths = RunPaths(str(tmp_path / "runs" / "x"))
+    budget, seen = Budget(1, paths), []
+    budget.begin([], 0.0)
+    for start in range(5):
+        attempts.claim(paths, 0, 2)
+        seen.append(ended(f"a{start}", 0, 138, MET_OUTAGE))
+        assert budget.spent(seen, []) == 0
 
 
 def test_when_storage_answers_does_not_matter(tmp_path):

@@ -8,8 +8,10 @@ from helpers.kube_namespace import time_stamp
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import attempts, storage
-from kftrain.errors import LaunchError
+from kftrain.errors import LaunchError, RetryableError
 from kftrain.launch import follower, states
+from kftrain.outages import UNREACHABLE
+from kftrain.progress import PREFIX, VERIFYING
 
 PLACED = ("PodScheduled", "True")
 
@@ -106,6 +108,41 @@ def test_workers_that_never_meet_are_given_up(launch, namespace):
     with pytest.raises(LaunchError, match=r"Rendezvous for longer than .* 2 of 2 workers run"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == "deadline"
+
+
+def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(launch, namespace):
+    one = launch(start_timeout_seconds=1)
+    wait_until(namespace.jobs)
+    namespace.run_pods(JOB)
+    namespace.write(WORKERS[0], f"{PREFIX}{VERIFYING} of s3://bucket/shards/manifest.json")
+    one.wait_for("Verifying")
+    time.sleep(2.0)
+    namespace.step(JOB, 1, 20)
+    one.wait_for("Training")
+    namespace.finish(JOB)
+    assert one.finish() == 0
+
+
+def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkeypatch):
+    """Pods come and go while storage is away, here too; afterwards the start has all its time again."""
+    one = launch(start_timeout_seconds=1)
+    wait_until(namespace.jobs)
+    list_names, looks = storage.list_names, []
+
+    def away(uri):
+        looks.append(uri)
+        raise RetryableError(f"{UNREACHABLE}: ConnectionError: refused", where=uri)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "list_names", away)
+        namespace.make_pods(JOB)
+        wait_until(lambda: len(looks) > 3)
+    namespace.run_pods(JOB)
+    namespace.step(JOB, 1, 20)
+    one.wait_for("Training")
+    namespace.finish(JOB)
+    assert one.finish() == 0
+    assert storage.list_names is list_names
 
 
 def test_a_volume_that_cannot_be_mounted_is_known_from_an_event_only(launch, namespace):

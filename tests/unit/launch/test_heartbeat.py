@@ -1,8 +1,9 @@
+import threading
 import time
 
 import pytest
 
-from kftrain import storage
+from kftrain import outages, storage
 from kftrain.contracts import RunPaths
 from kftrain.launch import heartbeat
 from kftrain.launch.heartbeat import Heartbeat, LauncherWatch, Silence
@@ -53,6 +54,42 @@ def test_a_write_that_fails_is_said_and_tried_again(paths, monkeypatch, capsys):
     with Heartbeat(paths, interval_seconds=0.01):
         until(lambda: sequence(paths) == 3)
     assert "heartbeat could not be written: OSError: no route to the store" in capsys.readouterr().out
+
+
+def test_a_call_that_hangs_does_not_stop_the_heart(paths, monkeypatch):
+    """As a mount whose server is gone does, and storage that has no deadline."""
+    back, publish, hanging = threading.Event(), storage.publish_json, []
+
+    def held(uri, document):
+        if document["sequence"] <= 2:
+            hanging.append(document["sequence"])
+            back.wait()
+        publish(uri, document)
+
+    monkeypatch.setattr(storage, "publish_json", held)
+    with Heartbeat(paths, interval_seconds=0.01):
+        until(lambda: sequence(paths) >= 5)
+        assert hanging == [1, 2]
+        back.set()
+
+
+def test_a_dead_mount_does_not_gather_threads_for_ever(paths, monkeypatch):
+    back, calls = threading.Event(), []
+    monkeypatch.setattr(storage, "publish_json", lambda uri, document: (calls.append(uri), back.wait()))
+    with Heartbeat(paths, interval_seconds=0.01):
+        until(lambda: len(calls) == heartbeat.MAX_HANGING)
+        time.sleep(0.2)
+        back.set()
+        assert len(calls) == heartbeat.MAX_HANGING
+
+
+def test_a_beat_does_not_ride_an_outage_out(paths, monkeypatch, capsys):
+    """The next one does, at its time: the content has to change."""
+    seen = []
+    monkeypatch.setattr(storage, "publish_json", lambda uri, document: seen.append(outages.is_hurried()))
+    with Heartbeat(paths, interval_seconds=3600):
+        until(lambda: seen)
+    assert seen == [True]
 
 
 def test_leaving_the_block_does_not_wait_for_the_interval_and_passes_errors(paths):

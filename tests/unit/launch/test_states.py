@@ -111,7 +111,7 @@ def test_only_the_jobs_own_conditions_end_it(seen):
 @given(observations)
 def test_a_job_that_trains_has_all_its_workers(seen):
     assessment = assess(seen)
-    if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS):
+    if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS, State.VERIFYING):
         assert len(seen.pods) >= seen.job.num_workers
         assert all(pod.ended or (pod.running and pod.node) for pod in seen.pods)
         assert (assessment.state is State.EVALUATING) == (seen.job.task == "evaluate")
@@ -141,6 +141,9 @@ def look(**known):
         ({}, State.RENDEZVOUS),
         ({"step": 3, "target_step": 10}, State.TRAINING),
         ({"claimed": True}, State.TRAINING),
+        ({"verifying": True}, State.VERIFYING),
+        ({"verifying": True, "pods": []}, State.SCHEDULING),
+        ({"verifying": True, "step": 1, "target_step": 9}, State.TRAINING),
         ({"step": 10, "target_step": 10}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True)]}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True, overdue_seconds=61)]}, State.SCHEDULING),
