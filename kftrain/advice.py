@@ -74,6 +74,7 @@ class Next(Enum):
 
     RESUME = "resume"
     RESUME_CHANGED = "resume with a setting changed"
+    CORRECT = "go on with a corrected configuration"
     NEW_RUN = "start a new run"
     NEW_RUN_CHANGED = "start a new run with a setting changed"
     CHECKPOINTS = "look at the checkpoints"
@@ -181,7 +182,7 @@ def _each(laptop: Row, kubeflow: Row) -> dict[Place, Row]:
 
 
 TABLE: dict[FailureClass, dict[Place, Row]] = {
-    FailureClass.CONFIG: _both(_MENDED, Next.RESUME_CHANGED),
+    FailureClass.CONFIG: _both(_MENDED, Next.CORRECT),
     FailureClass.DATA: _both(
         "Correct the source, or name another; look at shards that are damaged with kftrain shards verify.",
         Next.RESUME_CHANGED,
@@ -291,7 +292,7 @@ def _next(row: Row, situation: Situation) -> Advice:
     step, uri = row.next, situation.run_uri.rstrip("/")
     if step == Next.NOTHING:
         return Advice("")
-    if not uri and step in (Next.RESUME, Next.RESUME_CHANGED, Next.CHECKPOINTS):
+    if not uri and step in (Next.RESUME, Next.RESUME_CHANGED, Next.CORRECT, Next.CHECKPOINTS):
         step = Next.NEW_RUN
     if step == Next.CHECKPOINTS:
         return Advice("", shlex.join(["kftrain", "checkpoints", "list", uri]))
@@ -302,11 +303,20 @@ def _at_a_shell(step: Next, row: Row, situation: Situation) -> Advice:
     change = f" --set {row.setting}"
     resume = shlex.join(["kftrain", "run", "--resume", situation.run_uri.rstrip("/")])
     return {
-        Next.RESUME: Advice("Then go on:", resume),
+        Next.RESUME: Advice("Go on:", resume),
         Next.RESUME_CHANGED: Advice("Then go on:", resume + change),
+        Next.CORRECT: _corrected(situation),
         Next.NEW_RUN: Advice("Then start a new run:", situation.started_by),
         Next.NEW_RUN_CHANGED: Advice("Start a new run:", situation.started_by + change),
     }[step]
+
+
+def _corrected(situation: Situation) -> Advice:
+    """A whole configuration: an override could not take a wrong key out of the one that the run has kept."""
+    if "--config" not in situation.started_by:
+        return Advice("Correct it in this command:", situation.started_by)
+    resume = shlex.join(["--resume", situation.run_uri.rstrip("/")])
+    return Advice("Correct it in the file, or in this command:", f"{situation.started_by} {resume}")
 
 
 def _in_kubeflow(step: Next, row: Row, uri: str) -> Advice:
@@ -317,6 +327,10 @@ def _in_kubeflow(step: Next, row: Row, uri: str) -> Advice:
         Next.RESUME_CHANGED: Advice(
             f"Then go on: {there} and the parameter that is to change; or from a shell:",
             f"{resume} --set {row.setting}",
+        ),
+        Next.CORRECT: Advice(
+            f"Clone the run in the Kubeflow UI, correct config and set resume_run to {uri}; or from a shell:",
+            f"kftrain submit --host URL --config FILE {shlex.join(['--resume', uri])}",
         ),
         Next.NEW_RUN: Advice("Then clone the run in the Kubeflow UI and correct it there."),
         Next.NEW_RUN_CHANGED: Advice(

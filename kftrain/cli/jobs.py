@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kftrain import storage
 from kftrain.cli.options import json_option
+from kftrain.contracts import RunPaths
 from kftrain.errors import ConfigError
+from kftrain.stages import resolve
 
 if TYPE_CHECKING:
     from kftrain.launch.kubernetes_api import Cluster
@@ -40,7 +43,13 @@ run_argument = click.argument("run", callback=_one_run)
 @namespace_option
 @json_option
 def status_command(run: str, namespace: str, as_json: bool) -> None:
-    """Show the jobs on the cluster, or those of one RUN: state, reason, progress."""
+    """Show the jobs on the cluster, or those of one RUN: state, reason, progress.
+
+    The folder of a run of the local backend shows that run; kftrain runs lists them all.
+    """
+    if _is_local(run):
+        _show_local(RunPaths(storage.absolute(run)), as_json)
+        return
     from kftrain.launch import control
 
     found = control.status(_cluster(namespace), _run_id(run))
@@ -54,6 +63,20 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
                 click.echo(f"  {line}")
     if not found:
         click.echo("no jobs")
+
+
+def _is_local(run: str) -> bool:
+    """Whether a run's folder is named whose jobs are processes of a machine."""
+    uri = storage.absolute(run) if "/" in run else ""
+    return bool(uri) and storage.exists(RunPaths(uri).config) and resolve.load_config(uri).launch.backend == "local"
+
+
+def _show_local(paths: RunPaths, as_json: bool) -> None:
+    from kftrain.cli.runs import table
+    from kftrain.stages import runs
+
+    found = [runs.read(paths)]
+    click.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2) if as_json else "\n".join(table(found)))
 
 
 @click.command("logs")

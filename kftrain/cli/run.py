@@ -25,6 +25,7 @@ from kftrain.cli.options import config_options
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, InterruptedByUser, RetryableError
+from kftrain.launch.outage import tolerated
 from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, parameters, resolve, tracked
@@ -156,6 +157,8 @@ def _after_kill(watched: Watched, config: Config) -> None:
     if not watched.run_uri:
         return
     if config.launch.backend == "local":
+        with tolerated("error.json could not be written"):
+            storage.publish_json(RunPaths(watched.run_uri).error, failure.document("run", killed))
         tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
     else:
         _warn(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}")

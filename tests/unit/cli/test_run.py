@@ -147,6 +147,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     watched.run_uri = paths.uri
     run._after_kill(watched, resolved)
     assert ended == [("m-1", "KILLED")]
+    assert storage.read_json(paths.error)["exit_code"] == 130
     with pytest.raises(SystemExit):
         run._conclude(watched, -9, 130, HERE)
     assert "killed by a second signal" in capfd.readouterr().err

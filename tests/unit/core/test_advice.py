@@ -6,7 +6,7 @@ from kftrain import advice, errors
 from kftrain.advice import FailureClass, Next, Place, Situation
 
 RUN = "/store/runs/my run"
-AT_HOME = Situation(Place.LAPTOP, RUN, "kftrain run -c own.yaml", "/w/logs/1.log")
+AT_HOME = Situation(Place.LAPTOP, RUN, "kftrain run --config=own.yaml", "/w/logs/1.log")
 IN_KUBEFLOW = Situation(Place.KUBEFLOW, RUN)
 
 
@@ -36,22 +36,27 @@ def test_in_kubeflow_nobody_is_sent_to_the_local_runner(kind):
 
 
 def test_a_run_that_diverged_is_not_resumed():
-    assert advise(errors.DivergedError("nan")).command == "kftrain run -c own.yaml --set optimizer.learning_rate=RATE"
+    assert (
+        advise(errors.DivergedError("nan")).command
+        == "kftrain run --config=own.yaml --set optimizer.learning_rate=RATE"
+    )
     there = advise(errors.DivergedError("nan"), IN_KUBEFLOW)
     assert "set learning_rate" in there.text and not there.command
 
 
 def test_what_is_another_training_is_not_resumed_and_a_damaged_checkpoint_is_looked_at():
-    assert advise(errors.OtherTrainingError("x")).command == "kftrain run -c own.yaml"
+    assert advise(errors.OtherTrainingError("x")).command == "kftrain run --config=own.yaml"
     assert advise(errors.CheckpointError("x")).command == "kftrain checkpoints list '/store/runs/my run'"
 
 
 def test_a_wrong_setting_is_corrected_in_the_same_run():
     found = advise(errors.ConfigError("unknown option", where="model.dimm", fix="did you mean 'dim'?"))
     assert found.text.startswith("Did you mean 'dim'? Correct the setting")
-    assert found.command == "kftrain run --resume '/store/runs/my run' --set KEY=VALUE"
+    assert found.command == "kftrain run --config=own.yaml --resume '/store/runs/my run'"
+    without_a_file = Situation(Place.LAPTOP, RUN, "kftrain run --set=model.dimm=3")
+    assert advise(errors.ConfigError("x"), without_a_file).command == without_a_file.started_by
     there = advise(errors.ConfigError("x"), IN_KUBEFLOW)
-    assert there.command == "kftrain submit --host URL --resume '/store/runs/my run' --set KEY=VALUE"
+    assert there.command == "kftrain submit --host URL --config FILE --resume '/store/runs/my run'"
 
 
 @pytest.mark.parametrize("kind", FailureClass)

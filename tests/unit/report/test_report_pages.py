@@ -389,10 +389,10 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
         ),
         (
             lambda: HangError("no progress"),
-            "raise launch.timeout_seconds. Then go on",
+            "raise launch.timeout_seconds. Go on",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
-        (lambda: ConfigError("unknown key"), "another task, model or optimizer needs a new run", "--set KEY=VALUE"),
+        (lambda: ConfigError("unknown key"), "another task, model or optimizer needs a new run", "kftrain run"),
         (lambda: FencedError("fenced"), "nothing is lost", None),
         (
             lambda: DivergedError("loss is NaN"),

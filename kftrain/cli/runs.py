@@ -1,0 +1,60 @@
+"""`kftrain runs`: what there is below a storage root."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.cli.options import config_options, json_option
+from kftrain.report import wording
+from kftrain.stages import resolve, runs
+from kftrain.stages.runs import RunState
+
+MAX_REASON_CHARACTERS = 100
+HEADINGS = ("run", "state", "step", "metric", "version")
+
+
+@click.command("runs")
+@click.argument("storage_root", default="")
+@config_options
+@json_option
+def runs_command(storage_root: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+    """List the runs below STORAGE_ROOT: state, step, the gate's metric, and which is champion.
+
+    Without it, below run.storage_root of --config, by default the current folder. They are read from the files of the
+    runs; MLflow has the same ones under the experiment of the configuration.
+    """
+    config = resolve.anchored(configuration.load(config_file, overrides), ".")
+    root = storage.absolute(storage_root) if storage_root else config.run.storage_root
+    found = list(runs.list_runs(root))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
+    elif found:
+        click.echo("\n".join(table(found)))
+    else:
+        click.echo(f"no runs in {storage.join(root, 'runs')}")
+
+
+def table(found: list[RunState]) -> list[str]:
+    """A line for each run below a line of headings, with the reason of a failure after it."""
+    rows = [HEADINGS, *(_cells(run) for run in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    reasons = ["", *(wording.ellipsis(wording.clean(run.reason), MAX_REASON_CHARACTERS) for run in found)]
+    return [part for line, reason in zip(lines, reasons, strict=True) for part in (line, f"  {reason}") if part.strip()]
+
+
+def _cells(run: RunState) -> tuple[str, ...]:
+    metric = f"{run.metric} {wording.number(run.value)}" if run.metric else ""
+    version = "" if run.version is None else f"{run.model_name} {run.version}"
+    return (
+        run.run_id,
+        run.state,
+        f"{run.step}/{run.num_steps}" if run.num_steps else "",
+        metric,
+        f"{version}, champion" if run.is_champion else version,
+    )

@@ -1,0 +1,120 @@
+"""The runs below a storage root, as their documents show them; nothing is written, and no MLflow is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kftrain import attempts, contracts, storage
+from kftrain.attempts import Claim
+from kftrain.checkpoint import commit
+from kftrain.config import Config
+from kftrain.contracts import Completion, Registration, RunPaths
+from kftrain.errors import KftrainError, TrackingError
+from kftrain.registry.journal import Journal, champion_version
+from kftrain.stages import failure, resolve
+
+UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at a glance."""
+
+    run_id: str
+    uri: str
+    state: str
+    """`registered`, `trained`, `running`, `stopped`, `failed`, `unfinished`, or `unreadable`."""
+    step: int = 0
+    """Of the newest committed checkpoint."""
+    num_steps: int = 0
+    metric: str = ""
+    """What the gate compares."""
+    value: float | None = None
+    model_name: str = ""
+    version: int | None = None
+    is_champion: bool = False
+    """By the journal of promotions."""
+    reason: str = ""
+    """Why it failed, stopped or cannot be read."""
+
+
+def list_runs(storage_root: str) -> Iterator[RunState]:
+    """Every run below a storage root, by name."""
+    for name in storage.list_names(storage.join(storage_root, "runs")):
+        paths = RunPaths.of(storage_root, name)
+        if storage.exists(paths.config):
+            yield read(paths)
+
+
+def read(paths: RunPaths) -> RunState:
+    """A run at a glance; one whose documents are damaged says so."""
+    try:
+        return _read(paths, resolve.load_config(paths.uri))
+    except KftrainError as error:
+        return RunState(paths.run_id, paths.uri, UNREADABLE, reason=error.line)
+
+
+def _read(paths: RunPaths, config: Config) -> RunState:
+    registration = _if_there(Registration, paths.registration)
+    state, reason = _state(paths, registration)
+    return RunState(
+        run_id=paths.run_id,
+        uri=paths.uri,
+        state=state,
+        step=_step(paths),
+        num_steps=config.train.steps,
+        metric=registration.metric if registration else "",
+        value=registration.challenger.value if registration else None,
+        model_name=registration.model_name if registration else "",
+        version=registration.version if registration else None,
+        is_champion=registration is not None and _is_champion(paths, registration),
+        reason=reason,
+    )
+
+
+def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str]:
+    """What a run is now, and why. An error outlives a success only where something was tried again after it."""
+    error = failure.read(paths)
+    if error is not None:
+        stopped = error.get("exit_code") in (130, 143)
+        return "stopped" if stopped else "failed", str(error.get("line", ""))
+    if _is_at_work(paths):
+        return "running", ""
+    if registration is not None:
+        return "registered", ""
+    return ("trained" if storage.exists(paths.complete) else "unfinished"), ""
+
+
+def _is_at_work(paths: RunPaths) -> bool:
+    """Whether the process that claimed the run last is alive; only its own machine can tell."""
+    number = attempts.last_attempt(paths)
+    claim = _if_there(Claim, paths.attempt(number)) if number else None
+    if claim is None or claim.host != socket.gethostname():
+        return False
+    try:
+        os.kill(claim.process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's, and alive
+        return True
+    return True
+
+
+def _step(paths: RunPaths) -> int:
+    completion = _if_there(Completion, paths.complete)
+    return completion.step if completion else commit.last_step(paths)
+
+
+def _is_champion(paths: RunPaths, registration: Registration) -> bool:
+    with contextlib.suppress(TrackingError):  # an entry is missing or damaged: kftrain models audit says so
+        entries = Journal.of(paths.storage_root, registration.model_name).entries()
+        return champion_version(entries) == registration.version
+    return False
+
+
+def _if_there(kind: type[contracts.DocumentType], uri: str) -> contracts.DocumentType | None:
+    return contracts.read(kind, uri) if storage.exists(uri) else None
