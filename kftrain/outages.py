@@ -66,6 +66,18 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL_CODES
 
 
+def full_error(error: BaseException, where: str = "") -> RetryableError:
+    """What to tell of an exception for which `is_full` holds; `where` if it names no file itself."""
+    assert isinstance(error, OSError)
+    place = str(error.filename2 or error.filename or where)
+    folder, _, name = place.rpartition("/")
+    return RetryableError(
+        "no space is left on the device",
+        where=folder if name.startswith(".tmp-") else place,
+        fix="free some; nothing that was there is lost",
+    )
+
+
 @contextlib.contextmanager
 def telling_full_disk(where: str) -> Iterator[None]:
     """Within the block a full disk is our error. Raises RetryableError."""
@@ -74,8 +86,7 @@ def telling_full_disk(where: str) -> Iterator[None]:
     except OSError as error:
         if not is_full(error):
             raise
-        place = str(error.filename or where)
-        raise RetryableError("no space is left on the device", where=place, fix="free some and go on") from error
+        raise full_error(error, where) from error
 
 
 def is_of_a_driver(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from kftrain.errors import ConfigError
 from kftrain.outages import (
+    full_error,
     is_full,
     is_of_a_driver,
     is_outage,
@@ -31,7 +32,7 @@ from kftrain.outages import (
 )
 from kftrain.remote import RemotePath, version_of
 
-__all__ = ("is_full", "is_of_a_driver", "is_outage", "patience", "telling_full_disk", "version_of")
+__all__ = ("full_error", "is_full", "is_of_a_driver", "is_outage", "patience", "telling_full_disk", "version_of")
 """What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20

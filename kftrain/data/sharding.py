@@ -53,7 +53,8 @@ class ShardingResult:
 def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
 
-    Raises DataError (bad, empty or changing source), ConfigError (no such source) or UserCodeError.
+    Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError, or RetryableError (the
+    disk is full).
     """
     start = time.monotonic()
     sharding = _Sharding(config, task, sources.resolve(config.data), progress)
@@ -61,10 +62,10 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
     manifest = _find(config.run.storage_root, pointer, progress)
     reused = manifest is not None
     if manifest is None:
-        manifest = sharding.run()
-        storage.publish_json(
-            pointer, {"dataset_digest": manifest.dataset_digest, "manifest_uri": _below_root(manifest.dataset_digest)}
-        )
+        with storage.telling_full_disk(storage.join(config.run.storage_root, "shards")):
+            manifest = sharding.run()
+            digest = manifest.dataset_digest
+            storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": _below_root(digest)})
     uri = storage.join(config.run.storage_root, _below_root(manifest.dataset_digest))
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start)
 

@@ -37,6 +37,8 @@ def classify(error: BaseException) -> KftrainError | None:
             return known
     if isinstance(error, KftrainError):
         return error
+    if storage.is_full(error):
+        return storage.full_error(error)
     if storage.is_outage(error):
         return RetryableError(
             f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"

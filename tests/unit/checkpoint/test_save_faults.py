@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import checkpoints
+from helpers import checkpoints, full_disk
 
 from kftrain import attempts, storage
 from kftrain.checkpoint import commit
@@ -36,42 +36,6 @@ def writer(paths, world):
     return checkpoints.writer_of(paths, world)
 
 
-class FullFile:
-    """A file on a disk that has room for so many bytes."""
-
-    def __init__(self, stream, num_bytes):
-        self._stream, self._left = stream, num_bytes
-
-    def write(self, content):
-        size = memoryview(content).nbytes
-        if size > self._left:
-            self._stream.write(memoryview(content)[: self._left])
-            self._left = 0
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._left -= size
-        return self._stream.write(content)
-
-    def __getattr__(self, name):
-        return getattr(self._stream, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._stream.close()
-
-
-def fill_disk(monkeypatch, part, num_bytes):
-    """Files whose names contain `part` find room for so many bytes."""
-    before = pathlib.Path.open
-
-    def limited(path, mode="r", *arguments, **options):
-        stream = before(path, mode, *arguments, **options)
-        return FullFile(stream, num_bytes) if part in path.name and "w" in mode else stream
-
-    monkeypatch.setattr(pathlib.Path, "open", limited)
-
-
 def assert_whole(paths, step):
     """By the digests alone, computed here."""
     uri = storage.join(paths.checkpoints, f"step-{step:08d}-a1")
@@ -93,7 +57,7 @@ def test_fault_48_a_full_disk_fails_the_save_in_its_own_words_and_nothing_is_lef
 ):
     checkpoints.save(writer, 1)
     with monkeypatch.context() as patch:
-        fill_disk(patch, ".distcp", num_bytes)
+        full_disk.fill(patch, ".distcp", num_bytes)
         with pytest.raises(RetryableError) as caught:
             checkpoints.save(writer, 2)
     assert "could not be written: No space left on device" in caught.value.line

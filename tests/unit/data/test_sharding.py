@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from helpers import full_disk
 from helpers.toy_data import shard_toy, text_folder, toy_config
 from helpers.toy_task import ToyTask
 
@@ -20,7 +21,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.manifest import read_manifest, verify_shards
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.data.sharding import shard_dataset
-from kftrain.errors import DataError, UserCodeError
+from kftrain.errors import DataError, RetryableError, UserCodeError
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -252,3 +253,17 @@ def test_sharding_and_reading_import_no_torch() -> None:
         "assert not {'torch', 'sklearn', 'pandas', 'mlflow', 'kfp', 'webdataset'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("part", ["train-0", "validation-0"])
+@pytest.mark.parametrize("num_bytes", [0, 1500])
+def test_fault_48_sharding_onto_a_full_disk_says_so_and_leaves_nothing(tmp_path, monkeypatch, part, num_bytes):
+    source = text_folder(tmp_path / "texts", 20)
+    with monkeypatch.context() as patch:
+        full_disk.fill(patch, part, num_bytes)
+        with pytest.raises(RetryableError, match="no space is left on the device") as caught:
+            shard_toy(source, tmp_path / "root")
+    assert caught.value.exit_code == 138
+    assert caught.value.where.startswith(str(tmp_path / "root"))
+    assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
+    shard_toy(source, tmp_path / "root")

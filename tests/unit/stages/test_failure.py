@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -8,7 +9,15 @@ import pytest
 
 from kftrain import errors, storage, tracking
 from kftrain.contracts import RunPaths
-from kftrain.errors import DataError, FencedError, InterruptedByUser, Preempted, TrackingError, error_from_dict
+from kftrain.errors import (
+    DataError,
+    FencedError,
+    InterruptedByUser,
+    Preempted,
+    RetryableError,
+    TrackingError,
+    error_from_dict,
+)
 from kftrain.launch import termination
 from kftrain.stages import failure, lifetime, tracked
 
@@ -42,6 +51,22 @@ def test_a_failure_is_written_announced_and_raised_again(run):
     announced = json.loads(lines[-1].removeprefix("error "))
     assert announced["line"] == found["line"]
     assert ended == [(config.tracking.uri, "m1", "FAILED", {"kftrain.error": found["line"]})]
+
+
+def test_fault_48_a_full_disk_is_retryable_and_hides_behind_nothing(run, monkeypatch):
+    """error.json cannot be written either: the line says it, and the exit code."""
+    paths, config, lines, ended = run
+    monkeypatch.setattr(storage, "publish_json", full)
+    for place in (failure.reported("shard", paths, config, lines.append), failure.announced("shard", lines.append)):
+        with pytest.raises(RetryableError) as caught, place:
+            full("x.tar")
+        assert caught.value.exit_code == 138
+        assert json.loads(lines[-1].removeprefix("error "))["line"].startswith("x.tar: no space is left on the device")
+    assert ended[0][2] == "FAILED"
+
+
+def full(uri, *content):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), uri)
 
 
 def test_a_bug_is_written_with_its_place_and_exit_code_1(run):

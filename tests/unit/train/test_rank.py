@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kftrain import storage
+from kftrain import attempts, storage
+from kftrain.contracts import RunPaths
 from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.train.failing import classify
@@ -27,6 +28,21 @@ def test_a_full_disk_does_not_change_the_exit_code(monkeypatch, tmp_path):
     monkeypatch.setenv(ERROR_FILE_ENV, str(tmp_path / "error.json"))
     monkeypatch.setattr(storage, "create_json", full)
     assert report(Preempted("stopped at step 3 of 20")) == 143
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_fault_48_an_attempt_that_cannot_claim_its_run_for_a_full_disk_is_tried_again(monkeypatch, tmp_path, code):
+    """The attempt before has filled the disk: there is room for nothing, also not for what says so."""
+    paths = RunPaths.of(str(tmp_path), "r")
+    monkeypatch.setattr(os, "link", lambda source, target: refused(code, source, target))
+    with pytest.raises(OSError) as caught:
+        attempts.claim(paths, 0, 1)
+    assert report(caught.value) == 138
+    assert classify(caught.value).line.startswith(f"{paths.attempts}/1.json: no space is left on the device")
+
+
+def refused(code, source, target):
+    raise OSError(code, os.strerror(code), source, None, target)
 
 
 def test_user_code_that_ends_its_process_is_named(capsys):
