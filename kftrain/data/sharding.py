@@ -53,7 +53,7 @@ class ShardingResult:
 def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
 
-    Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError, or RetryableError (the
+    Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError or RetryableError (the
     disk is full).
     """
     start = time.monotonic()
