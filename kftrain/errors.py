@@ -122,15 +122,15 @@ class UserCodeError(KftrainError):
 
 
 class FencedError(KftrainError):
-    """Another launcher, job or attempt holds the run; this one must not write to it.
-
-    What begins with one of these phrases is recognised where nothing but the text of an error is left.
-    """
+    """Another launcher, job or attempt holds the run; this one must not write to it."""
 
     exit_code = 17
     BY_ATTEMPT = "a newer attempt holds this run"
     BY_LAUNCHER = "another launcher holds this run"
-    BY_JOB = "a job with another specification holds this run"
+
+
+class OtherJobError(FencedError):
+    """A job with another specification holds the run."""
 
 
 class LauncherGoneError(KftrainError):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kftrain.errors import FencedError, LaunchError
+from kftrain.errors import LaunchError, OtherJobError
 from kftrain.launch.annotations import LAUNCH_ANNOTATION
 from kftrain.launch.observation import parse_pod
 from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
@@ -228,14 +228,14 @@ def _is_over(job: Mapping[str, Any]) -> bool:
 
 
 def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace: str) -> None:
-    """Raises FencedError where a living job of this name has another specification."""
+    """Raises OtherJobError where a living job of this name has another specification."""
     digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
     changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
-    raise FencedError(
-        f"{FencedError.BY_JOB}: {shown}",
+    raise OtherJobError(
+        f"a job with another specification holds this run: {shown}",
         where=f"job {wanted['metadata']['name']} in namespace {namespace}",
         fix="wait for it, or end it: kftrain cancel RUN",
     )

@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain.advice import FailureClass, Place, remedy
+from kftrain.advice import FailureClass, Place, class_of_code, remedy
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary
-from kftrain.errors import BUG_CODE, FencedError, KftrainError, Preempted
+from kftrain.errors import BUG_CODE, KftrainError, Preempted
 from kftrain.launch import ownership
 from kftrain.launch.kubernetes_api import SERVICE_ACCOUNT, Cluster
 from kftrain.launch.terminate import is_terminated
+from kftrain.launch.termination import code_of_step
 from kftrain.progress import to_log
 
 _TRY = re.compile(r"\(\d+\)$")
@@ -37,11 +38,8 @@ SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("longer than the specified deadline", FailureClass.DEADLINE),
     ("ImagePull", FailureClass.IMAGE),
     ("pod deleted", FailureClass.PREEMPTED),
-    (FencedError.BY_ATTEMPT, FailureClass.FENCED),
-    (FencedError.BY_LAUNCHER, FailureClass.FENCED),
-    (FencedError.BY_JOB, FailureClass.FENCED),
 )
-"""What Argo's messages and those of our steps contain, and what it means."""
+"""What Argo's messages contain about steps that could not say anything, and what it means."""
 
 STEP_ADVICE = {
     FailureClass.HOST_MEMORY: "The step itself, not a worker, had too little memory: raise the limit of its namespace.",
@@ -99,8 +97,15 @@ def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
         return None
     step, first = min(failed, key=lambda found: _end(found[1]))
     message = str(first.get("message") or "no message")
-    kind = next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
-    return _summary(kind, f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
+    return _summary(_class_of(message), f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
+
+
+def _class_of(message: str) -> FailureClass:
+    """By the exit code that the step has left, never by its words, which may be a user's; else by Argo's."""
+    code = code_of_step(message)
+    if code is not None:
+        return class_of_code(code)
+    return next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
 
 
 def step_of(node: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError
 from kftrain.launch.outage import REPORT_SECONDS, tolerated
-from kftrain.launch.termination import leave_message
+from kftrain.launch.termination import leave_step_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.stages import lifetime, tracked
 
@@ -67,7 +67,7 @@ def _announced(stage: str, progress: Progress) -> Iterator[None]:
         yield
     except BaseException as error:
         found = document(stage, error)
-        leave_message(str(found["line"]))
+        leave_step_message(str(found["line"]), int(found["exit_code"]))
         progress(ERROR_LINE + json.dumps(found))
         if os.environ.get(KFP_RUNTIME_ENV):
             sys.excepthook = _show_in_one_line

@@ -10,7 +10,7 @@ from kftrain import contracts, errors, launch, storage, tracking
 from kftrain.config import Config
 from kftrain.contracts import Document, RunPaths, RunShards
 from kftrain.data.manifest import Manifest
-from kftrain.errors import FencedError, InterruptedByUser, KftrainError, Preempted, TrackingError
+from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preempted, TrackingError
 from kftrain.launch.outage import tolerated
 from kftrain.progress import Progress, to_log
 from kftrain.tracking import DatasetLineage
@@ -62,9 +62,9 @@ def restored_if_refused(paths: RunPaths, config: Config, progress: Progress) -> 
         before = tracking.status_of(config.tracking.uri, known) if known else ""
     try:
         yield
-    except FencedError as error:
+    except OtherJobError:
         try:
-            if error.what.startswith(FencedError.BY_JOB) and before in ("FAILED", "KILLED"):
+            if before in ("FAILED", "KILLED"):
                 tracking.finish_run(config.tracking.uri, known, cast(tracking.Status, before))
         except TrackingError as second:
             progress(f"the MLflow run could not be closed again: {second.line}")

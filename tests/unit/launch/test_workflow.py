@@ -28,11 +28,16 @@ def a_workflow(*nodes, **spec):
         ("ImagePullBackOff: Back-off pulling image", "image"),
         ("pod deleted", "preempted"),
         (
-            "main: Error (exit code 1): another launcher holds this run by now, and follows its job",
+            "main: Error (exit code 1): kftrain exit code 17: another launcher holds this run by now",
             "superseded by a newer attempt",
         ),
         ("main: Error (exit code 1): RuntimeError: lease: host-3 holds this run", "unknown"),
         ("main: Error (exit code 1): digest mismatch: shard 3", "unknown"),
+        ("kftrain exit code 12: no usable checkpoint", "checkpoint"),
+        ("main: Error (exit code 1): kftrain exit code 16: KeyError: 'pod deleted'", "user code"),
+        ("main: Error (exit code 1): kftrain exit code 1: kftrain exit code 17: a user's words", "bug"),
+        ("main: Error (exit code 1): ValueError: a newer attempt holds this run", "unknown"),
+        ("main: Error (exit code 1): ValueError: kftrain exit code 17: a newer attempt holds this run", "unknown"),
     ],
 )
 def test_the_message_of_the_failed_step_is_the_reason(message, kind):
@@ -54,7 +59,7 @@ def test_the_first_of_several_failures_is_the_cause():
 
 def test_the_last_try_of_a_step_says_why_it_failed():
     first = node("pod deleted", finished="2026-11-21T10:00:00Z", name="train(0)")
-    second = node("another launcher holds this run by now", finished="2026-11-21T10:10:00Z", name="train(1)")
+    second = node("kftrain exit code 17: a newer attempt", finished="2026-11-21T10:10:00Z", name="train(1)")
     assert workflow.explain(a_workflow(second, first)).failure_class == "superseded by a newer attempt"
 
 

@@ -151,11 +151,29 @@ def test_a_pipeline_run_whose_run_another_one_holds_leaves_its_folder_and_its_ml
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it is another's"))
     paths = start_job(kfp_run_id="kfp-b")
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
-    node = {"type": "Pod", "phase": "Failed", "message": f"main: Error (exit code 1): {message}"}
+    node = {"type": "Pod", "phase": "Failed", "message": f"main: Error (exit code 1): kftrain exit code 17: {message}"}
     namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
     outcome = finish("", "", paths.uri, "kfp-a", "FAILED", [].append)
     assert "holds this run" in outcome.markdown and "nothing needs to be done here" in outcome.markdown
     assert namespace.jobs() == [JOB] and not storage.exists(storage.join(paths.uri, FAILURE_REPORT))
+
+
+@pytest.mark.parametrize("phrase", ["a newer attempt holds this run", "another launcher holds this run by now"])
+def test_words_in_a_users_error_do_not_keep_finish_from_its_work(
+    start_job, own_workflow, namespace, tmp_path, monkeypatch, phrase
+):
+    (tmp_path / "account").touch()
+    monkeypatch.setattr(workflow_module, "SERVICE_ACCOUNT", tmp_path / "account")
+    ended = []
+    monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
+    paths = start_job(kfp_run_id=JOB_ID)
+    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    message = f"main: Error (exit code 1): kftrain exit code 16: task.loss: ValueError: {phrase}"
+    node = {"type": "Pod", "phase": "Failed", "message": message}
+    namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
+    finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", [].append)
+    assert namespace.jobs() == [] and ended == [("m-1", "FAILED")]
+    assert storage.exists(storage.join(paths.uri, FAILURE_REPORT))
 
 
 def test_a_fenced_pipeline_run_leaves_a_job_that_says_nothing_of_a_pipeline_run(
@@ -167,7 +185,8 @@ def test_a_fenced_pipeline_run_leaves_a_job_that_says_nothing_of_a_pipeline_run(
     monkeypatch.setattr(cleanup.ownership, "find_owner", lambda cluster: (None, ""))
     monkeypatch.setattr(workflow_module.ownership, "find_owner", lambda cluster: (own_workflow, ""))
     paths = start_job()
-    node = {"type": "Pod", "phase": "Failed", "message": "main: Error (exit code 1): another launcher holds this run"}
+    message = "main: Error (exit code 1): kftrain exit code 17: another launcher holds this run"
+    node = {"type": "Pod", "phase": "Failed", "message": message}
     namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
     finish("", "", paths.uri, "kfp-a", "FAILED", [].append)
     assert namespace.jobs() == [JOB]

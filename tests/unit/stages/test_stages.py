@@ -19,7 +19,15 @@ from helpers.documents import (
 from kftrain import contracts, launch, registry, storage, tracking
 from kftrain.config import parse
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError, ConfigError, DataError, FencedError, LaunchError, TrackingError
+from kftrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FencedError,
+    LaunchError,
+    OtherJobError,
+    TrackingError,
+)
 from kftrain.registry import Champion
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
@@ -191,22 +199,22 @@ def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("before", "phrase", "after"),
+    ("before", "kind", "after"),
     [
-        ("FAILED", FencedError.BY_JOB, [("m-1", "FAILED")]),
-        ("KILLED", FencedError.BY_JOB, [("m-1", "KILLED")]),
-        ("RUNNING", FencedError.BY_JOB, []),
-        ("FAILED", FencedError.BY_LAUNCHER, []),
+        ("FAILED", OtherJobError, [("m-1", "FAILED")]),
+        ("KILLED", OtherJobError, [("m-1", "KILLED")]),
+        ("RUNNING", OtherJobError, []),
+        ("FAILED", FencedError, []),
     ],
 )
-def test_a_launch_that_is_refused_leaves_mlflow_as_it_was(tmp_path, calls, monkeypatch, before, phrase, after):
+def test_a_launch_that_is_refused_leaves_mlflow_as_it_was(tmp_path, calls, monkeypatch, before, kind, after):
     """The job that holds the run may have lost its launcher; one that another launcher follows is at work."""
     paths, _, _ = sharded_run(tmp_path)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: before)
 
     def refuse(paths, config):
-        raise FencedError(f"{phrase}: spec.x: 1 -> 2")
+        raise kind("a job with another specification holds this run")
 
     train_with(monkeypatch, calls, refuse)
     with pytest.raises(FencedError):
