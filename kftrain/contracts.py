@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_serializer, field_validator
 
 from kftrain import storage
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import BUG_CODE, DataError, KftrainError, is_error_document
 
 SCHEMA_VERSION = 1
 
@@ -240,6 +240,28 @@ def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[Kftrai
         raise error(
             f"{name} is damaged: {key}: {first['msg']}", where=uri, fix="run the stage that writes it again"
         ) from cause
+
+
+def read_error(uri: str) -> dict[str, Any] | None:
+    """What an error.json says, see `errors.error_to_dict`; None where there is none.
+
+    One that is damaged is an error of its own: it must not hide that the run failed, nor stop who reports that.
+    """
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not is_error_document(found):
+        line = f"{uri}: error.json is damaged, so why the run failed is not known: {content[:200]!r}"
+        return {"kind": "", "exit_code": BUG_CODE, "line": line}
+    try:
+        return {**found, "failure": FailureSummary.model_validate(found["failure"]).to_dict()}
+    except (KeyError, ValidationError):
+        return {name: value for name, value in found.items() if name != "failure"}
 
 
 @dataclass(frozen=True)

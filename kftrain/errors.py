@@ -10,6 +10,7 @@
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
     ├── UserCodeError        16  the user's own task, model or source raised
     ├── FencedError          17  another launcher, job or attempt holds the run
+    │   └── OtherJobError        a job with another specification holds it
     ├── LauncherGoneError    18  the launcher vanished; stopped after a commit
     ├── DivergedError        19  the loss is not finite
     ├── InterruptedByUser   130  Ctrl-C
@@ -177,20 +178,27 @@ def _subclasses(base: type[KftrainError]) -> dict[str, type[KftrainError]]:
     }
 
 
-def error_from_dict(document: dict[str, Any]) -> KftrainError:
-    """The error that another process wrote into `error.json`; an unknown kind keeps its line."""
-    kind = _subclasses(KftrainError).get(str(document.get("kind")))
-    if kind is None or kind is _UnknownError:
+def error_from_dict(document: Any) -> KftrainError:
+    """The error that another process wrote into `error.json`; an unknown or damaged one keeps its line."""
+    fields = document if isinstance(document, dict) else {}
+    kind = _subclasses(KftrainError).get(str(fields.get("kind")))
+    parts = [fields.get(name) for name in ("what", "where", "fix")]
+    if kind is None or kind is _UnknownError or not all(isinstance(part, str) for part in parts):
+        line, code = fields.get("line"), fields.get("exit_code")
         return _UnknownError(
-            str(document.get("line", "failed without a message")), int(document.get("exit_code", BUG_CODE))
+            line if isinstance(line, str) else "failed without a message", code if isinstance(code, int) else BUG_CODE
         )
-    value = document.get("value")
-    return kind(
-        document["what"],
-        where=document["where"],
-        value=NO_VALUE if value is None else _Literal(value),
-        fix=document["fix"],
-    )
+    what, where, fix = (str(part) for part in parts)
+    value = fields.get("value")
+    return kind(what, where=where, value=NO_VALUE if value is None else _Literal(value), fix=fix)
+
+
+def is_error_document(document: Any) -> bool:
+    """Whether it has what everybody relies on who shows an error: its kind, its line and its exit code."""
+    if not isinstance(document, dict):
+        return False
+    kinds = {"kind": str, "line": str, "exit_code": int}
+    return all(isinstance(document.get(name), kind) for name, kind in kinds.items())
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def new_folder(uri: str) -> Iterator[Path]:
         content.mkdir()
         yield content
         for path in [*content.rglob("*"), content]:
-            sync_folder(path) if path.is_dir() else _sync_file(path)
+            sync_folder(path) if path.is_dir() else _finish_file(path)
         try:
             os.rename(content, target)
         except OSError:
@@ -298,7 +298,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file(path: Path) -> None:
+def _finish_file(path: Path) -> None:
+    """Makes a file durable, and readable for others: whoever wrote it may have kept it for itself."""
+    path.chmod(PUBLISHED_MODE)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 

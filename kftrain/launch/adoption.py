@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kftrain.errors import LaunchError, OtherJobError
 from kftrain.launch.annotations import LAUNCH_ANNOTATION
-from kftrain.launch.observation import parse_pod
+from kftrain.launch.observation import parse_workers
 from kftrain.launch.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
 from kftrain.progress import to_log
 
@@ -193,7 +193,7 @@ def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 
 
 def _pods_at_work(cluster: Jobs, name: str) -> bool:
-    return any(not parse_pod(pod, 0.0).ended for pod in cluster.list_pods(name))
+    return any(not pod.ended for pod in parse_workers(cluster.list_pods(name), 0.0))
 
 
 def _require_kept(cluster: Jobs, document: dict[str, Any], uid: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from kftrain import storage
+from kftrain import contracts, storage
 from kftrain.advice import FailureClass
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
@@ -166,7 +166,7 @@ def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
     """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
     with tolerated("why the job failed could not be written", REPORT_SECONDS):
         storage.publish_json(paths.failure, summary.to_dict())
-        error = storage.read_json_if_exists(paths.error)
+        error = contracts.read_error(paths.error)
         if error is None or error["line"] != summary.line:
             storage.publish_json(paths.error, {"kind": "", "exit_code": summary.exit_code, "line": summary.line})
     to_log(f"failed: {summary.failure_class}: {summary.line}")

@@ -14,7 +14,7 @@ from typing import Any
 from kftrain.errors import LaunchError
 from kftrain.launch import observation, states
 from kftrain.launch.adoption import any_pods
-from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, SUSPENDED_ANNOTATION
+from kftrain.launch.annotations import PROGRESS_ANNOTATION, SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes_api import Cluster
 from kftrain.launch.logs import Logs
 from kftrain.launch.observation import Observation
@@ -124,7 +124,7 @@ def collect_garbage(cluster: Cluster, dry_run: bool = False) -> list[Garbage]:
     for job in _jobs(cluster, ""):
         workflow = _workflow_name(job)
         read = cluster.read_workflow(workflow) if workflow else None
-        phase = str((read or {}).get("status", {}).get("phase", ""))
+        phase = str(((read or {}).get("status") or {}).get("phase", ""))
         why = why_garbage(job, phase, time.time())
         if why:
             metadata = job["metadata"]
@@ -148,7 +148,7 @@ def why_garbage(job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     if workflow_phase in ENDED_PHASES:
         return f"its pipeline run has ended: {workflow_phase}"
     annotations = metadata.get("annotations") or {}
-    seen = observation.seconds(annotations.get(SEEN_ANNOTATION) or metadata["creationTimestamp"])
+    seen = observation.last_seen(job)
     if workflow_phase in GOING_PHASES:  # a launcher that may not annotate leaves no trace of its looks
         return ""
     ended = observation.parse_job(job, now).conditions & ENDED_CONDITIONS
@@ -181,7 +181,7 @@ def _some(cluster: Cluster, run: str) -> list[dict[str, Any]]:
 def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observation.Event], now: float) -> JobStatus:
     metadata, labels = job["metadata"], job["metadata"]["labels"]
     parsed = observation.parse_job(job, now)
-    pods = [observation.parse_pod(pod, now) for pod in cluster.list_pods(metadata["name"])]
+    pods = observation.parse_workers(cluster.list_pods(metadata["name"]), now)
     workload = cluster.find_workload(parsed.uid) if parsed.has_queue else None
     progress = (metadata.get("annotations") or {}).get(PROGRESS_ANNOTATION, "")
     step, target = observation.parse_progress(progress)
@@ -195,26 +195,25 @@ def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observati
         sees_workloads=cluster.sees_workloads,
     )
     assessment = states.assess(seen)
-    wanted = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
     return JobStatus(
         run=labels[RUN_LABEL],
-        task=labels[TASK_LABEL],
+        task=parsed.task,
         job=metadata["name"],
         state=assessment.state.value,
         reason="; ".join(reason.text for reason in assessment.reasons),
         progress=progress,
-        workers=f"{sum(pod.running for pod in pods)}/{wanted}",
+        workers=f"{sum(pod.running for pod in pods)}/{parsed.num_workers}",
         age_seconds=parsed.age_seconds,
     )
 
 
 def _print_logs(cluster: Cluster, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-    num_workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    num_workers = observation.parse_job(job, 0.0).num_workers
     logs = Logs(cluster, num_workers, write, follow, limited=False)
     now: Mapping[str, Any] | None = job
     while now is not None and now["metadata"]["uid"] == uid:
-        logs.follow([observation.parse_pod(pod, time.time()) for pod in cluster.list_pods(name)])
+        logs.follow(observation.parse_workers(cluster.list_pods(name), time.time()))
         if not follow or logs.is_broken or observation.parse_job(now, time.time()).conditions & ENDED_CONDITIONS:
             break
         time.sleep(POLL_SECONDS)

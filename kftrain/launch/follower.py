@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from kftrain import storage
+from kftrain import contracts
 from kftrain.advice import FailureClass
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
@@ -97,7 +97,7 @@ class Follower:
         """Why it failed, as far as pods, logs and the workers' own error tell."""
         error = None
         with tolerated("the workers' error could not be read"):
-            error = storage.read_json_if_exists(self._paths.error)
+            error = contracts.read_error(self._paths.error)
         tails = {index: self._logs.tail(index) for index in range(self._spec.nodes)}
         return diagnosis.diagnose(self._spec.task, error, self._endings.last(), tails)
 
@@ -106,9 +106,7 @@ class Follower:
         item = self._cluster.read_job(self._name)
         job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._hold.uid else None
         self._is_fenced = item is not None and self._hold.is_lost(item)
-        pods = sorted(
-            (observation.parse_pod(pod, now) for pod in self._cluster.list_pods(self._name)), key=lambda pod: pod.index
-        )
+        pods = sorted(observation.parse_workers(self._cluster.list_pods(self._name), now), key=lambda pod: pod.index)
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
         raw = self._cluster.find_workload(self._hold.uid) if job and job.has_queue and job.suspended else None
@@ -226,6 +224,8 @@ class Follower:
             for item in self._cluster.watch_pods(self._name):
                 if self._closed.is_set():
                     return
-                if self._endings.note(observation.parse_pod(item, time.time()), time.monotonic()):
+                if observation.is_worker(item) and self._endings.note(
+                    observation.parse_pod(item, time.time()), time.monotonic()
+                ):
                     self._wake.set()
             self._closed.wait(WATCH_PAUSE_SECONDS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from kftrain import attempts, storage
+from kftrain import attempts, contracts, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.errors import FIRST_RETRYABLE_CODE, FencedError, KftrainError, LaunchError, Preempted, error_from_dict
@@ -82,7 +82,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     if code == FencedError.exit_code:  # error.json is of who holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)
-    document = storage.read_json_if_exists(paths.error)
+    document = contracts.read_error(paths.error)
     if document is None and code == Preempted.exit_code:  # it came before the worker could say so
         return Preempted("stopped before it had started", where=spec.run_uri)
     if document is None:

@@ -5,12 +5,14 @@ Parsing is all that happens here; what it means is decided in `states.py`. All o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kftrain.launch.annotations import SUSPENDED_ANNOTATION
+from kftrain.launch.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes_api import CONTAINER
 from kftrain.launch.pytorchjob import QUEUE_LABEL, TASK_LABEL
 from kftrain.progress import STEP
@@ -138,7 +140,7 @@ def parse_pod(item: Mapping[str, Any], now: float) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        index=int(metadata.get("labels", {}).get(INDEX_LABEL, "0")),
+        index=int((metadata.get("labels") or {}).get(INDEX_LABEL, "0")),
         node=spec.get("nodeName", ""),
         scheduler=spec.get("schedulerName", ""),
         age_seconds=now - seconds(metadata["creationTimestamp"]),
@@ -159,10 +161,21 @@ def parse_pod(item: Mapping[str, Any], now: float) -> Pod:
     )
 
 
+def parse_workers(items: Iterable[Mapping[str, Any]], now: float) -> list[Pod]:
+    """The workers among the pods that have the job's label."""
+    return [parse_pod(item, now) for item in items if is_worker(item)]
+
+
+def is_worker(item: Mapping[str, Any]) -> bool:
+    """Whether a pod has the label that the operator numbers workers with; somebody else's pod may have the job's."""
+    label = (item["metadata"].get("labels") or {}).get(INDEX_LABEL, "0")
+    return re.fullmatch("[0-9]{1,6}", label) is not None
+
+
 def parse_job(item: Mapping[str, Any], now: float) -> Job:
     """A PyTorchJob from the API server's JSON."""
     metadata, status = item["metadata"], item.get("status") or {}
-    conditions, labels = status.get("conditions") or [], metadata.get("labels", {})
+    conditions, labels = status.get("conditions") or [], metadata.get("labels") or {}
     return Job(
         uid=metadata["uid"],
         age_seconds=now - seconds(metadata["creationTimestamp"]),
@@ -171,7 +184,7 @@ def parse_job(item: Mapping[str, Any], now: float) -> Job:
         has_queue=QUEUE_LABEL in labels,
         has_status=bool(conditions),
         terminating="deletionTimestamp" in metadata,
-        suspended_by_user=SUSPENDED_ANNOTATION in metadata.get("annotations", {}),
+        suspended_by_user=SUSPENDED_ANNOTATION in (metadata.get("annotations") or {}),
         task=labels.get(TASK_LABEL, ""),
         num_workers=item["spec"].get("pytorchReplicaSpecs", {}).get("Worker", {}).get("replicas", 1),
     )
@@ -211,8 +224,18 @@ def parse_progress(line: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def last_seen(job: Mapping[str, Any]) -> float:
+    """When its launcher last looked at a job, or else when it was created, in seconds since the epoch."""
+    metadata = job["metadata"]
+    stamp = (metadata.get("annotations") or {}).get(SEEN_ANNOTATION)
+    with contextlib.suppress(ValueError, TypeError):  # anybody can annotate
+        if stamp:
+            return seconds(stamp)
+    return seconds(metadata["creationTimestamp"])
+
+
 def seconds(stamp: str) -> float:
-    """An RFC 3339 time in seconds since the epoch."""
+    """An RFC 3339 time in seconds since the epoch. Raises ValueError for any other text."""
     return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 

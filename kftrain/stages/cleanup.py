@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kftrain import storage
@@ -72,10 +75,24 @@ def remove_temporary_files(config: Config, paths: RunPaths, job_id: str = "") ->
     if not storage.is_local(paths.uri):
         return []
     oldest = time.time() - STALE_SECONDS
-    found = [path for path in storage.local_path(paths.uri).rglob(".tmp-*") if path.stat().st_mtime < oldest]
+    found = [path for path in _temporary(storage.local_path(paths.uri)) if _modified(path) < oldest]
     for path in found:
         storage.remove(str(path))
     return [str(path) for path in found]
+
+
+def _temporary(folder: Path) -> Iterator[Path]:
+    """Files and folders that are being written; others may finish or delete theirs meanwhile."""
+    for parent, folders, files in os.walk(folder):  # leaves out a folder that has vanished
+        yield from (Path(parent, name) for name in sorted([*folders, *files]) if name.startswith(".tmp-"))
+
+
+def _modified(path: Path) -> float:
+    """Seconds since the epoch; infinite for what has vanished."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 CLEANERS: dict[str, Callable[[Config, RunPaths, str], list[str]]] = {

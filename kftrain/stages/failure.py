@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from kftrain import errors, storage
+from kftrain import contracts, errors, storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
+from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import FencedError, KftrainError
 from kftrain.launch.outage import REPORT_SECONDS, tolerated
 from kftrain.launch.termination import leave_step_message
@@ -46,7 +46,8 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
         except BaseException as error:
             found = None
             with tolerated("what the launcher found out could not be read"):
-                found = storage.read_json_if_exists(paths.failure)
+                if storage.exists(paths.failure):
+                    found = contracts.read(FailureSummary, paths.failure).to_dict()
             with tolerated("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
             tracked.mark_failed(paths, config, error, found, progress)
@@ -89,6 +90,4 @@ def document(stage: str, error: BaseException) -> dict[str, Any]:
 
 def read(paths: RunPaths) -> dict[str, Any] | None:
     """What error.json says, or None where there is none."""
-    found = storage.read_json_if_exists(paths.error)
-    assert found is None or isinstance(found, dict), found
-    return found
+    return contracts.read_error(paths.error)

@@ -28,7 +28,7 @@ from typing import cast
 
 import psutil
 
-from kftrain import attempts, storage
+from kftrain import attempts, contracts, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, Preempted, RetryableError
@@ -345,7 +345,8 @@ def _publish_error(uri: str, error: Document) -> None:
     try:
         storage.create_json(uri, error)
     except FileExistsError:
-        if verdict.outranks(error, storage.read_json(uri)):
+        published = contracts.read_error(uri)
+        if published is None or verdict.outranks(error, published):
             storage.publish_json(uri, error)
 
 

@@ -89,3 +89,10 @@ def test_a_folder_that_cannot_be_replaced_gets_no_manifest(paths, checkpoint_uri
             export_it(paths, checkpoint_uri)
     assert not storage.exists(storage.join(uri, "manifest.json"))
     assert export.verify_export(*export_it(paths, checkpoint_uri)).step == 10
+
+
+def test_others_can_read_every_file_of_an_export(paths, checkpoint_uri):
+    """Evaluation and serving may run as another user, on the same volume."""
+    folder = storage.local_path(export_it(paths, checkpoint_uri)[0])
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
+    assert set(modes) > {"model.safetensors", "manifest.json"} and set(modes.values()) == {"0o644"}

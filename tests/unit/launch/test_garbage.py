@@ -59,3 +59,19 @@ def test_what_a_person_has_suspended_stays_and_what_goes_is_left_alone():
     going = job(seen=24 * 30)
     going["metadata"]["deletionTimestamp"] = stamp(1)
     assert why_garbage(going, "Failed", NOW) == ""
+
+
+@pytest.mark.parametrize("stamp_", ["yesterday", "", "2026-13-01T00:00:00Z", "\u0661", None, "99999999999999"])
+def test_a_bad_annotation_counts_as_none(stamp_):
+    """Anybody can annotate; one job must not keep the others of the namespace from being collected."""
+    for hours, expected in ((3, "no launcher has looked at it for 3 h"), (1, "")):
+        found = job(created=hours, owner=True)
+        found["metadata"]["annotations"][SEEN_ANNOTATION] = stamp_
+        assert why_garbage(found, "", NOW) == expected
+
+
+@pytest.mark.parametrize("name", ["annotations", "labels", "ownerReferences"])
+def test_what_a_job_lacks_is_no_traceback(name):
+    found = job(created=24 * 8)
+    found["metadata"][name] = None
+    assert why_garbage(found, "", NOW) == "no launcher has looked at it for 192 h"

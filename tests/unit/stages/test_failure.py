@@ -165,7 +165,7 @@ def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run,
     (tmp_path / "termination-log").touch()
     fail(run, DataError("x" * 5000))
     message = (tmp_path / "termination-log").read_text()
-    assert message.startswith("xxx") and len(message) == termination.TERMINATION_BYTES
+    assert message.startswith("kftrain exit code 11: xxx") and len(message) == termination.TERMINATION_BYTES
 
 
 def test_sigterm_becomes_an_error_that_is_reported(run):
