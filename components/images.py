@@ -10,7 +10,9 @@ from kftrain import __version__
 
 STEPS_IMAGE_VARIABLE = "KFTRAIN_STEPS_IMAGE"
 
-STEPS_IMAGE = os.environ.get(STEPS_IMAGE_VARIABLE) or f"kftrain-steps:{__version__}"
+NAMED_STEPS_IMAGE = os.environ.get(STEPS_IMAGE_VARIABLE, "")
+
+STEPS_IMAGE = NAMED_STEPS_IMAGE or f"kftrain-steps:{__version__}"
 
 LAUNCHER_CPU_VARIABLE, LAUNCHER_MEMORY_VARIABLE = "KFTRAIN_LAUNCHER_CPU", "KFTRAIN_LAUNCHER_MEMORY"
 

@@ -25,6 +25,17 @@ LOG_ENV = "KFTRAIN_LOG"
 STEP_POD_ENV = "KFP_POD_NAME"
 """Kubeflow tells every step the name of its pod."""
 
+STEPS_IMAGE_ENV = "KFTRAIN_STEPS_IMAGE"
+"""Names the image of the steps where a pipeline is compiled, and tells it to each of them."""
+
+FORM_OBJECT = "config_json"
+FORM_PARAMETERS = {
+    "optimizer.learning_rate": "learning_rate",
+    "data.source": "source",
+    "launch.kubernetes.trainer_image": "trainer_image",
+}
+"""Parameter of the pipeline that takes any setting, and those settings that have one of their own."""
+
 
 class FailureClass(str, Enum):
     """What kind of failure it is: decides the advice."""
@@ -112,6 +123,10 @@ class Situation:
     """The command that starts such a run anew."""
     log: str = ""
     """Log file with everything that was printed; empty where Kubeflow keeps it."""
+    kubeflow_url: str = ""
+    """Address of the Kubeflow UI, where it is known."""
+    steps_image: str = ""
+    """Image of the pipeline's steps, where that is not the default: who submits again must name it."""
 
     @classmethod
     def from_environment(cls, run_uri: str = "") -> Situation:
@@ -119,7 +134,9 @@ class Situation:
         started_by = os.environ.get(STARTED_BY_ENV, "")
         in_kubeflow = bool(os.environ.get(STEP_POD_ENV)) and not started_by
         place = Place.KUBEFLOW if in_kubeflow else Place.LAPTOP
-        return cls(place, run_uri, started_by or "kftrain run", os.environ.get(LOG_ENV, ""))
+        image = os.environ.get(STEPS_IMAGE_ENV, "") if in_kubeflow else ""
+        log = os.environ.get(LOG_ENV, "")
+        return cls(place, run_uri, started_by or "kftrain run", log, steps_image=image)
 
     def to_environment(self) -> dict[str, str]:
         """What tells it to the processes that a laptop's command starts."""
@@ -296,7 +313,7 @@ def _next(row: Row, situation: Situation) -> Advice:
         step = Next.NEW_RUN
     if step == Next.CHECKPOINTS:
         return Advice("", shlex.join(["kftrain", "checkpoints", "list", uri]))
-    return _at_a_shell(step, row, situation) if situation.place == Place.LAPTOP else _in_kubeflow(step, row, uri)
+    return _at_a_shell(step, row, situation) if situation.place == Place.LAPTOP else _in_kubeflow(step, row, situation)
 
 
 def _at_a_shell(step: Next, row: Row, situation: Situation) -> Advice:
@@ -319,24 +336,37 @@ def _corrected(situation: Situation) -> Advice:
     return Advice("Correct it in the file, or in this command:", f"{situation.started_by} {resume}")
 
 
-def _in_kubeflow(step: Next, row: Row, uri: str) -> Advice:
+def _in_kubeflow(step: Next, row: Row, situation: Situation) -> Advice:
+    uri, change = situation.run_uri.rstrip("/"), _in_the_form(row.setting)
     there = f"in the Kubeflow UI, start a run with nothing but resume_run set to {uri}"
-    resume = shlex.join(["kftrain", "submit", "--host", "URL", "--resume", uri])
+    image = ["--steps-image", situation.steps_image] if situation.steps_image else []
+    submit = shlex.join(["kftrain", "submit", "--host", situation.kubeflow_url or "URL", *image])
+    resume = f"{submit} {shlex.join(['--resume', uri])}"
     return {
         Next.RESUME: Advice(f"Then go on: {there}; or from a shell:", resume),
         Next.RESUME_CHANGED: Advice(
-            f"Then go on: {there} and the parameter that is to change; or from a shell:",
-            f"{resume} --set {row.setting}",
+            f"Then go on: {there}, and {change}; or from a shell:", f"{resume} --set {row.setting}"
         ),
         Next.CORRECT: Advice(
-            f"Clone the run in the Kubeflow UI, correct config and set resume_run to {uri}; or from a shell:",
-            f"kftrain submit --host URL --config FILE {shlex.join(['--resume', uri])}",
+            f"Clone the run in the Kubeflow UI, correct {FORM_OBJECT} and set resume_run to {uri}; or, as a text in "
+            "config cannot be edited there, correct the file and submit it from a shell:",
+            f"{submit} --config FILE {shlex.join(['--resume', uri])}",
         ),
-        Next.NEW_RUN: Advice("Then clone the run in the Kubeflow UI and correct it there."),
-        Next.NEW_RUN_CHANGED: Advice(
-            f"Clone the run in the Kubeflow UI and set {row.setting.split('=')[0].rpartition('.')[2]}."
-        ),
+        Next.NEW_RUN: Advice(f"Then clone the run in the Kubeflow UI and correct it there, with {FORM_OBJECT}."),
+        Next.NEW_RUN_CHANGED: Advice(f"Clone the run in the Kubeflow UI, with {change}."),
     }[step]
+
+
+def _in_the_form(setting: str) -> str:
+    """How a setting is changed in the run form: by a parameter of its own, or in the object that takes any."""
+    key, _, value = setting.partition("=")
+    if key in FORM_PARAMETERS:
+        return f"{FORM_PARAMETERS[key]} set to {value}"
+    if "." not in key:
+        return f"{FORM_OBJECT} set to what is to change"
+    for part in reversed(key.split(".")):
+        value = f'{{"{part}": {value}}}'
+    return f"{FORM_OBJECT} set to {value}"
 
 
 def _sentence(text: str) -> str:

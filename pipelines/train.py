@@ -11,7 +11,7 @@ from kfp import dsl, kubernetes
 
 from kftrain.components.evaluate import evaluate
 from kftrain.components.finish import finish
-from kftrain.components.images import LAUNCHER_CPU, LAUNCHER_MEMORY
+from kftrain.components.images import LAUNCHER_CPU, LAUNCHER_MEMORY, NAMED_STEPS_IMAGE, STEPS_IMAGE_VARIABLE
 from kftrain.components.register import register
 from kftrain.components.shard import shard
 from kftrain.components.train import train
@@ -50,6 +50,8 @@ USER_ID = 1000
 def prepare(task: dsl.PipelineTask, cpu: str, memory: str) -> dsl.PipelineTask:
     """What every step has: live logs, no cache, a user that is not root, credentials, requests."""
     task.set_env_variable("PYTHONUNBUFFERED", "1")
+    if NAMED_STEPS_IMAGE:  # who goes on with the run must name it again
+        task.set_env_variable(STEPS_IMAGE_VARIABLE, NAMED_STEPS_IMAGE)
     task.set_caching_options(False)
     task.set_cpu_request(cpu).set_memory_request(memory)
     kubernetes.set_security_context(task, run_as_user=USER_ID, run_as_non_root=True)

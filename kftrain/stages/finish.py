@@ -7,6 +7,7 @@ because the run did: its own failure would hide the other one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kftrain import errors, launch, report, storage
@@ -52,26 +53,26 @@ def finish(
             config, paths = _named(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(failure.document("configure", error), run_uri="")
-    explained = None if state in SUCCESS_STATES else _explained(state)
+    explained, url = None if state in SUCCESS_STATES else _explained(state), config.tracking.kubeflow_url
     if explained is not None and resume_run and not _is_opened_by(paths, job_id):
-        return _failed(explained, paths.uri)  # going on with the run was refused: it stays as it was
+        return _failed(explained, paths.uri, url)  # going on with the run was refused: it stays as it was
     if explained is not None and explained["exit_code"] == FencedError.exit_code:
-        return _failed(explained, paths.uri)  # job, folder and MLflow run are those of who is at work there
+        return _failed(explained, paths.uri, url)  # job, folder and MLflow run are those of who is at work there
     error_document = None
     with tolerated("error.json could not be read"):
         error_document = failure.read(paths)
     error_document = error_document or explained
     # The report comes before the clean-up: whatever that meets, the reason of the failure is there.
-    is_open = error_document is not None and _leave_report(paths, error_document)
+    is_open = None if error_document is None else _leave_report(paths, error_document, url)
     removed, warnings = _clean_up(config, paths, job_id, progress)
     if error_document is None:
         return _succeeded(paths, removed, warnings)
     if warnings:
         error_document = {**error_document, "warnings": warnings}
-        _leave_report(paths, error_document)
+        _leave_report(paths, error_document, url)
     if is_open:
         _close(paths, config, error_document, progress)
-    return _failed(error_document, paths.uri)
+    return _failed(error_document, paths.uri, url, is_there=is_open is not False)
 
 
 def _is_opened_by(paths: RunPaths, job_id: str) -> bool:
@@ -93,13 +94,13 @@ def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) 
     return removed, []
 
 
-def _leave_report(paths: RunPaths, error: dict[str, Any]) -> bool:
-    """Writes the failure report into the run's folder; False where nobody has opened that."""
-    is_open = False
+def _leave_report(paths: RunPaths, error: dict[str, Any], url: str) -> bool | None:
+    """Writes the failure report into the run's folder; False where nobody has opened that, None where it is unknown."""
+    is_open = None
     with tolerated("the failure report could not be written", REPORT_SECONDS):
         is_open = storage.exists(paths.config)
         if is_open:
-            storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri).html)
+            storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri, url).html)
     return is_open
 
 
@@ -130,8 +131,10 @@ def _succeeded(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outc
     )
 
 
-def _failed(error: dict[str, Any], run_uri: str) -> Outcome:
-    stage, situation = str(error.get("stage", "run")), Situation.from_environment(run_uri)
+def _failed(error: dict[str, Any], run_uri: str, kubeflow_url: str = "", is_there: bool = True) -> Outcome:
+    """The outcome of a failure; with a run that is not there nobody can go on."""
+    situation = replace(Situation.from_environment(run_uri if is_there else ""), kubeflow_url=kubeflow_url)
+    stage = str(error.get("stage", "run"))
     return Outcome(
         run_uri=run_uri,
         summary={"result": f"{stage} failed: {error['line']}", "run_uri": run_uri, **error},

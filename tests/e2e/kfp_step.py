@@ -82,6 +82,12 @@ def create_workflow(namespace, name):
     return namespace.custom.create_namespaced_custom_object(*WORKFLOWS, namespace.name, "workflows", body)
 
 
+def terminate_workflow(namespace, name):
+    """What Kubeflow does at Terminate; Argo would kill the pods some 10 s later."""
+    body = {"spec": {"activeDeadlineSeconds": 0}}
+    namespace.custom.patch_namespaced_custom_object(*WORKFLOWS, namespace.name, "workflows", name, body)
+
+
 def delete_workflow(namespace, name):
     namespace.custom.delete_namespaced_custom_object(*WORKFLOWS, namespace.name, "workflows", name)
 

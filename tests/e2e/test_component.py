@@ -2,7 +2,7 @@
 
 import pytest
 from e2e.commands import kftrain, options
-from e2e.kfp_step import delete_workflow
+from e2e.kfp_step import delete_workflow, terminate_workflow
 from e2e.namespace import wait_until
 
 from kftrain import attempts, contracts
@@ -58,6 +58,15 @@ def test_a_deleted_pipeline_run_takes_its_job_along(kfp_steps, run_uri):
     wait_until(lambda: jobs_of(kfp_steps.namespace, run_uri) == [], 10, "the end of the job")
     label = f"kftrain.io/run={RunPaths(run_uri).run_id}"
     wait_until(lambda: not kfp_steps.namespace.pods(label), 60, "the end of the workers")
+
+
+def test_terminate_deletes_the_job_before_argo_kills_its_launcher(kfp_steps, run_uri):
+    pod = kfp_steps.start("train", {"run_uri": run_uri})
+    kfp_steps.wait_for(pod, "checkpoint at step 10 started")
+    terminate_workflow(kfp_steps.namespace, kfp_steps.name)
+    wait_until(lambda: jobs_of(kfp_steps.namespace, run_uri) == [], 8, "the end of the job")
+    log = kfp_steps.finish(pod, "Failed", seconds=30)
+    assert "somebody terminated the run in the Kubeflow UI" in log
 
 
 def test_the_exit_handler_deletes_the_job_of_a_step_that_was_killed(kfp_steps, run_uri):

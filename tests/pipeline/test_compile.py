@@ -183,7 +183,10 @@ def test_a_version_is_named_by_the_release_and_the_content(text):
 
 
 def test_another_image_is_another_version():
-    code = "from kftrain.pipelines.compile import *; print(version_name(), 'image: r/steps:7' in compiled())"
+    code = (
+        "from kftrain.pipelines.compile import *; text = compiled();"
+        "print(version_name(), text.count('image: r/steps:7') == text.count('value: r/steps:7') == 5)"
+    )
     environment = {"KFTRAIN_STEPS_IMAGE": "r/steps:7", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     name, in_there = done.stdout.split()

@@ -41,7 +41,9 @@ def test_a_run_that_diverged_is_not_resumed():
         == "kftrain run --config=own.yaml --set optimizer.learning_rate=RATE"
     )
     there = advise(errors.DivergedError("nan"), IN_KUBEFLOW)
-    assert "set learning_rate" in there.text and not there.command
+    assert (
+        there.text.endswith("Clone the run in the Kubeflow UI, with learning_rate set to RATE.") and not there.command
+    )
 
 
 def test_what_is_another_training_is_not_resumed_and_a_damaged_checkpoint_is_looked_at():
@@ -76,8 +78,36 @@ def test_an_error_with_fields_that_are_missing_or_odd_has_advice(error):
     assert advice.advise(error, AT_HOME).command
 
 
+def test_in_kubeflow_the_command_that_goes_on_is_whole_where_all_of_it_is_known():
+    """The image of the steps is not part of a run's configuration: without it the default one would be taken."""
+    known = Situation(Place.KUBEFLOW, "s3://b/runs/r", kubeflow_url="https://kf.example", steps_image="r/steps:7")
+    command = "kftrain submit --host https://kf.example --steps-image r/steps:7 --resume s3://b/runs/r"
+    assert advise(errors.Preempted("x"), known).command == command
+
+
+def test_in_kubeflow_a_setting_without_a_parameter_of_its_own_is_changed_by_the_object():
+    found = advice.advise({"failure": {"failure_class": FailureClass.GPU_MEMORY.value}}, IN_KUBEFLOW)
+    assert 'config_json set to {"train": {"micro_batch_size": N}}' in found.text
+    data = advise(errors.DataError("no such file"), IN_KUBEFLOW)
+    assert "resume_run set to /store/runs/my run, and source set to SOURCE" in data.text
+    assert data.command.endswith("--set data.source=SOURCE")
+
+
+def test_the_parameters_of_the_form_are_those_of_the_pipeline():
+    from kftrain.stages import parameters, resolve
+
+    assert {name: key for key, name in advice.FORM_PARAMETERS.items()}.items() <= resolve.KNOBS.items()
+    assert advice.FORM_OBJECT == parameters.OBJECT
+
+
+def test_a_run_that_was_terminated_may_succeed_when_it_is_run_again():
+    error = {"exit_code": 13, "line": "somebody terminated it", "failure": {"failure_class": "terminated"}}
+    assert advice.class_of(error) in advice.PASSING
+    assert advice.advise(error, IN_KUBEFLOW).command.startswith("kftrain submit --host URL --resume ")
+
+
 def test_where_we_are_is_told_by_the_environment(monkeypatch):
-    for name in (advice.STARTED_BY_ENV, advice.LOG_ENV, advice.STEP_POD_ENV):
+    for name in (advice.STARTED_BY_ENV, advice.LOG_ENV, advice.STEP_POD_ENV, advice.STEPS_IMAGE_ENV):
         monkeypatch.delenv(name, raising=False)
     assert Situation.from_environment(RUN) == Situation(Place.LAPTOP, RUN)
     monkeypatch.setenv(advice.STEP_POD_ENV, "step-1")

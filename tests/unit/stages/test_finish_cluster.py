@@ -283,3 +283,9 @@ def test_the_failure_report_is_there_before_the_clean_up_begins(start_job, tmp_p
     with pytest.raises(KeyboardInterrupt):
         finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", [].append)
     assert storage.exists(storage.join(paths.uri, FAILURE_REPORT))
+
+
+def test_nobody_is_told_to_go_on_with_a_run_that_was_refused_before_it_was_there(namespace, tmp_path, monkeypatch):
+    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
+    outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", [].append)
+    assert "resume_run" not in outcome.markdown and "clone the run in the Kubeflow UI" in outcome.markdown
