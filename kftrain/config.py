@@ -8,7 +8,7 @@ one. The resolved tree is what every stage reads and what is saved with every ou
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -200,6 +200,18 @@ class RegistryConfig(Section):
     trusted_roots: tuple[str, ...] = ()
     """Storage roots below which champions are read, beside `run.storage_root`."""
 
+    def require_metric(self, known: Iterable[str]) -> None:
+        """Raises ConfigError where the task has other metrics than the one that the gate is to compare.
+
+        The metric is no part of what is trained, so a run goes on with another one from where it was.
+        """
+        names = sorted(known)
+        if self.metric in names:
+            return
+        near = (difflib.get_close_matches(self.metric, names, n=1, cutoff=0.0) or ["METRIC"])[0]
+        fix = f"known: {', '.join(names) or 'none'}; go on with --resume RUN --set registry.metric={near}"
+        raise ConfigError("the task has no such metric", where="registry.metric", value=self.metric, fix=fix)
+
 
 class LaunchConfig(Section):
     """Where training and evaluation jobs run."""
@@ -339,13 +351,16 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) 
     merged: layers.Document = {}
     for document in documents.values():
         merged = layers.merged(merged, document)
+    places = dict(documents)
     for override in overrides:
         layers.override(merged, override)
-    layers.require_plain(documents, merged)
+        layers.override(places.setdefault(f"--set {override}", {}), override)
+    layers.require_plain(places, merged)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise _explain(error, layers.origin(documents, error.errors()[0]["loc"])) from error
+        location = error.errors()[0]["loc"]  # empty where settings are at odds with each other
+        raise _explain(error, layers.origin(places if location else documents, location)) from error
 
 
 def schema() -> dict[str, Any]:

@@ -100,7 +100,7 @@ def gate_and_promote(
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
-    metric_of(evaluation.metrics, config.registry.metric)
+    config.registry.require_metric(evaluation.metrics)
     challenger = _Challenger(paths, registered, _read_challenger(paths, evaluation))
     title = Title.of(config)
 

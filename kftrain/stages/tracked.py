@@ -38,7 +38,13 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
     A run that has one goes on with it while MLflow is down: its job may have trained for days, and has this very id in
     its specification. Raises TrackingError where there is none yet.
     """
-    lineage = DatasetLineage(name=manifest.source, digest=manifest.dataset_digest, uri=shards.manifest_uri)
+    lineage = DatasetLineage(
+        name=manifest.source,
+        digest=manifest.dataset_digest,
+        uri=shards.manifest_uri,
+        num_samples={name: split.num_samples for name, split in manifest.splits.items()},
+        fields={field.name: f"{field.dtype} {list(field.shape)}" for field in manifest.sample_schema.fields},
+    )
     try:
         mlflow_run_id = tracking.start_run(config, paths.run_id, lineage, launch.pipeline_tags(config))
     except TrackingError as error:

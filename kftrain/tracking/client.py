@@ -160,14 +160,24 @@ def set_status(uri: str, run_id: str, status: str) -> None:
             client.set_terminated(run_id, status=status)
 
 
-def log_dataset(uri: str, run_id: str, name: str, digest: str, source_uri: str) -> None:
-    """Records a dataset as the run's training input."""
+def log_dataset(
+    uri: str,
+    run_id: str,
+    name: str,
+    digest: str,
+    source_uri: str,
+    profile: Mapping[str, int],
+    fields: Mapping[str, str],
+) -> None:
+    """Records a dataset as the run's training input. `profile`: counts by name. `fields`: name -> type."""
     entities = session.mlflow().entities
     dataset = entities.Dataset(
         name=name,
         digest=digest[:_MAX_DATASET_DIGEST_LENGTH],
         source_type=source_uri.split("://", 1)[0] if "://" in source_uri else "local",
         source=json.dumps({"uri": endpoint.redacted(source_uri)}),
+        profile=json.dumps(dict(profile)) if profile else None,
+        schema=json.dumps({"fields": dict(fields)}) if fields else None,
     )
     with session.connected(uri, "cannot log the dataset") as client:
         tags = [entities.InputTag("mlflow.data.context", "training")]

@@ -7,10 +7,13 @@ into the void, goes on with the run it made. Where Kubeflow Pipelines injects a 
 
 from __future__ import annotations
 
+import functools
+import getpass
 import os
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kftrain.config import Config
@@ -20,6 +23,8 @@ from kftrain.tracking.base import MAX_NAME_LENGTH, Point, metric_name, now_ms
 
 RUN_ID_TAG = "kftrain.run_id"
 TRAINING_DIGEST_TAG = "kftrain.training_digest"
+GIT_TIMEOUT_SECONDS = 5.0
+
 EVALUATION_PREFIX = "evaluation/"
 """Sets the metrics of a finished model apart from those of training under the same name."""
 
@@ -34,6 +39,10 @@ class DatasetLineage:
     digest: str
     uri: str
     """Where its manifest lies."""
+    num_samples: Mapping[str, int] = field(default_factory=dict)
+    """Split -> samples."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Field of a sample -> its type and shape, `uint16 [256]`."""
 
 
 def check(uri: str) -> None:
@@ -69,9 +78,10 @@ def start_run(
     client.set_status(uri, mlflow_run_id, "RUNNING")
     further = {key: value for key, value in (further_tags or {}).items() if value or key in record.tags}
     client.set_tags(uri, mlflow_run_id, {**tags, **further})
-    known = flatten(config.to_dict())
+    known = parameters(config)
     client.log_params(uri, mlflow_run_id, {k: v for k, v in known.items() if k not in record.params})
-    client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri)
+    profile = {f"num_{split}_samples": number for split, number in lineage.num_samples.items()}
+    client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri, profile, lineage.fields)
     return mlflow_run_id
 
 
@@ -161,15 +171,64 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
         "kftrain.dataset_digest": lineage.digest,
         "kftrain.config_digest": config.digest(),
         **code_tags(),
+        **source_tags(),
+        "mlflow.note.content": _description(config, lineage),
     }
     parent = os.environ.get("MLFLOW_RUN_ID")
     return {**tags, "mlflow.parentRunId": parent} if parent else tags
 
 
+def parameters(config: Config) -> dict[str, str]:
+    """The configuration as MLflow's parameters; without the pods' settings where there are no pods."""
+    known = flatten(config.to_dict())
+    if config.launch.backend != "local":
+        return known
+    return {key: value for key, value in known.items() if not key.startswith("launch.kubernetes")}
+
+
 def code_tags() -> dict[str, str]:
-    """Which code runs, as far as the environment knows: KFTRAIN_GIT_COMMIT, KFTRAIN_IMAGE."""
-    known = {"kftrain.git_commit": "KFTRAIN_GIT_COMMIT", "kftrain.image": "KFTRAIN_IMAGE"}
-    return {tag: os.environ[name] for tag, name in known.items() if os.environ.get(name)}
+    """Which code runs: KFTRAIN_GIT_COMMIT, or the commit of the folder that a laptop's run works in; KFTRAIN_IMAGE."""
+    known = {"kftrain.git_commit": git_commit(), "kftrain.image": os.environ.get("KFTRAIN_IMAGE", "")}
+    return {tag: value for tag, value in known.items() if value}
+
+
+def source_tags() -> dict[str, str]:
+    """What MLflow shows as Created by, Source and Git commit."""
+    tags = {
+        "mlflow.user": _user(),
+        "mlflow.source.name": os.environ.get("KFTRAIN_STARTED_BY") or os.environ.get("KFP_POD_NAME") or "kftrain",
+        "mlflow.source.type": "JOB" if os.environ.get("KFP_POD_NAME") else "LOCAL",
+        "mlflow.source.git.commit": git_commit().removesuffix("-dirty"),
+    }
+    return {tag: endpoint.redacted(value) for tag, value in tags.items() if value}
+
+
+def git_commit() -> str:
+    """KFTRAIN_GIT_COMMIT; else the commit of the current folder, with `-dirty` where files were changed; else empty."""
+    return os.environ.get("KFTRAIN_GIT_COMMIT") or _commit_of(os.getcwd())
+
+
+@functools.cache
+def _commit_of(folder: str) -> str:
+    command = ["git", "-C", folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, no commit yet
+        return ""
+    return answer.stdout.strip()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a pod's user without a name
+        return ""
+
+
+def _description(config: Config, lineage: DatasetLineage) -> str:
+    counts = ", ".join(f"{number:,} {split} samples" for split, number in lineage.num_samples.items())
+    data = f"{lineage.name}{f' ({counts})' if counts else ''}"
+    return f"kftrain: {config.task.kind} with {config.model.kind} on {data}, {config.train.steps:,} steps."
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

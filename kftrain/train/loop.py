@@ -159,7 +159,10 @@ class Loop:
         )
         if self._world.is_main:
             with self._pulse.resting():  # the user's metrics of all samples
-                self._recorder.record_validation(done, total_metrics(self._stepper.task, statistics))
+                metrics = total_metrics(self._stepper.task, statistics)
+                if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
+                    self._config.registry.require_metric(metrics)
+                self._recorder.record_validation(done, metrics)
 
     def _save(self, done: int, last: bool, busy: bool) -> None:
         if last:

@@ -128,3 +128,33 @@ def test_a_later_file_wins_key_by_key_and_is_named_in_errors(tmp_path):
     cluster.write_text("launch: {nodes: 4}")
     with pytest.raises(ConfigError, match=r"job.yaml: train.stepz: unknown key.*did you mean 'steps'"):
         config.load([str(cluster), str(job)])
+
+
+def test_a_wrong_override_is_blamed_and_not_the_file(tmp_path):
+    file = tmp_path / "good.yaml"
+    file.write_text("train: {steps: 5}\n")
+    with pytest.raises(ConfigError) as raised:
+        config.load(file, ["run.seed=1", "train.steps=many"])
+    assert raised.value.where == "--set train.steps=many: train.steps" and raised.value.value == "many"
+    with pytest.raises(ConfigError) as raised:
+        config.load(file, ["train.stepz=3", "run.seed=1"])
+    assert raised.value.where == "--set train.stepz=3: train.stepz" and "did you mean 'steps'?" in raised.value.fix
+    file.write_text("train: {steps: many}\n")
+    with pytest.raises(ConfigError) as raised:
+        config.load(file, ["run.seed=1"])
+    assert raised.value.where == f"{file}: train.steps"
+
+
+def test_settings_at_odds_are_not_blamed_on_the_last_override(tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        config.load(None, ["train.micro_batch_size=64", "run.seed=1"])
+    assert "--set" not in raised.value.where and "train.micro_batch_size (64) exceeds" in raised.value.line
+
+
+def test_a_metric_that_the_task_does_not_have_is_mended_by_a_resume():
+    settings = config.load(None, ["registry.metric=mse"]).registry
+    with pytest.raises(ConfigError) as raised:
+        settings.require_metric(["mae", "accuracy"])
+    assert "known: accuracy, mae" in raised.value.fix and raised.value.value == "mse"
+    assert raised.value.fix.endswith("--resume RUN --set registry.metric=mae")
+    settings.require_metric(["mse"])

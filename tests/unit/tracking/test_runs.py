@@ -7,7 +7,7 @@ import pytest
 from kftrain import tracking
 from kftrain.config import Config, parse
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, runs
+from kftrain.tracking import client, runs, session
 
 LINEAGE = tracking.DatasetLineage("stdlib", "d" * 64, "/data/shards/d/manifest.json")
 
@@ -147,11 +147,11 @@ def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_c
                 raise mlflow.MlflowException(self.message)
 
     colliding = Colliding("(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.alias")
-    monkeypatch.setattr(client, "_client", lambda uri: colliding)
+    monkeypatch.setattr(session, "_client", lambda uri: colliding)
     client.set_alias(uri, "toy", "champion", 1)
     assert colliding.calls == [("toy", "champion", "1")] * 2
     other = Colliding("permission denied")
-    monkeypatch.setattr(client, "_client", lambda uri: other)
+    monkeypatch.setattr(session, "_client", lambda uri: other)
     with pytest.raises(TrackingError, match="permission denied"):
         client.set_alias(uri, "toy", "champion", 1)
 
@@ -174,3 +174,38 @@ def test_the_points_that_mlflow_lacks_are_those_beyond_what_it_has_of_each_metri
         ("loss", 6, 3.0, 7),
     ]
     assert runs.missing_points(history, {"loss": 6, "validation/loss": 4}, 7) == []
+
+
+def test_mlflow_shows_who_made_a_run_from_what_and_with_how_much_data(uri, monkeypatch, tmp_path):
+    import getpass
+    import json
+    import subprocess
+
+    import mlflow
+
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(tmp_path)]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.delenv("KFTRAIN_GIT_COMMIT", raising=False)
+    monkeypatch.setenv("KFTRAIN_STARTED_BY", "kftrain run --config c.yaml")
+    monkeypatch.chdir(tmp_path)
+    lineage = tracking.DatasetLineage(
+        "stdlib", "d" * 64, "/data/m.json", {"train": 900, "validation": 100}, {"tokens": "uint16 [256]"}
+    )
+    run = mlflow.MlflowClient(tracking_uri=uri).get_run(tracking.start_run(config_at(uri), "run-1", lineage))
+    tags = run.data.tags
+    assert tags["mlflow.source.git.commit"] == tags["kftrain.git_commit"] == commit
+    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("kftrain run --config c.yaml", "LOCAL")
+    assert tags["mlflow.user"] == getpass.getuser()
+    assert "900 train samples" in tags["mlflow.note.content"]
+    [found] = run.inputs.dataset_inputs
+    assert json.loads(found.dataset.profile) == {"num_train_samples": 900, "num_validation_samples": 100}
+    assert json.loads(found.dataset.schema) == {"fields": {"tokens": "uint16 [256]"}}
+
+
+def test_a_local_run_has_no_parameters_of_pods_and_one_on_a_cluster_has(uri):
+    local = client.read_run(uri, tracking.start_run(config_at(uri), "run-1", LINEAGE)).params
+    assert local["launch.backend"] == "local" and not [key for key in local if key.startswith("launch.kubernetes")]
+    cluster = config_at(uri, **{"launch.backend": "pytorchjob"})
+    assert "launch.kubernetes.gpus_per_node" in runs.parameters(cluster)
