@@ -20,6 +20,7 @@ from kftrain.report import registration as _registration
 from kftrain.report import run as _run
 from kftrain.report import shards as _shards
 from kftrain.report import training as _training
+from kftrain.report.content import Fact
 
 __all__ = [
     "run_html",
@@ -45,8 +46,19 @@ def run_html(
     history: _training.History = (),
     evaluation: Evaluation | None = None,
     registration: Registration | None = None,
+    written: Sequence[Fact] = (),
 ) -> str:
-    """The one page of a run; parts that are None or empty are left out. `shards` is the manifest as JSON."""
+    """The one page of a run; parts that are None or empty are left out.
+
+    Args:
+        config: Of the run.
+        shards: The manifest as JSON.
+        completion: Of the training.
+        history: Recorded points of the training curve.
+        evaluation: Of the run's own export.
+        registration: What the gate decided.
+        written: Where and with what the page is written, see `environment.facts`.
+    """
     return page.render(
         _run.page(
             config,
@@ -55,6 +67,7 @@ def run_html(
             history=history,
             evaluated=evaluation,
             registered=registration,
+            written=written,
         )
     )
 

@@ -15,6 +15,9 @@ from kftrain.report.interval_chart import Row, SliceRow, interval_chart, slice_c
 MAX_SLICES = 30
 """Slices that are drawn; of more, two thirds worst and one third best."""
 
+MIN_SLICE_SAMPLES = 10
+"""A slice of fewer samples never heads the list: its value is chance."""
+
 MAX_BASELINES = 12
 MAX_MISTAKES = 12
 DIRECTIONS = {"minimize": "lower is better", "maximize": "higher is better"}
@@ -139,10 +142,11 @@ def _slice_chart(metric: str, goal: str, evaluation: Evaluation) -> Chart | None
     ]
     if not rows:
         return None
-    ordered = sorted(rows, key=lambda row: _badness(row.value, goal), reverse=True)
-    shown = ordered if len(ordered) <= MAX_SLICES else [*ordered[: MAX_SLICES * 2 // 3], *ordered[-(MAX_SLICES // 3) :]]
+    shown = _shown_slices(rows, goal)
     title = f"{wording.label(metric)} by slice"
     first = "worst first" if goal else "highest first"
+    if any(row.num_samples < MIN_SLICE_SAMPLES for row in shown):
+        first += f", those of fewer than {MIN_SLICE_SAMPLES} samples last: they say little"
     left_out = (
         "" if len(shown) == len(rows) else f", {len(shown)} of {wording.count(len(rows))}: the first and the last"
     )
@@ -153,6 +157,21 @@ def _slice_chart(metric: str, goal: str, evaluation: Evaluation) -> Chart | None
     )
     description = f"{title}, {first}: " + ", ".join(f"{row.name} {wording.number(float(row.value))}" for row in shown)
     return Chart(title, slice_chart(shown, whole, description=description), first + left_out, table)
+
+
+def _shown_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
+    """In the order in which they are drawn: the worst ones first, but what has hardly any samples after all others.
+
+    Of more than there is room for the small ones go first, then those in the middle.
+    """
+    ordered = sorted(rows, key=lambda row: _badness(row.value, goal), reverse=True)
+    large = [row for row in ordered if row.num_samples >= MIN_SLICE_SAMPLES]
+    small = [row for row in ordered if row.num_samples < MIN_SLICE_SAMPLES]
+    if not large:
+        large, small = small, []
+    if len(large) > MAX_SLICES:
+        return [*large[: MAX_SLICES * 2 // 3], *large[-(MAX_SLICES // 3) :]]
+    return [*large, *small][:MAX_SLICES]
 
 
 def _worse(value: float, whole: float, goal: str) -> bool | None:

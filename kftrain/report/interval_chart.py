@@ -17,7 +17,7 @@ from kftrain.report.ticks import Scale, linear_scale
 ROW_PX = 34
 SLICE_ROW_PX = 21
 BOTTOM_PX = 26
-MAX_NAME_CHARACTERS = 20
+MAX_NAME_CHARACTERS = 28
 BOLD_PX = 7.6
 """Width of a character of the bold figures."""
 
@@ -81,7 +81,7 @@ def interval_chart(
 
 def slice_chart(rows: Sequence[SliceRow], whole: float, *, description: str) -> Markup:
     """A row per slice: a dot, tied to the value of the whole (a vertical line); colour tells worse from better."""
-    names = [wording.ellipsis(row.name, MAX_NAME_CHARACTERS + 4) for row in rows]
+    names = [wording.ellipsis(row.name, MAX_NAME_CHARACTERS) for row in rows]
     values = [wording.number(float(row.value)) for row in rows]
     counts = [wording.count(row.num_samples) for row in rows]
     value_px = 16 + max(wording.width_px(value, BOLD_PX) for value in values)

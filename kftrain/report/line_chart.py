@@ -35,6 +35,12 @@ TICK_PX = 30
 MIN_LEFT_PX = 53
 """The same room for tick labels in all charts of a page, unless one needs more."""
 
+NARROW_PX = 330
+"""Width of the narrowest chart, by which it is judged whether a name would lie over a curve."""
+
+FREE_PX = 10
+"""A name whose middle is so far from every curve is not touched by one."""
+
 BOLD_PX = 7.3
 PADDING_TOP_PX, PADDING_BOTTOM_PX = 8, 26
 
@@ -112,7 +118,7 @@ def line_chart(
     curves = [part for index, each in enumerate(drawn) for part in _curve(each, index, frame)]
     parts.append(svg.curve_box(curves, height))
     parts += [part for index, each in enumerate(drawn) for part in _marks(each, index, frame)]
-    parts += _reference_names(levels, frame)
+    parts += _reference_names(levels, drawn, frame)
     names = [_end_name(each) for each in drawn] if len(series) > 1 else []
     parts += _end_names(names, drawn, frame)
     left = max(MIN_LEFT_PX, 12 + max(wording.width_px(label) for label in frame.up.labels))
@@ -256,8 +262,54 @@ def _end_names(names: list[str], series: list[Series], frame: _Frame) -> list[Ma
     ]
 
 
-def _reference_names(levels: list[Reference], frame: _Frame) -> list[Markup]:
-    """Names at the left end of their lines, where a curve is seldom near, above them if there is room."""
-    above = [frame.y(level.value) - 9 for level in levels]
-    places = svg.spread_labels([y if y > 4 else y + 18 for y in above], 4, frame.height - 6)
-    return [svg.text(level.label, 0, y, style="tick halo", dx=4) for level, y in zip(levels, places, strict=True)]
+@dataclass(frozen=True)
+class _Place:
+    """Where the name of a reference may stand: at one end of its line, above or below it."""
+
+    at_end: bool
+    y: float
+
+
+def _reference_names(levels: list[Reference], drawn: Sequence[Series], frame: _Frame) -> list[Markup]:
+    """Each name at that end of its line, above or below, where it is farthest from every curve."""
+    chosen = [_free_place(level, drawn, frame) for level in levels]
+    parts = []
+    for at_end in (False, True):
+        group = [index for index, place in enumerate(chosen) if place.at_end == at_end]
+        rows = svg.spread_labels([chosen[index].y for index in group], 4, frame.height - 6)
+        x, anchor, dx = ("100%", "end", -4) if at_end else (0, "start", 4)
+        parts += [
+            svg.text(levels[index].label, x, y, style="tick halo", anchor=anchor, dx=dx)
+            for index, y in zip(group, rows, strict=True)
+        ]
+    return parts
+
+
+def _free_place(level: Reference, drawn: Sequence[Series], frame: _Frame) -> _Place:
+    """The first place that no curve comes near; where there is none, the one that is farthest from them."""
+    line = frame.y(level.value)
+    rows = [y for y in (line - 9, line + 9) if 4 <= y <= frame.height - 6]
+    places = [_Place(at_end, y) for at_end in (False, True) for y in rows]
+    share = min(1.0, (wording.width_px(level.label) + 8) / NARROW_PX)
+    clear = {place: _clearance_px(place, share, drawn, frame) for place in places}
+    return next((place for place in places if clear[place] >= FREE_PX), max(places, key=lambda place: clear[place]))
+
+
+def _clearance_px(place: _Place, share: float, drawn: Sequence[Series], frame: _Frame) -> float:
+    """How near a curve comes to the middle of a name that takes so large a share of the width."""
+    first, last = (1.0 - share, 1.0) if place.at_end else (0.0, share)
+    nearest = frame.height
+    for each in drawn:
+        points = [(frame.across.fraction(x), frame.y(y)) for x, y in each.finite_points]
+        for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
+            if x1 < first or x0 > last:
+                continue
+            ends = [_at(max(x0, first), x0, y0, x1, y1), _at(min(x1, last), x0, y0, x1, y1)]
+            crosses = min(ends) <= place.y <= max(ends)
+            nearest = min(nearest, 0.0 if crosses else min(abs(end - place.y) for end in ends))
+    return nearest
+
+
+def _at(x: float, x0: float, y0: float, x1: float, y1: float) -> float:
+    """The height of the line between two points."""
+    return y0 if x1 <= x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)

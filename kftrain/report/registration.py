@@ -12,7 +12,7 @@ from kftrain.report.interval_chart import Guide, Row, interval_chart
 
 def section(config: Config, registration: Registration) -> Section:
     """The section of a registration: the decision and its reason on top."""
-    charts = [_versions_chart(registration)]
+    charts = [_versions_chart(registration)] if registration.champion is not None else []  # one point is no comparison
     if registration.improvement is not None:
         charts.append(_improvement_chart(config, registration, registration.improvement))
     return Section(
@@ -55,9 +55,11 @@ def _sentence(text: str) -> str:
 
 def _versions_chart(registration: Registration) -> Chart:
     challenger, champion = registration.challenger, registration.champion
-    rows = [Row(f"challenger v{registration.version}", challenger.value, challenger.low, challenger.high)]
+    role = "new champion" if registration.promoted else "challenger"
+    rows = [Row(f"{role} v{registration.version}", challenger.value, challenger.low, challenger.high)]
     if champion is not None:
-        name = "champion" if registration.champion_version is None else f"champion v{registration.champion_version}"
+        before = "champion before" if registration.promoted else "champion"
+        name = before if registration.champion_version is None else f"{before} v{registration.champion_version}"
         rows.append(Row(name, champion.value, champion.low, champion.high, style="plain"))
     title = wording.label(registration.metric)
     return Chart(

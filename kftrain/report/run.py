@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,14 +21,17 @@ def page(
     history: training.History,
     evaluated: Evaluation | None,
     registered: Registration | None,
+    written: Sequence[Fact] = (),
 ) -> Page:
     """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
     baselines = evaluated.baselines if evaluated else {}
+    counted = sizes(manifest, evaluated)
     sections = [
         *([registration.section(config, registered)] if registered else []),
         *([evaluation.section(config, evaluated)] if evaluated else []),
-        *([training.section(config, completion, history, baselines)] if completion or history else []),
+        *([training.section(config, completion, history, baselines, counted)] if completion or history else []),
         *([shards.section(manifest)] if manifest is not None else []),
+        *([_use(registered)] if registered else []),
     ]
     outcome = sections[0] if sections else Section("Run", "Nothing has been recorded yet.")
     run_id = completion.run_id if completion else registered.run_id if registered else ""
@@ -37,7 +41,7 @@ def page(
         tone=outcome.tone,
         figures=_figures(config, evaluated, registered),
         sections=[replace(section, facts=()) for section in sections],
-        facts=_provenance(config, sections),
+        facts=_provenance(config, sections, written),
         config_yaml=config.to_yaml(),
     )
 
@@ -57,7 +61,21 @@ def _figures(config: Config, evaluated: Evaluation | None, registered: Registrat
     return figures
 
 
-def _provenance(config: Config, sections: Sequence[Section]) -> list[Fact]:
+def sizes(manifest: shards.Manifest | None, evaluated: Evaluation | None) -> training.Sizes:
+    """How many samples there are to train on, and how many the evaluation has scored; 0 where that is not known."""
+    num_train = shards.num_samples(manifest, "train") if manifest else 0
+    return training.Sizes(num_train, evaluated.num_samples if evaluated else 0)
+
+
+def _use(registered: Registration) -> Section:
+    """How to load the model; what it is asked depends on the task."""
+    model = f"models:/{registered.model_name}/{registered.version}"
+    where = f"mlflow.set_tracking_uri({registered.tracking_uri!r})"
+    code = f"import mlflow; {where}; model = mlflow.pyfunc.load_model({model!r})"
+    return Section("Use", "Load the model where kftrain is installed.", command=shlex.join(["python", "-ic", code]))
+
+
+def _provenance(config: Config, sections: Sequence[Section], written: Sequence[Fact]) -> list[Fact]:
     """All sections' facts, in the order in which a run makes them; of equal names the first."""
     own = [
         Fact("Name", config.run.name, code=True),
@@ -66,6 +84,6 @@ def _provenance(config: Config, sections: Sequence[Section]) -> list[Fact]:
         content.digest("Config digest", config.digest()),
     ]
     facts: dict[str, Fact] = {}
-    for fact in [*own, *(fact for section in reversed(sections) for fact in section.facts)]:
+    for fact in [*own, *written, *(fact for section in reversed(sections) for fact in section.facts)]:
         facts.setdefault(fact.name, fact)
     return list(facts.values())

@@ -25,6 +25,11 @@ def section(manifest: Manifest) -> Section:
     )
 
 
+def num_samples(manifest: Manifest, split: str) -> int:
+    """Samples of a split; 0 where the manifest does not know it."""
+    return _total(_shards(_mapping(manifest.get("splits")).get(split)), "num_samples")
+
+
 def _splits_table(splits: Mapping[str, Sequence[Manifest]]) -> Table:
     rows = [
         [

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kftrain.config import Config
 from kftrain.contracts import Completion
 from kftrain.report import content, wording
 from kftrain.report.content import Chart, Fact, Section, Table
-from kftrain.report.line_chart import MAX_NAME_CHARACTERS, Reference, Series, is_logarithmic, line_chart
+from kftrain.report.line_chart import Reference, Series, is_logarithmic, line_chart
 
 VALIDATION = "validation/"
 MAX_VALIDATION_CHARTS = 8
 
+LOSS_UNITS = {"language_modeling": "nats per token", "image_classification": "nats per image"}
+"""By the kind of a built-in task; of a user's own the unit is not known."""
+
+SHOWN_SECTIONS = ("model", "optimizer", "precision")
+"""Of the configuration, what is in sight; the whole is folded away below."""
+
+MAX_REFERENCE_CHARACTERS = 32
+"""Of the name of a baseline in a chart of curves; the narrowest page has room for so many."""
+
 History = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Samples for training, and samples that the evaluation has scored; 0 where that is not known."""
+
+    num_train: int = 0
+    num_evaluated: int = 0
 
 
 def section(
@@ -23,14 +41,18 @@ def section(
     completion: Completion | None,
     history: History,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
+    sizes: Sizes | None = None,
 ) -> Section:
     """The section of a training, complete or not. `baselines` (metric -> name -> value) go into validation curves."""
+    sizes = sizes or Sizes()
     return Section(
         title="Training",
         headline=_headline(config, completion, history),
         tone="neutral",
-        figures=_figures(config, completion) if completion else (),
+        sentences=_why_validations_differ(config, history, sizes),
+        figures=_figures(config, completion, sizes) if completion else (),
         charts=_charts(config, history, baselines or {}),
+        tables=[_settings(config)],
         facts=_facts(config, completion) if completion else (),
     )
 
@@ -57,13 +79,39 @@ def _headline(config: Config, completion: Completion | None, history: History) -
     return f"Training is not complete: last recorded step {last} of {target}."
 
 
-def _figures(config: Config, completion: Completion) -> list[Fact]:
+def _why_validations_differ(config: Config, history: History, sizes: Sizes) -> list[str]:
+    """Two figures of one name stand on the page of a run: which is which."""
+    num_quick = config.evaluate.max_interval_samples
+    if not any(key.startswith(VALIDATION) for record in history for key in record) or sizes.num_evaluated <= num_quick:
+        return []
+    return [
+        f"The validation curves are of the first {wording.count(num_quick)} samples of the validation split "
+        f"(evaluate.max_interval_samples), the evaluation is of all {wording.count(sizes.num_evaluated)}: they differ."
+    ]
+
+
+def _settings(config: Config) -> Table:
+    """What a reader compares between runs: the model's own options, the optimizer and the batch."""
+    sections = config.to_dict()
+    known = {f"{name}.{key}": value for name in SHOWN_SECTIONS for key, value in sections[name].items()}
+    known["train.global_batch_size"] = config.train.global_batch_size
+    rows = [[wording.clean(key), wording.clean(value)] for key, value in known.items() if value is not None]
+    return Table("Settings", ["setting", "value"], rows)
+
+
+def _epochs(completion: Completion, sizes: Sizes) -> str:
+    if not sizes.num_train:
+        return ""
+    return f"{wording.number(completion.samples_consumed / sizes.num_train, 3)} epochs"
+
+
+def _figures(config: Config, completion: Completion, sizes: Sizes) -> list[Fact]:
     speed = completion.metrics.get("samples_per_second")
     loss = completion.metrics.get("loss")
     figures = [
-        Fact("Final loss", "" if loss is None else wording.number(loss)),
+        Fact("Final loss", "" if loss is None else wording.number(loss), LOSS_UNITS.get(config.task.kind, "")),
         Fact("Steps", wording.count(completion.step), f"of {wording.count(config.train.steps)}"),
-        Fact("Samples seen", wording.large_count(completion.samples_consumed)),
+        Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(completion, sizes)),
         Fact("Speed", "" if speed is None else wording.number(speed, 3), "samples/s"),
         Fact("Wall time", wording.duration(completion.seconds), "last attempt"),
         Fact("Parameters", wording.large_count(completion.num_parameters)),
@@ -91,7 +139,7 @@ def _charts(config: Config, history: History, baselines: Mapping[str, Mapping[st
     clip = config.train.gradient_clip_norm
     limit = [Reference(f"clipped above {clip:g}", clip)] if clip > 0 else []
     quantities = [
-        _loss_chart(history),
+        _loss_chart(history, LOSS_UNITS.get(config.task.kind, "")),
         *_validation_charts(history, baselines),
         _chart("Learning rate", "learning_rate", history, from_zero=True),
         _chart("Gradient norm", "gradient_norm", history, limit, smooth=True),
@@ -100,7 +148,7 @@ def _charts(config: Config, history: History, baselines: Mapping[str, Mapping[st
     return [chart for chart in quantities if chart is not None]
 
 
-def _loss_chart(history: History) -> Chart | None:
+def _loss_chart(history: History, unit: str) -> Chart | None:
     series = [
         Series(name, found, smooth=name == "training")
         for name, found in (
@@ -114,7 +162,8 @@ def _loss_chart(history: History) -> Chart | None:
     drawing = line_chart(
         series, description=_description("Loss", series), x_range=_x_range(history), height=210, max_x_ticks=6
     )
-    return Chart("Loss", drawing, _note(series, logarithmic=is_logarithmic(series)), _table("Loss", series), wide=True)
+    note = ", ".join(part for part in (unit, _note(series, logarithmic=is_logarithmic(series))) if part)
+    return Chart("Loss", drawing, note, _table("Loss", series), wide=True)
 
 
 def _validation_charts(history: History, baselines: Mapping[str, Mapping[str, float]]) -> Iterable[Chart | None]:
@@ -123,7 +172,7 @@ def _validation_charts(history: History, baselines: Mapping[str, Mapping[str, fl
         metric = name.removeprefix(VALIDATION)
         references = [
             Reference(
-                f"{wording.ellipsis(wording.clean(base), MAX_NAME_CHARACTERS)} {wording.number(value, 3)}",
+                f"{wording.ellipsis(wording.clean(base), MAX_REFERENCE_CHARACTERS)} {wording.number(value, 3)}",
                 value,
             )
             for base, value in baselines.get(metric, {}).items()

@@ -16,6 +16,7 @@ from kftrain.data.manifest import Manifest
 from kftrain.errors import ConfigError, LaunchError, TrackingError
 from kftrain.plugins import user_code
 from kftrain.progress import Progress, to_log
+from kftrain.report import environment
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
@@ -95,6 +96,7 @@ def _report(
         history=read_history(paths),
         evaluation=evaluation,
         registration=registration,
+        written=environment.facts(),
     )
     storage.publish(paths.report, page)
     return page

@@ -1,0 +1,129 @@
+"""The page of a run answers what its reader asks: compared with what, in which unit, made where, used how."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from kftrain import config, report
+from kftrain.contracts import Completion, Evaluation, Registration, Slice
+from kftrain.report import environment
+from kftrain.report.line_chart import Reference, Series, line_chart
+
+WIDTH_PX, HEIGHT_PX = 330, 120
+
+
+def shown(page: str) -> str:
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page.split("</style>")[1])).split())
+
+
+@pytest.fixture
+def page(
+    settings: config.Config,
+    completion: Completion,
+    history: list[dict[str, Any]],
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+) -> str:
+    return report.run_html(
+        settings,
+        shards=manifest,
+        completion=completion,
+        history=history,
+        evaluation=evaluation,
+        registration=registration,
+        written=environment.facts(),
+    )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "0.0388 epochs",  # 12,800 samples of 248,731 + 81,004
+        "nats per token",
+        "the first 256 samples of the validation split (evaluate.max_interval_samples), the evaluation is of all 5,321",
+        "model.kind",
+        "optimizer.learning_rate 0.001",
+        "mlflow.set_tracking_uri('sqlite:////data/mlflow.db')",
+        "mlflow.pyfunc.load_model('models:/stdlib-lm/7')",
+        "Host",
+        "Python 3.",
+        "new champion v7",
+        "champion before v5",
+    ],
+)
+def test_the_page_of_a_run_says(page: str, part: str) -> None:
+    # A shell needs the quotes of a command to be quoted themselves.
+    assert part in shown(page).replace("'\"'\"'", "'")
+
+
+def test_a_first_model_is_compared_with_nothing_in_no_chart(
+    settings: config.Config, registration: Registration
+) -> None:
+    alone = {"champion": None, "champion_version": None, "improvement": None}
+    text = report.registration_html(settings, registration.model_copy(update=alone))
+    assert "challenger" not in text and "<svg" not in text
+    assert "challenger v7" in report.registration_html(settings, registration.model_copy(update={"promoted": False}))
+
+
+def test_a_slice_of_hardly_any_samples_never_heads_the_list(settings: config.Config, evaluation: Evaluation) -> None:
+    slices = {**evaluation.slices, "tiny": Slice(num_samples=2, metrics={"bits_per_byte": 9.0})}
+    text = report.evaluation_html(settings, evaluation.model_copy(update={"slices": slices}))
+    assert re.findall(r'class="row">(asyncio|json|ctypes|tiny)<', text) == ["asyncio", "json", "ctypes", "tiny"]
+    assert "those of fewer than 10 samples last" in text
+    assert "samples last" not in report.evaluation_html(settings, evaluation)
+
+
+def test_a_baselines_name_is_not_cut_where_there_is_room(settings: config.Config, completion: Completion) -> None:
+    history = [{"step": step, "validation/accuracy": 0.1 * step} for step in range(1, 7)]
+    evaluated = report.run_html(
+        settings, completion=completion, history=history, evaluation=with_accuracy(completion, "most frequent class")
+    )
+    assert ">most frequent class 0.134<" in evaluated
+
+
+def with_accuracy(completion: Completion, baseline: str) -> Evaluation:
+    return Evaluation(
+        evaluation_digest="e",
+        checkpoint_digest=completion.checkpoint_digest,
+        export_uri=completion.export_uri,
+        export_digest=completion.export_digest,
+        dataset_digest=completion.dataset_digest,
+        num_samples=100,
+        num_groups=100,
+        confidence=0.95,
+        metrics={"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}},  # type: ignore[dict-item]
+        baselines={"accuracy": {baseline: 0.134}},
+        statistics_sha256="f" * 64,
+    )
+
+
+CURVES = {
+    "starts above the level on the left": [(0, 1.05), (50, 1.5), (100, 2.0)],
+    "falls through it": [(0, 1.1), (40, 1.0), (100, 0.2)],
+    "rises through it": [(0, 0.2), (60, 1.0), (100, 1.1)],
+    "lies on it at the left, rises far": [(0, 1.0), (30, 1.0), (100, 3.0)],
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_name_of_a_level_lies_over_no_curve(name: str) -> None:
+    """Sampled at every pixel of the narrowest chart: the curve as it is drawn, the label where it stands."""
+    drawing = line_chart([Series("", CURVES[name])], [Reference("class frequencies 1", 1.0)], description="d")
+    root = ElementTree.fromstring(drawing)
+    (label,) = [node for node in root.iter("text") if "halo" in node.attrib["class"]]
+    middle, width = float(label.attrib["y"]) - 4, 6 * len(label.text or "")
+    start = WIDTH_PX - width if label.attrib.get("text-anchor") == "end" else 0
+    (path,) = [node.attrib["d"] for node in root.iter("path")]
+    points = [tuple(map(float, pair.split())) for pair in path[1:].split("L")]
+    for x in range(start, start + width):
+        at = x / WIDTH_PX * 1000
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if x0 <= at <= x1:
+                assert abs(y0 + (y1 - y0) * (at - x0) / (x1 - x0) - middle) > 7, (x, label.attrib)
