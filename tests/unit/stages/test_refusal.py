@@ -44,7 +44,6 @@ def files_of(paths):
         ("model.dim=32", OtherTrainingError),
         ("data.validation_fraction=0.3", OtherTrainingError),
         ("launch.processes_per_node=17", ConfigError),
-        ("data.shard_size_bytes=4000000000000000", ConfigError),
     ],
 )
 def test_a_resume_that_is_refused_leaves_a_finished_run_as_it_was(tmp_path, ended, champion, override, kind):

@@ -120,7 +120,7 @@ def test_a_resumed_run_refuses_other_data(tmp_path, calls):
     [
         ("launch.processes_per_node=17", "train.global_batch_size"),
         ("train.global_batch_size=100000", "train.global_batch_size"),
-        ("data.shard_size_bytes=4000000000000000", "run.storage_root"),
+        ("data.shard_size_bytes=1000000000000", "run.storage_root"),
     ],
 )
 def test_what_cannot_end_well_ends_before_the_first_expensive_step(tmp_path, calls, override, where):
