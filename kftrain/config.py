@@ -230,6 +230,11 @@ class LaunchConfig(Section):
     """How long a process may wait for another one in a collective operation; one that nobody on its node waits for may
     take twice as long between two. A hang ends the attempt."""
 
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that each machine must have; 0: those that it has are used."""
+        return self.kubernetes.gpus_per_node if self.backend == "pytorchjob" else 0
+
 
 class TrackingConfig(Section):
     """Where runs and models are recorded."""

@@ -8,8 +8,7 @@ process that has run out of batches repeats its last one and throws the result a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,9 @@ import torch
 from torch import nn
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.errors import EvaluationError
+from kftrain.data.schema import Arrays
+from kftrain.errors import EvaluationError, UserCodeError
+from kftrain.models.modes import evaluating
 from kftrain.parallel.world import World
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
@@ -42,12 +43,12 @@ def score(
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     num_batches = -(-num_samples // batch_size)
     parts: dict[int, tuple[Statistics, np.ndarray]] = {}
-    with _evaluating(model):
+    with evaluating(model), torch.no_grad():
         for round_ in range(-(-num_batches // world.size)):
             index = min(round_ * world.size + world.rank, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
-            parts[index] = _batch_statistics(model, task, arrays, world.device), groups
+            parts[index] = statistics_of(model, task, arrays, world.device), groups
             on_batch()
     return _merge(world.gather(parts), num_samples)
 
@@ -61,25 +62,28 @@ def total_metrics(task: Task, statistics: Statistics) -> dict[str, float]:
     """The metrics over all samples."""
     sums = {name: np.asarray(values.sum()) for name, values in statistics.items()}
     with user_code("task.metrics"):
-        return {name: float(value) for name, value in task.metrics(sums).items()}
+        metrics = {name: np.asarray(value) for name, value in task.metrics(sums).items()}
+    for name, value in metrics.items():
+        if value.shape:
+            raise UserCodeError(
+                f"must return a scalar for scalar sums, got {list(value.shape)}", where=f"task.metrics {name}"
+            )
+    return {name: float(value) for name, value in metrics.items()}
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode before is restored."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
-def _batch_statistics(model: nn.Module, task: Task, arrays: dict[str, np.ndarray], device: torch.device) -> Statistics:
+def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
+    """The statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
     with user_code("task.statistics"):
         batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
-        return {name: value.double().cpu().numpy() for name, value in task.statistics(model, batch).items()}
+        found = {name: value.double().cpu().numpy() for name, value in task.statistics(model, batch).items()}
+    num_rows = len(next(iter(arrays.values())))
+    for name, values in found.items():
+        if values.shape != (num_rows,):
+            raise UserCodeError(
+                f"must return one number for each of {num_rows} rows, got {list(values.shape)}",
+                where=f"task.statistics {name}",
+            )
+    return found
 
 
 def _merge(gathered: list[dict[int, tuple[Statistics, np.ndarray]]], num_samples: int) -> tuple[Statistics, np.ndarray]:

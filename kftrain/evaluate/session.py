@@ -53,7 +53,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         return  # a worker that was started again at the very end must not wait for peers that are done
     manifest_uri = contracts.read(RunShards, paths.shards).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
-    with join_world(config.launch.timeout_seconds + MARGIN_SECONDS) as world:
+    with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
         dataset = ShardedDataset.open(manifest_uri, SPLIT)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
 from kftrain.models import options
+from kftrain.models.masters import to_fp32
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,7 @@ BUILT_IN = {
 
 
 def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model of a `model` section; `arguments` are the task's `model_arguments()`.
+    """The model of a `model` section, its weights in fp32; `arguments` are the task's `model_arguments()`.
 
     Raises ConfigError for an unknown kind, an option that is unknown, missing, of the wrong type or at odds
     with another, and where a user's `module:attr` does not give a module; UserCodeError where it raises.
@@ -33,6 +34,7 @@ def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
     model = options.construct(target, config.kind, "model", config.options(), arguments)
     if not isinstance(model, nn.Module):
         raise _no_module(config.kind, f"gives a {type(model).__name__},")
+    to_fp32(model)
     return model
 
 

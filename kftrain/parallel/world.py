@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kftrain.errors import LaunchError
 from kftrain.processes import STORE_ENV
 
 SLOW_SECONDS = 7200.0
@@ -37,6 +38,8 @@ class World:
     """Gloo group of the checkpoint thread, and before the first step of what reads large files; it is patient."""
     store: Any = None
     """Where the processes have met. Rank 0 answers there as long as this lives: the other nodes wait for its end."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a collective operation may take in further groups of the training."""
 
     @property
     def is_main(self) -> bool:
@@ -48,6 +51,10 @@ class World:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.control)
         return [float(value) for value in tensor]
+
+    def maximum(self, tensor: torch.Tensor) -> None:
+        """Elementwise maximum of a tensor on the CPU over all processes, in place."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in order of rank, on every process."""
@@ -83,13 +90,16 @@ class World:
 
 
 @contextlib.contextmanager
-def join_world(timeout_seconds: float) -> Iterator[World]:
+def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World]:
     """Joins the process group that the environment describes as torchrun's would, and leaves it again.
+
+    `gpus_per_node`: what this machine was to have; 0: what it has is used. Raises LaunchError where torch sees none.
 
     Leaving it matters: a process that exits with gloo alive dies of SIGABRT, which would hide its exit code.
     """
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ["LOCAL_RANK"])
+    _require_gpus(gpus_per_node, local_rank)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -101,7 +111,7 @@ def join_world(timeout_seconds: float) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         background = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(seconds=SLOW_SECONDS)))
-        yield World(rank, size, device, control, background, store)
+        yield World(rank, size, device, control, background, store, timeout)
     finally:
         dist.destroy_process_group()
 
@@ -118,3 +128,21 @@ def _meet(timeout: timedelta) -> Any:
         timeout=timeout,
         master_listen_fd=int(descriptor) if descriptor else None,
     )
+
+
+def _require_gpus(gpus_per_node: int, local_rank: int) -> None:
+    """A GPU that torch cannot use is paid for, and the CPU would take its place without a word."""
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus_per_node and not seen:
+        raise LaunchError(
+            "the pod was to have GPUs, and torch sees none",
+            where="launch.kubernetes.gpus_per_node",
+            value=gpus_per_node,
+            fix="use a trainer image whose torch is built for CUDA and fits the node's driver, or set it to 0",
+        )
+    if seen and local_rank >= seen:
+        raise LaunchError(
+            f"process {local_rank} of this machine has no GPU: torch sees {seen}",
+            where="launch.processes_per_node",
+            fix="start one process for each GPU",
+        )

@@ -1,28 +1,30 @@
-"""From a plain module to one that trains on many processes: FSDP2 or DDP, activation checkpointing, number formats.
+"""From a plain module to one that trains on many processes: FSDP2, activation checkpointing, number formats.
 
 The module is built in full on every process from the same seed and then sharded, so the initial weights do not depend
 on the number of processes. Order matters: activation checkpointing wraps the blocks first, sharding wraps what came of
 it.
 
 FSDP2: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277; ZeRO
-stage 3, Rajbhandari et al. 2020, arXiv:1910.02054). With `replicate > 1` the mesh has two axes: sharded inside,
-replicated across (hybrid sharding).
+stage 3, Rajbhandari et al. 2020, arXiv:1910.02054). The mesh has two axes: sharded inside, replicated across (hybrid
+sharding). `ddp` is the mesh that shards over one process, and one process alone is sharded too: so the number formats
+are one thing in all of them. In bf16 the weights and what enters the model or a block are cast, gradients come back in
+bf16 and are summed in `precision.reduce`; buffers stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
@@ -46,6 +48,10 @@ class Layout:
     reduce: str
     checkpoint_blocks: bool
 
+    def mesh_shape(self, world_size: int) -> tuple[int, int]:
+        """Sizes of the mesh axes (replicate, shard). Raises ConfigError."""
+        return (world_size, 1) if self.strategy == "ddp" else mesh_shape(self.shard, self.replicate, world_size)
+
 
 def mesh_shape(shard: int, replicate: int, world_size: int) -> tuple[int, int]:
     """Sizes of the mesh axes (replicate, shard) for a number of processes.
@@ -63,88 +69,66 @@ def mesh_shape(shard: int, replicate: int, world_size: int) -> tuple[int, int]:
     return replicate, shard
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: what its `blocks()` names, else its longest ModuleList, else none."""
-    blocks: Any = getattr(model, "blocks", None)
-    if callable(blocks):
-        return list(blocks())
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
-
-
-def distribute(model: nn.Module, layout: Layout, world: World) -> nn.Module:
-    """The module, ready to train on all processes of `world`.
+def distribute(model: nn.Module, layout: Layout, world: World, blocks: Sequence[str]) -> nn.Module:
+    """The module, ready to train on all processes of `world`. `blocks`: names of what is a unit of its own.
 
     `model` is in fp32, and best equal on all processes: otherwise they take the weights of rank 0. Collective. Raises
     ConfigError where its numbers would depend on the number of processes.
     """
+    shape = layout.mesh_shape(world.size)
     if world.size > 1:
-        _refuse_local_statistics(model)
         _equalize(model, world)
     if layout.checkpoint_blocks:
-        _recompute_blocks(model)
-    if layout.strategy == "ddp":
-        return _replicate(model, layout, world)
-    return _shard(model, layout, world)
+        _recompute(model, blocks)
+    mesh = _mesh(shape, world)
+    options: dict[str, Any] = {
+        "mesh": mesh["shard"] if shape[0] == 1 else mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[layout.compute], reduce_dtype=DTYPES[layout.reduce]),
+        "reshard_after_forward": layout.reshard_after_forward,
+    }
+    for name in blocks:
+        fully_shard(model.get_submodule(name), **options)
+    fully_shard(model, **options)
+    return model
 
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
     """Around one micro batch: gradients are exchanged only on the last one of a step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        yield
-    elif isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
-            yield
-    else:
-        yield
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last)
+    yield
 
 
-def compute_context(layout: Layout, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Number format of the forward pass where FSDP does not set it itself."""
-    if layout.strategy == "ddp" and layout.compute != "fp32":
-        return torch.autocast(device.type, dtype=DTYPES[layout.compute])
-    return contextlib.nullcontext()
+def _mesh(shape: tuple[int, int], world: World) -> DeviceMesh:
+    """Processes side by side along `shard`; groups are made by hand, since those of torch's own forget the timeout."""
+    ranks = torch.arange(world.size).reshape(shape)
+    groups = [_group_of(world, columns.tolist()) for columns in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The user's module behind a DDP wrapper; FSDP2 changes the module in place."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def _group_of(world: World, members: list[list[int]]) -> dist.ProcessGroup:
+    """This process's group of these. Collective."""
+    own = next(ranks for ranks in members if world.rank in ranks)
+    group: dist.ProcessGroup | None = dist.group.WORLD
+    if len(own) < world.size:
+        group = dist.new_group(own, timeout=world.timeout, use_local_synchronization=True)
+    assert group is not None
+    return group
 
 
-def _shard(model: nn.Module, layout: Layout, world: World) -> nn.Module:
-    shape = mesh_shape(layout.shard, layout.replicate, world.size)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[layout.compute], reduce_dtype=DTYPES[layout.reduce])
-    options: dict[str, Any] = {
-        "mesh": mesh["shard"] if shape[0] == 1 else mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": layout.reshard_after_forward,
-    }
-    for block in blocks_of(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
+def require_global_statistics(model: nn.Module, world: World) -> None:
+    """Raises ConfigError for batch normalisation on several processes.
 
-
-def _replicate(model: nn.Module, layout: Layout, world: World) -> nn.Module:
-    if layout.reduce != "fp32" and world.device.type == "cpu":
-        raise ConfigError(
-            "DDP on gloo sums gradients in fp32 only", value=layout.reduce, fix="set precision.reduce to fp32"
-        )
-    wrapped = DistributedDataParallel(model.to(world.device), gradient_as_bucket_view=True)
-    if layout.reduce == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    return wrapped
-
-
-def _refuse_local_statistics(model: nn.Module) -> None:
-    """Batch normalisation sees only its own process's part of a batch, and nobody averages what it collects."""
+    It sees only its own process's part of a batch, and nobody averages what it collects. One that is kept in evaluation
+    mode sees none.
+    """
+    if world.size == 1:
+        return
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, nn.SyncBatchNorm):
+            continue
+        if module.training or not module.track_running_stats:
             raise ConfigError(
                 "batch normalisation is not synchronised over processes",
                 where=f"module {name or 'model'}",
@@ -188,8 +172,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
-def _recompute_blocks(model: nn.Module) -> None:
-    blocks = {id(block) for block in blocks_of(model)}
+def _recompute(model: nn.Module, names: Sequence[str]) -> None:
+    if not names:
+        raise ConfigError(
+            "the model has no blocks that could be recomputed",
+            where="train.activation_checkpointing",
+            value="blocks",
+            fix="name them in a method blocks() of the model, or set it to none",
+        )
+    blocks = {id(model.get_submodule(name)) for name in names}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in blocks:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kftrain.data.schema import Arrays
+from kftrain.models.modes import evaluating
 
 if TYPE_CHECKING:
     import torch
@@ -30,26 +30,14 @@ def map_batches(
     compute: Callable[[Batch], dict[str, torch.Tensor]],
 ) -> list[dict[str, np.ndarray]]:
     """What `compute` returns for each batch of `batch_rows` rows, as arrays."""
+    import torch
+
     device = next(model.parameters()).device
     num_rows = len(next(iter(rows.values())))
     results = []
-    with _evaluating(model):
+    with evaluating(model), torch.inference_mode():
         for start in range(0, num_rows, batch_rows):
             batch = task.batch({name: array[start : start + batch_rows] for name, array in rows.items()})
             tensors = compute({name: tensor.to(device) for name, tensor in batch.items()})
             results.append({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
     return results
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; the mode is put back afterwards."""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(was_training)

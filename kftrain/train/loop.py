@@ -21,7 +21,6 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DivergedError, Preempted
 from kftrain.evaluate.score import score, total_metrics
-from kftrain.parallel import wrap
 from kftrain.parallel.pulse import Pulse
 from kftrain.parallel.world import World
 from kftrain.train.optimizer import learning_rate, set_learning_rate
@@ -69,7 +68,7 @@ class Loop:
         """Restores model and optimizer; returns the number of steps that are done."""
         if loaded is None:
             return 0
-        model, optimizer = wrap.bare(self._stepper.model), self._stepper.optimizer
+        model, optimizer = self._stepper.model, self._stepper.optimizer
         state = self._state()
         load.load_into(state, loaded.uri, loaded.manifest.files)
         set_state_dict(
@@ -182,5 +181,5 @@ class Loop:
             self._saves.finish(self._state(), self._recorder.history, done)
 
     def _state(self) -> State:
-        model, optimizer = get_state_dict(wrap.bare(self._stepper.model), self._stepper.optimizer)
+        model, optimizer = get_state_dict(self._stepper.model, self._stepper.optimizer)
         return {"model": model, "optimizer": optimizer}

@@ -6,16 +6,19 @@ the loop, agree that all are done, export, and last of all write COMPLETE.json.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from kftrain import attempts, storage, tracking
 from kftrain.checkpoint import commit, export, load, reader
@@ -30,19 +33,23 @@ from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, erro
 from kftrain.launch.completion import has_export
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
-from kftrain.parallel import wrap
+from kftrain.models.modes import begin_training
+from kftrain.parallel import blocks, wrap
 from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.progress import VERIFYING, to_log
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.train import probe
 from kftrain.train.failing import leave
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
+
+T = TypeVar("T")
 
 SPOOL_NAME = "unsent-metrics.jsonl"
 
@@ -71,6 +78,14 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Described:
+    """What stands beside exported weights; known before the first step, so that nothing is trained in vain."""
+
+    description: export.Description
+    model_config: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Finished:
     """What rank 0 knows after the last step."""
 
@@ -78,6 +93,7 @@ class Finished:
     world_size: int
     num_parameters: int
     history: list[dict[str, Any]]
+    described: Described
 
 
 def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
@@ -91,7 +107,10 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
         to_log("already complete: nothing to do")
         return
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
-    with join_world(timeout_seconds) as world, tempfile.TemporaryDirectory(prefix="kftrain-") as scratch:
+    with (
+        join_world(timeout_seconds, config.launch.gpus_per_node) as world,
+        tempfile.TemporaryDirectory(prefix="kftrain-") as scratch,
+    ):
         finished = _attempt(training, world, stop, Path(scratch))
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
@@ -128,7 +147,10 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     attempt = world.from_main(_claim(paths, world.size) if world.is_main else None)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
-    stepper = _build(config, training.task, world)
+    loader, validation = _data(training, world)
+    pulse = Pulse(lambda: world.gather_slowly(None))
+    with pulse.watched():
+        stepper, described = build(config, training.task, loader, world)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
@@ -137,8 +159,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     writer = CheckpointWriter(paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
-    pulse = Pulse(lambda: world.gather_slowly(None))
-    loop = Loop(config, world, stepper, *_data(training, world), writer, recorder, stop, pulse)
+    loop = Loop(config, world, stepper, loader, validation, writer, recorder, stop, pulse)
     grace_seconds = TRACKER_GRACE_SECONDS
     try:
         last_step = loop.run(loop.resume(loaded))
@@ -153,7 +174,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)
     _require_agreement(world, last_step, writer.committed_step, config.train.steps)
-    return Finished(attempt, world.size, num_parameters, recorder.history)
+    return Finished(attempt, world.size, num_parameters, recorder.history, described)
 
 
 def _claim(paths: RunPaths, world_size: int) -> int:
@@ -181,12 +202,28 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _build(config: Config, task: Task, world: World) -> Stepper:
+def build(config: Config, task: Task, loader: TrainLoader, world: World) -> tuple[Stepper, Described]:
+    """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
+
+    Collective. Raises ConfigError and UserCodeError.
+    """
     _seed(config.run.seed)
-    model = build_model(config.model, task.model_arguments())
+    arguments = _model_arguments(task)
+    model = build_model(config.model, arguments)
     reader.require_readable(model)
+    described = _describe(model, config, arguments)
+    kept = begin_training(model)
+    if kept and world.is_main:
+        to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
+    names, calls = _probe(model, config, loader, world)
+    distributed = wrap.distribute(model, _layout(config), world, names)
+    optimizer = build_optimizer(distributed, config.optimizer)
+    return Stepper(distributed, optimizer, task, calls, world, config.train.gradient_clip_norm), described
+
+
+def _layout(config: Config) -> wrap.Layout:
     parallel, precision = config.parallel, config.precision
-    layout = wrap.Layout(
+    return wrap.Layout(
         strategy=parallel.strategy,
         shard=parallel.shard,
         replicate=parallel.replicate,
@@ -195,9 +232,52 @@ def _build(config: Config, task: Task, world: World) -> Stepper:
         reduce=precision.reduce,
         checkpoint_blocks=config.train.activation_checkpointing == "blocks",
     )
-    distributed = wrap.distribute(model, layout, world)
-    optimizer = build_optimizer(distributed, config.optimizer)
-    return Stepper(distributed, optimizer, task, layout, world, config.train.gradient_clip_norm)
+
+
+def _probe(model: nn.Module, config: Config, loader: TrainLoader, world: World) -> tuple[list[str], blocks.Calls]:
+    """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training."""
+    wrap.require_global_statistics(model, world)
+    found, task, seed = blocks.candidates(model), build_task(config.task), (config.run.seed, world.rank)
+    with contextlib.closing(loader.steps(0, 1)) as steps:
+        micro = next(steps).micro_batches[0]
+    seen = _on_all(world, lambda: probe.look(model, task, micro, found.names, world.device, seed))
+    names = blocks.choose(found, [each.calls for each in seen])
+    probe.require_equal_buffers(seen)
+    dtype = wrap.DTYPES[config.precision.compute]
+    if dtype != torch.float32:
+        _on_all(world, lambda: probe.rehearse(model, task, micro, names, world.device, seed, dtype))
+    return names, [name for name in seen[world.rank].calls if name in {blocks.ROOT, *names}]
+
+
+def _on_all(world: World, work: Callable[[], T]) -> list[T]:
+    """What the work returns on each process; the first error of any of them is raised on all. Collective."""
+    try:
+        answer, problem = work(), None
+    except KftrainError as error:
+        answer, problem = None, error.to_dict()
+    answers = world.gather((answer, problem))
+    first = next((problem for _, problem in answers if problem), None)
+    if first is not None:
+        raise error_from_dict(first)
+    return [answer for answer, _ in answers]
+
+
+def _model_arguments(task: Task) -> dict[str, Any]:
+    with user_code("task.model_arguments"):
+        return task.model_arguments()
+
+
+def _describe(model: nn.Module, config: Config, arguments: dict[str, Any]) -> Described:
+    """Raises UserCodeError where the model cannot say what it is."""
+    describe = getattr(model, "export_config", None)
+    model_config: dict[str, Any] = {"kind": config.model.kind, **config.model.options()}
+    with user_code("model.export_config"):
+        model_config = describe() if callable(describe) else model_config
+        storage.dump_json({"config": model_config, "arguments": arguments})
+    description = export.Description(
+        model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments
+    )
+    return Described(description, model_config)
 
 
 def _data(training: Training, world: World) -> tuple[TrainLoader, ShardedDataset]:
@@ -242,7 +322,10 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
     attempts.require_held(paths, finished.attempt)
     checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
     checkpoint, digest = commit.read_manifest(checkpoint_uri)
-    export_uri, export_digest = export_model(paths, training.config, training.task, checkpoint_uri)
+    described = finished.described
+    export_uri, export_digest = export.export_checkpoint(
+        paths, checkpoint_uri, described.description, described.model_config
+    )
     completion = Completion(
         run_id=paths.run_id,
         step=checkpoint.step,
@@ -266,18 +349,9 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
 
 def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: str) -> tuple[str, str]:
     """Exports a committed checkpoint of a run; returns the export's URI and digest."""
-    with user_code("task.model_arguments"):
-        arguments = task.model_arguments()
-    with torch.device("meta"):  # only its configuration is asked
-        model = build_model(config.model, arguments)
-    describe = getattr(model, "export_config", None)
-    model_config: dict[str, Any] = (
-        describe() if callable(describe) else {"kind": config.model.kind, **config.model.options()}
-    )
-    description = export.Description(
-        model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments
-    )
-    return export.export_checkpoint(paths, checkpoint_uri, description, model_config)
+    arguments = _model_arguments(task)
+    described = _describe(build_model(config.model, arguments), config, arguments)
+    return export.export_checkpoint(paths, checkpoint_uri, described.description, described.model_config)
 
 
 def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:

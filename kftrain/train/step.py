@@ -2,8 +2,8 @@
 
 The loss of a step is the sum of its terms over the count of its terms, over all processes and micro batches. The count
 is known before the first forward pass (`Task.count_terms`), so each micro batch contributes sum / count and gradients
-need no rescaling afterwards. Gradients are averaged over processes by FSDP and DDP; multiplying by the number of
-processes makes that a sum. Uneven shares and padding are therefore exact, and one process gives the same update as
+need no rescaling afterwards. Gradients are averaged over processes by FSDP; multiplying by the number of processes
+makes that a sum. Uneven shares and padding are therefore exact, and one process gives the same update as
 many.
 """
 
@@ -17,8 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from kftrain.data.loader import StepBatch
-from kftrain.parallel import wrap
+from kftrain.data.loader import MicroBatch, StepBatch
+from kftrain.errors import UserCodeError
+from kftrain.models import modes
+from kftrain.parallel import blocks, wrap
+from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.world import World
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
@@ -44,29 +47,32 @@ class Stepper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         task: Task,
-        layout: wrap.Layout,
+        calls: blocks.Calls,
         world: World,
         clip_norm: float,
     ) -> None:
+        """`calls`: of the model and its blocks, in each computation of the loss; on one process it may vary."""
         self.model, self.optimizer, self.task = model, optimizer, task
-        self._layout, self._world, self._clip_norm = layout, world, clip_norm
+        self._world, self._clip_norm, self._calls = world, clip_norm, calls
+        self._modes = modes.modes_of(model)
+        self._used = UsedParameters(model, world)
+        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if world.size > 1 else None
 
     def count_terms(self, batch: StepBatch) -> int:
         """Loss terms in this process's share of the step."""
-        with user_code("task.count_terms"):
-            counts = [self.task.count_terms(micro.arrays) * micro.weight for micro in batch.micro_batches]
-        return int(sum(float(np.sum(count)) for count in counts))
+        return int(sum(float(np.sum(terms_of(self.task, micro))) for micro in batch.micro_batches))
 
     def run(self, batch: StepBatch, num_terms: int) -> StepResult:
         """Takes one step. `num_terms`: loss terms of the step over all processes. Collective."""
-        self.model.train()
+        modes.restore(self._modes)
         total = torch.zeros((), dtype=torch.float64)
         last = len(batch.micro_batches) - 1
         for index, micro in enumerate(batch.micro_batches):
             with wrap.accumulating(self.model, last=index == last):
-                loss = self._loss(micro.arrays, micro.weight) / max(num_terms, 1)
+                loss = self._loss(micro) / max(num_terms, 1)
                 (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach().double()
+        self._used.drop_unused()
         norm = self._clip()
         finite = bool(np.isfinite(norm))
         if finite:
@@ -74,16 +80,44 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(total, norm, finite)
 
-    def _loss(self, arrays: dict[str, np.ndarray], weight: np.ndarray) -> torch.Tensor:
-        device = self._world.device
-        with user_code("task.loss"), wrap.compute_context(self._layout, device):
-            tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.task.batch(arrays).items()}
-            return self.task.loss(self.model, tensors, torch.from_numpy(weight).to(device)).float()
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        if self._log is None:
+            return loss_of(self.model, self.task, micro, self._world.device)
+        self._log.take()  # what a validation has called
+        loss = loss_of(self.model, self.task, micro, self._world.device)
+        blocks.require_same_calls(self._calls, self._log.take())
+        return loss
 
     def _clip(self) -> float:
         limit = self._clip_norm if self._clip_norm > 0 else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
+    """Loss terms of each row, `[rows]`; none for padding. Raises UserCodeError for another shape."""
+    with user_code("task.count_terms"):
+        counts = np.asarray(task.count_terms(micro.arrays))
+    if counts.shape != micro.weight.shape:
+        raise UserCodeError(
+            f"must return one number for each of {len(micro.weight)} rows, got {list(counts.shape)}",
+            where="task.count_terms",
+        )
+    weighted: np.ndarray = counts * micro.weight
+    return weighted
+
+
+def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+    """The sum of the loss terms, fp32. Raises UserCodeError for what is no scalar with a gradient."""
+    with user_code("task.loss"):
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in task.batch(micro.arrays).items()}
+        loss = task.loss(model, tensors, torch.from_numpy(micro.weight).to(device))
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UserCodeError(f"must return a scalar, got {found}", where="task.loss", fix="return the sum of all terms")
+    if not loss.requires_grad:
+        raise UserCodeError("depends on no parameter that is trained", where="task.loss")
+    return loss.float()
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -46,7 +46,7 @@ from kftrain.launch.spec import (
 )
 from kftrain.launch.termination import leave_message
 from kftrain.parallel.pulse import PULSE_ENV
-from kftrain.processes import die_with_parent
+from kftrain.processes import die_with_parent, num_cpus
 from kftrain.progress import to_log
 from kftrain.train import verdict
 from kftrain.train.node_job import NodeJob
@@ -136,7 +136,7 @@ class Share:
 
     def environment(self) -> dict[str, str]:
         """What the ranks inherit, all of them the same."""
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.processes)), **os.environ}
+        return {"OMP_NUM_THREADS": str(max(1, num_cpus() // self.processes)), **os.environ}
 
     def node_job(self) -> NodeJob:
         """What the agent of this node is started with."""

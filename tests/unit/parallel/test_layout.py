@@ -1,10 +1,13 @@
+from datetime import timedelta
+
 import pytest
 import torch
+from helpers import in_process, ranks
 from torch import nn
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
-from kftrain.parallel.wrap import Layout, _refuse_local_statistics, blocks_of, distribute, mesh_shape
+from kftrain.parallel.wrap import Layout, distribute, mesh_shape, require_global_statistics
 
 
 @pytest.mark.parametrize(
@@ -21,30 +24,46 @@ def test_a_mesh_that_does_not_multiply_is_refused(shard, replicate, world_size):
         mesh_shape(shard, replicate, world_size)
 
 
-def test_blocks_are_what_the_model_says_or_its_longest_list():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.short = nn.ModuleList([nn.Linear(1, 1)])
-            self.long = nn.ModuleList([nn.Linear(1, 1) for _ in range(3)])
-
-    class Named(Plain):
-        def blocks(self):
-            return list(self.short)
-
-    assert len(blocks_of(Plain())) == 3
-    assert len(blocks_of(Named())) == 1
-    assert blocks_of(nn.Linear(1, 1)) == []
+@pytest.mark.parametrize(("strategy", "shape"), [("ddp", (8, 1)), ("fsdp", (2, 4))])
+def test_ddp_is_the_mesh_that_shards_nothing(strategy, shape):
+    assert Layout(strategy, -1, 2, True, "fp32", "fp32", False).mesh_shape(8) == shape
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_batch_normalisation_over_several_processes_is_refused_by_name(strategy):
+TWO = World(0, 2, torch.device("cpu"), None, None)
+
+
+def test_batch_normalisation_over_several_processes_is_refused_by_name():
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
-    layout = Layout(strategy, -1, 1, True, "fp32", "fp32", False)
     with pytest.raises(ConfigError, match=r"module 1\.0: batch normalisation is not .*BatchNorm1d.*GroupNorm"):
-        distribute(model, layout, World(0, 2, torch.device("cpu"), None, None))
+        require_global_statistics(model, TWO)
+    require_global_statistics(model, World(0, 1, torch.device("cpu"), None, None))
 
 
 def test_what_needs_no_synchronisation_is_not_refused():
     model = nn.Sequential(nn.GroupNorm(1, 1), nn.LayerNorm(1), nn.SyncBatchNorm(1), nn.InstanceNorm1d(1))
-    _refuse_local_statistics(model)
+    require_global_statistics(model, TWO)
+
+
+def test_batch_normalisation_that_is_kept_in_evaluation_mode_looks_at_no_batch():
+    require_global_statistics(nn.Sequential(nn.BatchNorm1d(1).eval()), TWO)
+    with pytest.raises(ConfigError):
+        require_global_statistics(nn.Sequential(nn.BatchNorm1d(1, track_running_stats=False).eval()), TWO)
+
+
+def test_recomputing_the_blocks_of_a_model_that_has_none_is_refused(monkeypatch):
+    layout = Layout("fsdp", -1, 1, True, "fp32", "fp32", True)
+    with in_process.world(monkeypatch) as world, pytest.raises(ConfigError, match="no blocks that could be recomputed"):
+        distribute(nn.Linear(1, 1), layout, world, [])
+
+
+def timeouts_of_groups(world):
+    """Seconds that each group of a hybrid mesh waits, by the name of its axis."""
+    model = nn.Linear(4, 4)
+    distribute(model, Layout("fsdp", 2, 2, True, "fp32", "fp32", False), world, [])
+    mesh = model.weight.device_mesh
+    return {name: mesh.get_group(name)._get_backend(world.device).options._timeout for name in mesh.mesh_dim_names}
+
+
+def test_the_groups_of_hybrid_sharding_wait_as_long_as_was_asked_for():
+    for found in ranks.on(4, timeouts_of_groups):
+        assert found == {name: timedelta(seconds=ranks.JOIN_SECONDS / 2) for name in ("replicate", "shard")}

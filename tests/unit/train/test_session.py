@@ -28,11 +28,11 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
 
 def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
     paths = RunPaths(f"{tmp_path}/r")
-    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [])
+    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None)
     attempts.claim(paths, 0, 1)
     monkeypatch.setattr(session.commit, "committed", lambda paths: ["step-00000010-a1"])
     monkeypatch.setattr(session.commit, "read_manifest", lambda uri: (None, "digest"))
-    monkeypatch.setattr(session, "export_model", lambda *arguments: pytest.fail("exported"))
+    monkeypatch.setattr(session.export, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
     with pytest.raises(FencedError):
         session._complete(SimpleNamespace(paths=paths, config=None, task=None), finished, 1.0)
 

@@ -1,0 +1,39 @@
+"""The weights that are trained are fp32, whatever a model was built in; `precision.compute` says what is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kftrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def to_fp32(model: nn.Module) -> None:
+    """Gives parameters and buffers of fewer bits 32 of them, in place; a buffer in fp64 stays.
+
+    Raises ConfigError for a parameter in fp64, or one that is no real number.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float64 or not parameter.is_floating_point():
+            raise ConfigError(
+                "weights are trained in fp32",
+                where=f"model {name}",
+                value=str(parameter.dtype),
+                fix="build it in fp32; numbers that are not trained are buffers",
+            )
+        if _is_short(parameter):
+            parameter.data = parameter.data.float()
+    longer: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if _is_short(buffer):
+                module._buffers[name] = longer.setdefault(id(buffer), buffer.float())
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4

@@ -1,0 +1,73 @@
+"""Parameters that a step has not used.
+
+Gradients are reduced as one long vector per block, so that all processes must bring the same ones: where a process has
+none (its samples have reached another expert), it brings zeros. A parameter that none of them has used has no gradient
+at all, as on one process: the optimizer leaves it alone, rather than to decay it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from kftrain.parallel.world import World
+
+
+class UsedParameters:
+    """Which parameters of a sharded model have had a gradient since the last step."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        assert isinstance(model, FSDPModule)
+        model.set_reduce_scatter_unused_params(world.size > 1)
+        self._world = world
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._places = {name: place for place, name in enumerate(self._parameters)}
+        self._used = torch.zeros(len(self._parameters), dtype=torch.int32)
+        if world.size > 1:
+            self._watch_units(model)
+
+    def drop_unused(self) -> None:
+        """Takes their zeros from the parameters that no process has used. Collective."""
+        if self._world.size == 1:
+            return
+        self._world.maximum(self._used)
+        unused = (self._used == 0).tolist()
+        self._used.zero_()
+        for parameter, dropped in zip(self._parameters.values(), unused, strict=True):
+            if dropped:
+                parameter.grad = None
+
+    def _watch_units(self, model: nn.Module) -> None:
+        """Of each unit: its parameters are whole, and what autograd sees, from its first forward on."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+            assert isinstance(unit, nn.Module)
+            slots = [
+                (module, key, self._places[names[id(parameter)]])
+                for module in _own_modules(unit)
+                for key, parameter in module.named_parameters(recurse=False)
+                if parameter.requires_grad
+            ]
+            self._watch(unit, slots)
+
+    def _watch(self, unit: nn.Module, slots: list[tuple[nn.Module, str, int]]) -> None:
+        def begin(_module: nn.Module, _inputs: object) -> None:
+            handle.remove()
+            whole = {id(each): (each, place) for each, place in ((getattr(m, k), place) for m, k, place in slots)}
+            for parameter, place in whole.values():
+                parameter.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))
+
+        handle = unit.register_forward_pre_hook(begin)
+
+    def _mark(self, place: int) -> None:
+        self._used[place] = 1
+
+
+def _own_modules(unit: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters a unit holds: all below it but those of units within."""
+    own = [unit]
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            own += _own_modules(child)
+    return own

@@ -1,0 +1,176 @@
+"""A dry run of the loss before the model is sharded: what it calls, what it changes, and whether it can be computed.
+
+It works on copies of the model's tensors and on random generators of its own; after it everything is as before. Each
+process looks at a few rows of its own, so that what depends on the data differs between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from kftrain.data.loader import MicroBatch
+from kftrain.errors import ConfigError, UserCodeError
+from kftrain.evaluate.score import statistics_of
+from kftrain.models.modes import evaluating
+from kftrain.parallel import blocks
+from kftrain.tasks.base import Task
+from kftrain.train.step import loss_of, seed_step, terms_of
+
+ROWS = 2
+"""Of one process's first micro batch; more would only take longer."""
+
+Slots = list[tuple[nn.Module, str, torch.Tensor]]
+"""Modules, and the names and values of parameters or buffers of theirs."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process has seen; plain data."""
+
+    calls: blocks.Calls
+    """Of the model and the candidates for its blocks, while the loss was computed."""
+    changed: dict[str, str]
+    """Names of the buffers that the loss has changed -> digests of what they became."""
+
+
+def look(
+    model: nn.Module, task: Task, micro: MicroBatch, names: Iterable[str], device: torch.device, seed: tuple[int, int]
+) -> Seen:
+    """Computes a loss and statistics in fp32. `seed`: of the run, and the rank.
+
+    Raises UserCodeError where the task or the model raises, or returns another shape than it must.
+    """
+    micro = _first_rows(micro)
+    terms_of(task, micro)
+    log = blocks.CallLog(model, names)
+    try:
+        with _isolated(seed, device), _copied(model, device, torch.float32) as buffers:
+            loss_of(model, task, micro, device)
+            calls = log.take()
+            changed = _changed(model, buffers)
+            with evaluating(model), torch.no_grad():
+                statistics_of(model, task, micro.arrays, device)
+    finally:
+        log.close()
+    return Seen(calls, changed)
+
+
+def rehearse(
+    model: nn.Module,
+    task: Task,
+    micro: MicroBatch,
+    names: Iterable[str],
+    device: torch.device,
+    seed: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Computes a loss as it will be in mixed precision: weights in `dtype`, and what enters the model or a block.
+
+    Raises ConfigError where the model cannot be computed so.
+    """
+    units = [model, *(model.get_submodule(name) for name in names)]
+    handles = [unit.register_forward_pre_hook(_casts_inputs(dtype), with_kwargs=True) for unit in units]
+    try:
+        with _isolated(seed, device), _copied(model, device, dtype):
+            loss_of(model, task, _first_rows(micro), device)
+    except UserCodeError as error:
+        raise ConfigError(
+            f"the model cannot be computed in bf16: {error.what}",
+            where="precision.compute",
+            fix="cast in its forward what is not cast for it (buffers stay in fp32), or set it to fp32",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def require_equal_buffers(seen: list[Seen]) -> None:
+    """Raises ConfigError where a loss leaves other buffers on one process than on another: each would go its own way.
+
+    What becomes the same on all of them, such as a count of steps, may change.
+    """
+    for name in sorted({name for each in seen for name in each.changed}):
+        if len({each.changed.get(name) for each in seen}) > 1:
+            raise ConfigError(
+                "a buffer that the forward pass changes differs from process to process",
+                where=f"model {name}",
+                fix="combine it over the processes in forward, train a parameter instead, or use one process",
+            )
+
+
+def _first_rows(micro: MicroBatch) -> MicroBatch:
+    return MicroBatch({name: rows[:ROWS] for name, rows in micro.arrays.items()}, micro.weight[:ROWS])
+
+
+@contextlib.contextmanager
+def _isolated(seed: tuple[int, int], device: torch.device) -> Iterator[None]:
+    """Random numbers of its own for the block; all generators go on as if it had not been."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            seed_step(seed[0], -1, seed[1])
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+@contextlib.contextmanager
+def _copied(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Slots]:
+    """The model with copies of its tensors, parameters in `dtype`, on the device. Yields its own buffers."""
+    parameters = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
+    buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    copies: dict[int, torch.Tensor] = {}
+    try:
+        for module, key, parameter in parameters:
+            if id(parameter) not in copies:
+                copy = parameter.detach().to(device, dtype, copy=True)
+                copies[id(parameter)] = nn.Parameter(copy, parameter.requires_grad)
+            _put(module, "_parameters", key, copies[id(parameter)])
+        for module, key, buffer in buffers:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().to(device, copy=True)
+            _put(module, "_buffers", key, copies[id(buffer)])
+        yield buffers
+    finally:
+        for kind, slots in (("_parameters", parameters), ("_buffers", buffers)):
+            for module, key, tensor in slots:
+                _put(module, kind, key, tensor)
+
+
+def _put(module: nn.Module, kind: str, key: str, tensor: torch.Tensor) -> None:
+    """Sets a tensor without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        getattr(module, kind)[key] = tensor
+    else:
+        setattr(module, key, tensor)
+
+
+def _changed(model: nn.Module, buffers: Slots) -> dict[str, str]:
+    name_of = {id(module): name for name, module in model.named_modules()}
+    pairs = [(f"{name_of[id(m)]}.{key}".lstrip("."), m._buffers[key], before) for m, key, before in buffers]
+    return {name: _digest(now) for name, now, before in pairs if _digest(now) != _digest(before)}
+
+
+def _digest(tensor: torch.Tensor | None) -> str:
+    if tensor is None or tensor.layout is not torch.strided:
+        return repr(tensor)
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.tobytes()).hexdigest()
+
+
+def _casts_inputs(dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return lambda _module, inputs, keywords: tree_map_only(torch.Tensor, cast, (inputs, keywords))

@@ -1,0 +1,57 @@
+"""A worker's training within the test's own process: one process, gloo, no torchrun."""
+
+import contextlib
+import random
+import socket
+
+import numpy as np
+import torch
+
+from kftrain import config, storage
+from kftrain.contracts import RunPaths
+from kftrain.data.sharding import shard_dataset
+from kftrain.parallel.world import join_world
+from kftrain.tasks import build_task
+from kftrain.train import session
+from kftrain.train.signals import StopRequest
+
+
+def prepare(root, text, overrides=(), run_id="r"):
+    """A run that is ready to train."""
+    resolved = config.parse(text, [f"run.storage_root={root}/store", *overrides])
+    result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
+    paths = RunPaths.of(resolved.run.storage_root, run_id)
+    storage.publish_json(paths.shards, {"manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest})
+    storage.publish(paths.config, resolved.to_yaml())
+    return paths, resolved
+
+
+def train(paths, resolved, monkeypatch, stop=None):
+    """Trains to the end, as a rank does."""
+    with alone(monkeypatch):
+        session.train(paths, resolved, stop or StopRequest())
+
+
+@contextlib.contextmanager
+def world(monkeypatch):
+    """A world of one process."""
+    with alone(monkeypatch), join_world(60.0) as joined:
+        yield joined
+
+
+@contextlib.contextmanager
+def alone(monkeypatch):
+    """The environment of the only rank of a job; torch's random state and threads are as before afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        torch.set_num_threads(before[3])

@@ -1,0 +1,178 @@
+"""What the loop asks of its parts, and when; the parts are recorders."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kftrain import config
+from kftrain.errors import DivergedError, Preempted
+from kftrain.train import loop as loop_module
+from kftrain.train.loop import Loop
+from kftrain.train.step import StepResult
+
+
+class Fakes:
+    """A stepper, a loader, a writer, a recorder and a pulse in one: each writes down what it is asked."""
+
+    rank, size, is_main = 0, 1, True
+
+    def __init__(self, bad_steps=(), busy_at=()):
+        self.events, self.saved, self.points, self.rates = [], [], [], []
+        self.bad_steps, self.busy_at = set(bad_steps), set(busy_at)
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
+        self.model = self.task = None
+        self.history, self.committed_step, self.step, self.stop_at = [], 0, 0, None
+
+    # the world
+    def sum(self, values):
+        return values
+
+    # the loader
+    def steps(self, first, count):
+        for self.step in range(first, first + count):
+            yield f"batch {self.step}"
+
+    # the stepper
+    def count_terms(self, batch):
+        return 7
+
+    def run(self, batch, num_terms):
+        rates = {group["lr"] for group in self.optimizer.param_groups}
+        self.rates.append(rates.pop() if len(rates) == 1 else rates)
+        self.events.append((batch, num_terms, torch.initial_seed()))
+        good = self.step not in self.bad_steps
+        return StepResult(torch.tensor(1.0 + self.step), 0.5 if good else float("nan"), good)
+
+    # the writer
+    @property
+    def busy(self):
+        return self.step in self.busy_at
+
+    def save(self, state, history, step, samples):
+        self.saved.append((step, samples))
+        self.committed_step = step
+
+    def wait(self):
+        pass
+
+    # the recorder
+    def record(self, step, values, num_steps, num_samples):
+        self.points.append((step, values, num_steps, num_samples))
+
+    def record_validation(self, step, metrics):
+        self.points.append((step, "validation"))
+
+    # the pulse and the stop
+    def watched(self):
+        return contextlib.nullcontext()
+
+    resting = watched
+
+    def goes_on(self):
+        pass
+
+    @property
+    def requested(self):
+        return self.stop_at is not None and self.step >= self.stop_at
+
+
+SETTINGS = [
+    "train.steps=10",
+    "train.global_batch_size=4",
+    "train.log_interval_steps=4",
+    "checkpoint.interval_steps=3",
+    "evaluate.interval_steps=5",
+    "optimizer.learning_rate=1.0",
+    "optimizer.warmup_steps=2",
+    "optimizer.final_learning_rate_fraction=0.0",
+    "run.seed=9",
+]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def build(fakes, *overrides):
+        monkeypatch.setattr(Loop, "_state", lambda self: {})
+        monkeypatch.setattr(loop_module, "score", lambda *arguments: ({}, None))
+        monkeypatch.setattr(loop_module, "total_metrics", lambda *arguments: {})
+        resolved = config.parse("{}", [*SETTINGS, *overrides])
+        return Loop(resolved, fakes, fakes, fakes, None, fakes, fakes, fakes, fakes)
+
+    return build
+
+
+def test_each_step_has_its_own_learning_rate_on_all_groups(make):
+    fakes = Fakes()
+    assert make(fakes).run(0) == 10
+    assert fakes.rates[:3] == [0.5, 1.0, 1.0]
+    assert fakes.rates[-1] == pytest.approx(0.0, abs=1e-12)
+    assert fakes.rates[2:] == sorted(fakes.rates[2:], reverse=True) and len(set(fakes.rates[2:])) == 8
+    resumed = Fakes()
+    make(resumed).run(6)
+    assert resumed.rates == fakes.rates[6:]
+
+
+def test_each_step_has_its_batch_its_terms_and_a_seed_of_its_own(make):
+    fakes, resumed = Fakes(), Fakes()
+    make(fakes).run(0)
+    make(resumed).run(6)
+    assert [event[:2] for event in fakes.events] == [(f"batch {step}", 7) for step in range(10)]
+    assert len({seed for _, _, seed in fakes.events}) == 10
+    assert resumed.events == fakes.events[6:]
+
+
+def test_points_validations_and_checkpoints_come_at_their_intervals_and_at_the_end(make):
+    fakes = Fakes()
+    make(fakes).run(0)
+    assert fakes.saved == [(3, 12), (6, 24), (9, 36), (10, 40)]
+    assert [point[0] for point in fakes.points if point[1] == "validation"] == [5, 10]
+    recorded = [point for point in fakes.points if point[1] != "validation"]
+    assert [(step, num_steps, num_samples) for step, _, num_steps, num_samples in recorded] == [
+        (4, 4, 16),
+        (8, 4, 16),
+        (10, 2, 8),
+    ]
+    step, values, *_ = recorded[0]
+    assert values == {"loss": step, "gradient_norm": 0.5, "learning_rate": fakes.rates[step - 1]}
+
+
+def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_last(make):
+    fakes = Fakes(busy_at=[5, 9])
+    make(fakes).run(0)
+    assert [step for step, _ in fakes.saved] == [3, 9, 10]
+
+
+def test_a_stop_commits_what_is_done_and_takes_no_further_step(make):
+    fakes = Fakes()
+    fakes.stop_at = 4
+    with pytest.raises(Preempted, match="stopped at step 4 of 10"):
+        make(fakes).run(0)
+    assert fakes.saved == [(3, 12), (4, 16)] and len(fakes.events) == 4
+
+
+def test_a_stop_right_after_a_commit_does_not_save_again(make):
+    fakes = Fakes()
+    fakes.stop_at = 3
+    with pytest.raises(Preempted):
+        make(fakes).run(0)
+    assert fakes.saved == [(3, 12)]
+
+
+@pytest.mark.parametrize(("bad", "allowed"), [([4, 5], 2), ([2, 4, 6, 8], 1), ([], 0)])
+def test_skipped_steps_within_the_budget_go_on_and_are_no_numbers_in_the_record(make, bad, allowed):
+    fakes = Fakes(bad_steps=bad)
+    assert make(fakes, f"train.max_nonfinite_steps={allowed}", "train.log_interval_steps=1").run(0) == 10
+    without = [
+        step - 1 for step, values, *_ in fakes.points if values != "validation" and "gradient_norm" not in values
+    ]
+    assert without == bad
+
+
+@pytest.mark.parametrize(("bad", "allowed", "step"), [([4, 5, 6], 2, 7), ([0], 0, 1), ([3, 5, 6], 1, 7)])
+def test_more_in_a_row_than_the_budget_is_divergence(make, bad, allowed, step):
+    fakes = Fakes(bad_steps=bad)
+    with pytest.raises(DivergedError, match=f"gradient norm of step {step} is not finite"):
+        make(fakes, f"train.max_nonfinite_steps={allowed}").run(0)
+    assert len(fakes.events) == step

@@ -1,0 +1,189 @@
+"""Training against a bare loop that shares no code with it: own reading of shards, AdamW, schedule and clipping."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from helpers import in_process, jobs, regression
+from safetensors.torch import load_file
+
+from kftrain import contracts, storage
+from kftrain.contracts import Completion
+from kftrain.errors import DivergedError, Preempted
+from kftrain.train.signals import StopRequest
+
+STEPS, BATCH, MICRO = 50, 10, 4
+
+TEXT = """
+run: {name: parity, seed: 3}
+data: {source: "helpers.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
+task: {kind: "helpers.regression:Regression"}
+model: {kind: "helpers.regression:Network"}
+optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8, beta2: 0.9, epsilon: 1.0e-2,
+  final_learning_rate_fraction: 0.2}
+train: {steps: 50, global_batch_size: 10, micro_batch_size: 4, log_interval_steps: 1, gradient_clip_norm: 3.0}
+checkpoint: {interval_steps: 20}
+evaluate: {interval_steps: 0}
+"""
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """Where the task writes down what it is given."""
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    monkeypatch.setenv(regression.SEEN_ENV, str(folder))
+    return folder
+
+
+def initial_model(resolved, **options):
+    torch.manual_seed(resolved.run.seed)
+    return regression.Network(**options)
+
+
+def bare_loop(paths, resolved):
+    uri = storage.read_json(paths.shards)["manifest_uri"]
+    return regression.BareLoop(
+        initial_model(resolved),
+        regression.read_split(uri, "train"),
+        steps=STEPS,
+        peak=0.02,
+        warmup=5,
+        floor=0.2,
+        clip=3.0,
+        betas=(0.8, 0.9),
+        epsilon=1e-2,
+        decay=0.3,
+    )
+
+
+def steps_of(folder):
+    """The ids of each step, as lists of what one process took at a time."""
+    num_micro = math.ceil(BATCH / MICRO)
+    ranks = [losses[-STEPS * (len(losses) // STEPS) :] for losses in regression.seen_ids(folder)]
+    per_step = len(ranks[0]) // STEPS
+    assert per_step in (num_micro, num_micro - 1), "what the probe saw does not count"
+    return [[part for losses in ranks for part in losses[s * per_step : (s + 1) * per_step]] for s in range(STEPS)]
+
+
+def exported(paths):
+    uri = contracts.read(Completion, paths.complete).export_uri
+    return load_file(storage.local_path(uri) / "model.safetensors")
+
+
+def assert_parity(loop, paths, late_tolerance=1e-5):
+    """Every recorded number of every step, and every weight at the end.
+
+    From step 20 on with `late_tolerance`: in bf16 an error of 1e-8 in a weight may flip a rounding.
+    """
+    history = storage.read_json(paths.history)
+    assert [point["step"] for point in history] == [point["step"] for point in loop.points]
+    for ours, theirs in zip(history, loop.points, strict=True):
+        tolerance = 1e-5 if theirs["step"] < 20 else late_tolerance
+        for name, value in theirs.items():
+            if math.isfinite(value):
+                assert ours[name] == pytest.approx(value, rel=tolerance), (theirs["step"], name)
+            else:
+                assert name not in ours
+    tensors = exported(paths)
+    for name, parameter in loop.model.named_parameters():
+        torch.testing.assert_close(tensors[name], parameter.detach(), rtol=late_tolerance, atol=late_tolerance / 10)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_fifty_steps_are_those_of_a_bare_loop(tmp_path, monkeypatch, seen, strategy, compute):
+    overrides = [f"parallel.strategy={strategy}", f"precision.compute={compute}"]
+    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    in_process.train(paths, resolved, monkeypatch)
+    loop = bare_loop(paths, resolved)
+    steps = steps_of(seen)
+    for step, ids in enumerate(steps):
+        loop.step(step, ids, half=compute == "bf16")
+    assert_parity(loop, paths, 1e-5 if compute == "fp32" else 2e-3)
+    clipped = sum(point["gradient_norm"] > 3.0 for point in loop.points)
+    assert 5 < clipped < 45, "the clip must act on some steps and not on others"
+    assert loop.points[-1]["loss"] < 0.2 * loop.points[0]["loss"]
+    flat = [number for ids in steps for part in ids for number in part]
+    num_samples = len(loop.row_of)
+    assert sorted(flat[:num_samples]) == sorted(loop.row_of), "an epoch has each sample once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_two_processes_take_the_steps_of_a_bare_loop(tmp_path, seen, strategy):
+    paths, resolved = in_process.prepare(tmp_path, TEXT, [f"parallel.strategy={strategy}"])
+    done = jobs.run_worker(paths, resolved, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loop = bare_loop(paths, resolved)
+    for step, ids in enumerate(steps_of(seen)):
+        loop.step(step, ids)
+    assert_parity(loop, paths)
+
+
+def test_a_step_that_is_not_finite_is_skipped_as_a_bare_loop_skips_it(tmp_path, monkeypatch, seen):
+    bad_steps = (7, 8, 30)
+    losses = "+".join(str(3 * step + 1) for step in bad_steps)  # the first of the three micro batches of a step
+    overrides = [f"task.nan_steps='{losses}'", "train.max_nonfinite_steps=2"]
+    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    in_process.train(paths, resolved, monkeypatch)
+    loop = bare_loop(paths, resolved)
+    for step, ids in enumerate(steps_of(seen)):
+        loop.step(step, ids, bad=step in bad_steps)
+        if step in bad_steps:
+            loop.points[-1].update(loss=math.nan, gradient_norm=math.nan)
+    assert_parity(loop, paths)
+
+
+def test_more_steps_in_a_row_than_the_budget_end_the_run(tmp_path, monkeypatch, seen):
+    overrides = ["task.nan_steps='22+25'", "train.max_nonfinite_steps=1"]
+    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    with pytest.raises(DivergedError, match="step 9 is not finite"):
+        in_process.train(paths, resolved, monkeypatch)
+
+
+class StopAt(StopRequest):
+    """Asks to stop before a step."""
+
+    def __init__(self, step):
+        self._questions, self._step = 0, step
+
+    @property
+    def requested(self):
+        self._questions += 1
+        return self._questions > self._step
+
+
+def test_dropout_after_a_resume_is_dropout_without_one(tmp_path, monkeypatch):
+    overrides = ["model.dropout=0.3", "train.steps=16"]
+    straight, resolved = in_process.prepare(tmp_path, TEXT, overrides, "straight")
+    in_process.train(straight, resolved, monkeypatch)
+    stopped, _ = in_process.prepare(tmp_path, TEXT, overrides, "stopped")
+    for step in (5, 6):  # asks at every step of its own attempt: the second one stops after step 11
+        with contextlib.suppress(Preempted):
+            in_process.train(stopped, resolved, monkeypatch, StopAt(step))
+            pytest.fail("was not stopped")
+    assert len(storage.list_names(stopped.checkpoints)) == 2
+    in_process.train(stopped, resolved, monkeypatch)
+    assert jobs.losses(stopped) == jobs.losses(straight)
+    for name, tensor in exported(straight).items():
+        assert torch.equal(exported(stopped)[name], tensor), name
+    assert len({loss for loss in jobs.losses(straight).values()}) == 16
+
+
+def test_validation_leaves_dropout_out_and_training_keeps_it(tmp_path, monkeypatch):
+    overrides = ["train.steps=6", "evaluate.interval_steps=3", "evaluate.batch_size=4", "model.dropout=0.4"]
+    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    in_process.train(paths, resolved, monkeypatch)
+    model = regression.Network(dropout=0.4).eval()
+    model.load_state_dict(exported(paths))
+    split = regression.read_split(storage.read_json(paths.shards)["manifest_uri"], "validation")
+    with torch.no_grad():
+        errors = model(torch.from_numpy(split["x"])) - torch.from_numpy(split["y"])
+    history = storage.read_json(paths.history)
+    assert history[-1]["validation/mse"] == pytest.approx(float(errors.double().square().mean()), rel=1e-6)
+    never, _ = in_process.prepare(tmp_path, TEXT, overrides, "never")
+    settings = resolved.evaluate.model_copy(update={"interval_steps": 0})
+    in_process.train(never, resolved.model_copy(update={"evaluate": settings}), monkeypatch)
+    assert jobs.losses(never) == jobs.losses(paths), "a validation changes no step"
