@@ -83,7 +83,7 @@ class ParallelConfig(Section):
     """How the model and the batch are spread over processes."""
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"
-    """`fsdp`: parameters, gradients and optimizer state sharded (FSDP2); `ddp`: replicated."""
+    """`fsdp`: parameters, gradients and optimizer state sharded (FSDP2); `ddp`: replicated. Both compute the same."""
     shard: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
     replicate: Count = 1
@@ -96,7 +96,7 @@ class PrecisionConfig(Section):
     """Number formats. The master weights are always fp32."""
 
     compute: Literal["fp32", "bf16"] = "fp32"
-    """Format of the forward and backward pass."""
+    """Format of the forward and backward pass; `bf16` casts weights and what enters the model or a block."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed over processes."""
 

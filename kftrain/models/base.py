@@ -20,7 +20,10 @@ class Model(Protocol):
         ...
 
     def blocks(self) -> list[torch.nn.Module]:
-        """The repeated submodules, in order: each is sharded, and may be recomputed, as one unit."""
+        """The repeated submodules, in order: each is sharded, and may be recomputed, as one unit.
+
+        In every forward all processes must call the same ones in the same order.
+        """
         ...
 
     def export_config(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from kftrain.errors import KftrainError
 from kftrain.parallel.world import join_world
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 30.0
 FORK = multiprocessing.get_context("fork")
 
 
@@ -43,5 +43,7 @@ def _run(rank, size, port, pipe, function, arguments):
                 answer = f"{type(error).__name__}: {error.line}"
             pipe.send(answer)
             world.barrier()
+            pipe.close()
+            os._exit(0)  # what the parent has set up to run at its end is not the child's
     except (RuntimeError, OSError) as error:
         pipe.send(f"{type(error).__name__}: {error}")

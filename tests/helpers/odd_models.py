@@ -1,0 +1,267 @@
+"""Models that are not a plain stack of blocks, and a task that is small enough for all of them."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from kftrain.data.loader import MicroBatch, StepBatch
+
+DIM, ROWS = 4, 8
+
+
+class Task:
+    """Squares of what the model answers; `x` holds the rows, whose sign says which expert they want."""
+
+    def model_arguments(self):
+        return {}
+
+    def count_terms(self, arrays):
+        return np.ones(len(arrays["x"]))
+
+    def batch(self, arrays):
+        return {"x": torch.from_numpy(arrays["x"])}
+
+    def loss(self, model, batch, weight):
+        return ((model(batch["x"]).float().sum(-1) - 1).square() * weight).sum()
+
+    def statistics(self, model, batch):
+        return {"sum": model(batch["x"]).float().sum(-1)}
+
+    def not_asked(self, *arguments):
+        raise NotImplementedError
+
+    schema = settings = encode = baselines = metrics = slice_names = confusion = predict = not_asked
+
+
+class CallsTwice(Task):
+    def loss(self, model, batch, weight):
+        return super().loss(model, batch, weight) + super().loss(model, {"x": -batch["x"]}, weight)
+
+
+class CallsAMethod(Task):
+    def loss(self, model, batch, weight):
+        return (model.encode(batch["x"]).sum(-1) * weight).sum()
+
+
+class Loader:
+    """Steps of `ROWS` rows, a share for each rank: rows of the first half are positive, of the second negative."""
+
+    def __init__(self, world, num_micro=1):
+        self.world, self.num_micro = world, num_micro
+
+    def steps(self, first, count):
+        for step in range(first, first + count):
+            x = np.abs(np.random.default_rng(step).normal(size=(ROWS, DIM))).astype(np.float32)
+            x[ROWS // 2 :] *= -1
+            parts = np.split(np.array_split(x, self.world.size)[self.world.rank], self.num_micro)
+            yield StepBatch(step, [MicroBatch({"x": part}, np.ones(len(part), np.float32)) for part in parts])
+
+
+def linears(count):
+    return nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(count))
+
+
+class Stack(nn.Module):
+    """What the others vary: a list of layers between two matrices."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.enter, self.layers, self.leave = nn.Linear(DIM, DIM), linears(count), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.leave(x)
+
+
+class Experts(Stack):
+    """A plain mixture: an expert for positive rows, one for negative ones, one that nobody wants; a spare matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = linears(3)
+        self.spare = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        out = super().forward(x).clone()
+        for number, chosen in enumerate((x[:, 0] > 0, x[:, 0] <= 0)):
+            if chosen.any():
+                out[chosen] = self.experts[number](out[chosen]).to(out.dtype)
+        return out
+
+
+class OnlyExperts(nn.Module):
+    """The experts are its only list, and the longest."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = linears(2)
+
+    def forward(self, x):
+        chosen = zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True)
+        return torch.cat([expert(x[mask]) for expert, mask in chosen if mask.any()])
+
+
+class NamedExperts(OnlyExperts):
+    def blocks(self):
+        return list(self.experts)
+
+
+class BlocksAttribute(nn.Module):
+    """As timm's vision transformers and DiT: an attribute, not a method."""
+
+    def __init__(self, sequential=False):
+        super().__init__()
+        layers = linears(3)
+        self.blocks = nn.Sequential(*layers) if sequential else layers
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class Shared(Stack):
+    """One block, called three times."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def blocks(self):
+        return [self.layers[0]] * 3
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + torch.tanh(self.layers[0](x))
+        return self.leave(self.enter(x))
+
+
+class TiedHead(Stack):
+    """The last element of the list has the matrix of the first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].weight = self.enter.weight
+
+
+class ByMethod(Stack):
+    """Its layers are called by another method than forward."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + nn.Linear.forward(layer, x)
+        return self.leave(x)
+
+    def encode(self, x):
+        return self(x)
+
+
+class NamedByMethod(ByMethod):
+    def blocks(self):
+        return list(self.layers)
+
+
+class Frozen(Stack):
+    """Half of each block is frozen, and a batch norm that is kept in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM).eval()
+        for layer in self.layers:
+            layer.bias.requires_grad_(False)
+        self.enter.requires_grad_(False)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class MixedTypes(Stack):
+    """Built in three formats."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].bfloat16()
+        self.layers[2].bias.data = self.layers[2].bias.data.half()
+
+
+class PositionBuffer(Stack):
+    """An fp32 buffer that is added before the blocks, which cast what they are given."""
+
+    def __init__(self, inside=False):
+        super().__init__()
+        self.inside = inside
+        self.register_buffer("position", torch.linspace(0, 1, DIM))
+
+    def forward(self, x):
+        x = self.enter(x) + (0 if self.inside else self.position)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x + (self.position if self.inside else 0))
+
+
+class Codebook(Stack):
+    """A moving average of what passes through, as in VQ; and a count of steps, which is the same everywhere."""
+
+    def __init__(self, average=True):
+        super().__init__()
+        self.average = average
+        self.register_buffer("codes", torch.zeros(DIM))
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training:
+            self.num_steps += 1
+            if self.average:
+                self.codes = 0.9 * self.codes + 0.1 * out.detach().float().mean(0)
+        return out + self.codes.to(out.dtype)
+
+
+class Recurrent(Stack):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(DIM, DIM, batch_first=True)
+
+    def forward(self, x):
+        return self.recurrent(super().forward(x).unsqueeze(1))[0].squeeze(1)
+
+
+class Normalised(Stack):
+    """With parametrized weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = nn.utils.parametrizations.weight_norm(self.layers[0])
+
+
+class ReadsItsTensors(Stack):
+    """Cannot be built without memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [each.item() for each in torch.linspace(0, 0.1, 3)]
+
+
+class NoDescription(Stack):
+    def export_config(self):
+        return {"rate": torch.zeros(2)}
+
+
+class DropsLayers(Stack):
+    """On each process other ones, from the third step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def blocks(self):
+        return list(self.layers)
+
+    def forward(self, x):
+        self.num_calls += 1
+        x = self.enter(x)
+        for layer in self.layers[1 if self.num_calls > 3 else 0 :]:
+            x = x + torch.tanh(layer(x))
+        return self.leave(x)

@@ -1,0 +1,238 @@
+"""Models that are not a plain stack: each gives the numbers of one process, or is refused before its first step."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from helpers import odd_models, ranks
+from helpers.odd_models import Loader
+from torch import nn
+
+from kftrain import config
+from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.world import World
+from kftrain.tasks import build_task
+from kftrain.train import probe, session
+
+STEPS = 5
+
+
+@dataclass
+class Trained:
+    losses: list
+    weights: dict
+    dtypes: set
+
+
+def take_steps(world, overrides, num_micro=1):
+    """Losses of a few steps and the weights after them."""
+    resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, optimizer: {warmup_steps: 1}}", overrides)
+    task, loader = build_task(resolved.task), Loader(world, num_micro)
+    stepper, _ = session.build(resolved, task, loader, world)
+    losses = [world.sum([float(stepper.run(batch, 8).local_loss_sum)])[0] for batch in loader.steps(0, STEPS)]
+    weights = {name: parameter.full_tensor().detach() for name, parameter in stepper.model.named_parameters()}
+    return Trained(
+        losses, {name: each.numpy() for name, each in weights.items()}, {str(w.dtype) for w in weights.values()}
+    )
+
+
+def on_one_and_two(*overrides, num_micro=1):
+    """Of one process, and of both of two."""
+    (alone,) = ranks.on(1, take_steps, list(overrides), num_micro)
+    return alone, ranks.on(2, take_steps, list(overrides), num_micro)
+
+
+def assert_alike(alone, both, tolerance=1e-5):
+    for each in both:
+        assert isinstance(each, Trained) and isinstance(alone, Trained), (alone, each)
+        assert each.losses == pytest.approx(alone.losses, rel=tolerance)
+        assert each.weights.keys() == alone.weights.keys() and each.dtypes == {"torch.float32"}
+        for name, weight in alone.weights.items():
+            np.testing.assert_allclose(each.weights[name], weight, rtol=tolerance, atol=tolerance)
+    assert alone.losses[-1] != alone.losses[0]
+
+
+def kind(name, **options):
+    return [f"model.kind=helpers.odd_models:{name}", *(f"model.{key}={value}" for key, value in options.items())]
+
+
+WORKING = [
+    kind("Experts"),
+    kind("OnlyExperts"),
+    kind("BlocksAttribute"),
+    kind("BlocksAttribute", sequential="true"),
+    kind("Shared"),
+    kind("TiedHead"),
+    kind("ByMethod"),
+    kind("Frozen"),
+    kind("MixedTypes"),
+    kind("Codebook", average="false"),
+    kind("Recurrent"),
+    kind("Normalised"),
+    kind("ReadsItsTensors"),
+    [*kind("Stack"), "task.kind=helpers.odd_models:CallsTwice"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("model", WORKING, ids=lambda model: model[-1].rpartition(":")[2])
+def test_two_processes_compute_what_one_does(model, strategy):
+    assert_alike(*on_one_and_two(*model, f"parallel.strategy={strategy}"))
+
+
+def test_ranks_that_call_different_experts_compute_what_one_process_does():
+    assert_alike(*on_one_and_two(*kind("OnlyExperts")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Experts", "Stack", "BlocksAttribute"])
+def test_so_they_do_with_micro_batches_and_recomputed_blocks(name):
+    settings = ["train.activation_checkpointing=blocks", "parallel.reshard_after_forward=false"]
+    assert_alike(*on_one_and_two(*kind(name), *settings, num_micro=2))
+
+
+def test_what_no_process_uses_stays_as_it_was_drawn_and_what_one_uses_is_trained():
+    alone, both = on_one_and_two(*kind("Experts"), "optimizer.weight_decay=10", "optimizer.learning_rate=0.05")
+    torch.manual_seed(0)
+    drawn = {name: parameter.detach().numpy() for name, parameter in odd_models.Experts().named_parameters()}
+    for trained in (alone, *both):
+        same = {name for name, weight in trained.weights.items() if np.array_equal(weight, drawn[name])}
+        assert same == {"experts.2.weight", "experts.2.bias", "spare.weight", "spare.bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [kind("Stack"), kind("PositionBuffer"), kind("MixedTypes"), kind("BlocksAttribute")])
+def test_bf16_is_one_computation_for_all_strategies(model):
+    results = {}
+    for strategy in ("fsdp", "ddp"):
+        settings = [*model, "precision.compute=bf16", f"parallel.strategy={strategy}"]
+        results[strategy] = on_one_and_two(*settings)
+    (one, two), (replicated, two_replicated) = results["fsdp"], results["ddp"]
+    assert one.losses == replicated.losses
+    assert all(np.array_equal(weight, replicated.weights[name]) for name, weight in one.weights.items())
+    assert two[0].losses == pytest.approx(two_replicated[0].losses, rel=1e-6)
+    assert two[0].losses[0] == pytest.approx(one.losses[0], rel=1e-6), "before the first update"
+    assert two[0].losses == pytest.approx(one.losses, rel=1e-3)
+    assert one.dtypes == {"torch.float32"}
+
+
+REFUSED = [
+    (kind("NamedExperts"), 2, "ConfigError: model.blocks: names a module whose forward is not called"),
+    (kind("NamedByMethod"), 2, "ConfigError: model.blocks: names a module whose forward is not called"),
+    (kind("NamedByMethod"), 1, "ConfigError: model.blocks: names a module whose forward is not called"),
+    (kind("Codebook"), 2, "ConfigError: model codes: a buffer that the forward pass changes differs"),
+    (kind("DropsLayers"), 2, "UserCodeError: model.forward: the blocks are not called as they were at first"),
+    (kind("NoDescription"), 1, "UserCodeError: model.export_config: TypeError"),
+    (
+        [*kind("PositionBuffer", inside="true"), "precision.compute=bf16"],
+        1,
+        "ConfigError: precision.compute: the model cannot be computed in bf16: RuntimeError",
+    ),
+    ([*kind("ByMethod"), "task.kind=helpers.odd_models:CallsAMethod"], 1, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "size", "message"), REFUSED)
+def test_the_rest_is_refused_in_one_line_on_all_processes(settings, size, message):
+    for answer in ranks.on(size, take_steps, settings):
+        if message is None:  # the method calls the model itself
+            assert isinstance(answer, Trained)
+        else:
+            assert isinstance(answer, str) and answer.startswith(message) and "\n" not in answer
+
+
+def test_a_moving_average_may_be_kept_by_one_process():
+    (alone,) = ranks.on(1, take_steps, kind("Codebook"))
+    assert isinstance(alone, Trained)
+
+
+ALONE = World(0, 1, torch.device("cpu"), None, None)
+
+
+class Restless(nn.Module):
+    """Changes all that a model can: buffers in place and anew, its own parameters, and three random generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(odd_models.DIM))
+        self.twin = self.weight
+        self.register_buffer("in_place", torch.zeros(2))
+        self.register_buffer("anew", torch.zeros(2))
+        self.register_buffer("same", torch.zeros(2))
+
+    def forward(self, x):
+        assert self.twin is self.weight
+        self.in_place += torch.rand(2) + random.random() + np.random.rand()
+        self.anew = self.anew + 1
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+def seed_all():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+
+def look(model, task=None, device=ALONE.device):
+    micro = next(Loader(ALONE).steps(0, 1)).micro_batches[0]
+    return probe.look(model, task or odd_models.Task(), micro, [], device, (0, 0))
+
+
+def test_a_probe_leaves_weights_buffers_and_generators_as_they_were_and_says_what_changed():
+    model = Restless()
+    weight, buffers = model.weight, dict(model.named_buffers())
+    seed_all()
+    expected = torch.rand(1), random.random(), np.random.rand()
+    seed_all()
+    seen = look(model)
+    assert seen.calls == [""] and seen.changed.keys() == {"in_place", "anew"}
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert model.weight is weight and model.twin is weight and torch.equal(weight, torch.ones(odd_models.DIM))
+    assert weight.grad is None
+    assert all(buffer is buffers[name] and not buffer.any() for name, buffer in model.named_buffers())
+    assert not model._forward_pre_hooks
+
+
+def test_a_probe_that_fails_leaves_the_model_as_it_was():
+    class Task(odd_models.Task):
+        def statistics(self, model, batch):
+            raise ValueError("no")
+
+    model = Restless()
+    weight = model.weight
+    with pytest.raises(UserCodeError, match=r"task.statistics: ValueError: no"):
+        look(model, Task())
+    assert model.weight is weight and model.training and not model.anew.any() and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 1), ()])
+def test_statistics_of_another_shape_than_the_rows_are_refused(shape):
+    class Task(odd_models.Task):
+        def statistics(self, model, batch):
+            return {"sum": torch.zeros(shape)}
+
+    message = rf"task.statistics sum: must return one number for each of 2 rows, got \[{', '.join(map(str, shape))}\]"
+    with pytest.raises(UserCodeError, match=message):
+        look(odd_models.Stack(), Task())
+
+
+def test_buffers_that_become_the_same_on_all_processes_may_change():
+    probe.require_equal_buffers([probe.Seen([], {"steps": "a"}), probe.Seen([], {"steps": "a"})])
+    with pytest.raises(ConfigError, match="model codes: "):
+        probe.require_equal_buffers([probe.Seen([], {"codes": "a"}), probe.Seen([], {})])
+
+
+def test_what_stands_beside_an_export_is_known_before_the_first_step():
+    class NoSteps(Loader):
+        def steps(self, first, count):
+            pytest.fail("a batch was read")
+            yield
+
+    resolved = config.parse("{}", ["task.kind=helpers.odd_models:Task", *kind("NoDescription")])
+    with pytest.raises(UserCodeError, match="export_config"):
+        session.build(resolved, odd_models.Task(), NoSteps(ALONE), ALONE)
