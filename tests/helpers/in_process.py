@@ -21,7 +21,10 @@ def prepare(root, text, overrides=(), run_id="r"):
     resolved = config.parse(text, [f"run.storage_root={root}/store", *overrides])
     result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    storage.publish_json(paths.shards, {"manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest})
+    storage.publish_json(
+        paths.shards,
+        {"schema_version": 1, "manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest},
+    )
     storage.publish(paths.config, resolved.to_yaml())
     return paths, resolved
 

@@ -13,8 +13,29 @@ from kftrain.train.loop import Loop
 from kftrain.train.step import StepResult
 
 
+class Writer:
+    """Commits what it is given when it is waited for."""
+
+    overdue, step, committed_step = False, None, 0
+
+    def __init__(self, fakes):
+        self.fakes = fakes
+
+    @property
+    def busy(self):
+        return self.fakes.step in self.fakes.busy_at
+
+    def save(self, state, history, step, samples):
+        assert self.step is None, "one is in flight"
+        self.fakes.saved.append((step, samples))
+        self.step = step
+
+    def wait(self):
+        self.committed_step, self.step = self.step, None
+
+
 class Fakes:
-    """A stepper, a loader, a writer, a recorder and a pulse in one: each writes down what it is asked."""
+    """A stepper, a loader, a recorder and a pulse in one: each writes down what it is asked."""
 
     rank, size, is_main = 0, 1, True
 
@@ -23,7 +44,7 @@ class Fakes:
         self.bad_steps, self.busy_at = set(bad_steps), set(busy_at)
         self.optimizer = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
         self.model = self.task = None
-        self.history, self.committed_step, self.step, self.stop_at = [], 0, 0, None
+        self.history, self.step, self.stop_at = [], 0, None
 
     # the world
     def sum(self, values):
@@ -44,18 +65,6 @@ class Fakes:
         self.events.append((batch, num_terms, torch.initial_seed()))
         good = self.step not in self.bad_steps
         return StepResult(torch.tensor(1.0 + self.step), 0.5 if good else float("nan"), good)
-
-    # the writer
-    @property
-    def busy(self):
-        return self.step in self.busy_at
-
-    def save(self, state, history, step, samples):
-        self.saved.append((step, samples))
-        self.committed_step = step
-
-    def wait(self):
-        pass
 
     # the recorder
     def record(self, step, values, num_steps, num_samples):
@@ -98,7 +107,7 @@ def make(monkeypatch):
         monkeypatch.setattr(loop_module, "score", lambda *arguments: ({}, None))
         monkeypatch.setattr(loop_module, "total_metrics", lambda *arguments: {})
         resolved = config.parse("{}", [*SETTINGS, *overrides])
-        return Loop(resolved, fakes, fakes, fakes, None, fakes, fakes, fakes, fakes)
+        return Loop(resolved, fakes, fakes, fakes, None, Writer(fakes), fakes, fakes, fakes)
 
     return build
 
