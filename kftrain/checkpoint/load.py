@@ -20,7 +20,7 @@ from kftrain.checkpoint import commit, reader
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.checkpoint.staging import State
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError, KftrainError, error_from_dict
+from kftrain.errors import CheckpointError, KftrainError, RetryableError, error_from_dict
 from kftrain.parallel.world import World
 
 
@@ -51,7 +51,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
                 _pass_over(damaged)
             return Loaded(uri, digest, manifest, history)
         error = error_from_dict(problem)
-        if "another training" in error.what:
+        if error.retryable or "another training" in error.what:  # storage that is away damages nothing
             raise error
         # The attempt before may retire a checkpoint while it is read: that one is gone, not damaged.
         if world.from_main(storage.exists(storage.join(uri, commit.COMMITTED)) if world.is_main else None):
@@ -77,12 +77,17 @@ def refuse_another_training(paths: RunPaths, world: World, identity: dict[str, A
 def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
     """Fills the tensors of `state` in place from the checkpoint, resharding as needed.
 
-    `files`: of its manifest; no other is read. Collective. Raises CheckpointError.
+    `files`: of its manifest; no other is read. Collective. Raises CheckpointError, and RetryableError where storage is
+    away: that says nothing about the checkpoint.
     """
     try:
         reader.load(state, uri, files)
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
+        causes = [cause for cause, _ in error.failures.values()]
+        away = next((cause for cause in causes if isinstance(cause, RetryableError) or storage.is_outage(cause)), None)
+        if away is not None:
+            raise RetryableError(f"the checkpoint could not be read: {away}", where=uri) from error
+        cause = causes[0]
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error
 
 

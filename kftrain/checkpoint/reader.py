@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from kftrain import storage
 from kftrain.checkpoint.commit import FileEntry
+from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.errors import CheckpointError, ConfigError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -99,6 +100,15 @@ class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ign
     """Of a folder on this machine."""
 
 
+class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
+    """Of a folder in object storage, by streams that have deadlines and ride an outage out."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.fs = CheckpointFiles()
+        self.path = self.fs.init_path(uri)
+
+
 class SafePlanner(DefaultLoadPlanner):
     """Loads into a state as DCP's own planner does; what is no tensor must be numbers, text and the like."""
 
@@ -136,12 +146,7 @@ def reader(uri: str, files: Mapping[str, FileEntry]) -> Any:
     if storage.is_local(uri):
         found: Any = _LocalReader(storage.local_path(uri))
     else:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-        class RemoteReader(_SafeMetadata, FsspecReader):  # type: ignore[misc]
-            """Of a folder in object storage; its driver is needed only here."""
-
-        found = RemoteReader(uri)
+        found = _RemoteReader(uri)
     found.files = files
     return found
 

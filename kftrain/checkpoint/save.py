@@ -265,7 +265,7 @@ def _problem(error: BaseException, uri: str, what: str) -> Problem:
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    return isinstance(error, OSError) or storage.is_of_a_driver(error) or storage.is_outage(error)
+    return isinstance(error, OSError | RetryableError) or storage.is_of_a_driver(error) or storage.is_outage(error)
 
 
 def _cause(error: BaseException) -> str:

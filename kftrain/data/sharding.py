@@ -84,6 +84,8 @@ def _find(root: str, pointer: str, progress: Progress) -> Manifest | None:
         manifests.verify_shards(uri)
         manifest = manifests.read_manifest(uri)
     except (KftrainError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, KftrainError) and error.retryable:  # storage is away: the shards may be as they were
+            raise
         progress(f"the shards of this source cannot be used again ({error}); sharding again")
         return None
     progress(f"the source is unchanged: using the shards at {uri.rsplit('/', 1)[0]}")

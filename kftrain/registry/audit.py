@@ -92,6 +92,8 @@ def _problems(title: Title, version: ModelVersion, contents: bool) -> list[str]:
         title.trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest, contents=contents)
     except KftrainError as error:
+        if error.retryable:  # storage is away, which is no finding
+            raise
         problems.append(error.line)
     return problems
 

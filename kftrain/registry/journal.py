@@ -24,7 +24,7 @@ from typing import Literal
 
 from kftrain import contracts, storage
 from kftrain.contracts import Interval
-from kftrain.errors import TrackingError
+from kftrain.errors import RetryableError, TrackingError
 
 BEAT_SECONDS = 5.0
 """How often a writer changes its mark."""
@@ -140,7 +140,7 @@ def _beat(uri: str, ended: threading.Event) -> None:
             return
         try:
             storage.publish_json(uri, {"beat": beat})
-        except OSError as error:  # the storage is away: the writer itself will see it
+        except (OSError, RetryableError) as error:  # the storage is away: the writer itself will see it
             logging.getLogger(__name__).warning("the mark of a promotion was not renewed: %s", error)
 
 

@@ -192,5 +192,7 @@ def _has_content(reference: Reference, content: str, trust: Trust) -> bool:
         trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest)
         return lineage.content_digest(reference.export_uri, reference.export_digest) == content
-    except KftrainError:
+    except KftrainError as error:
+        if error.retryable:  # storage is away, which says nothing about the export
+            raise
         return False

@@ -7,7 +7,7 @@ import shutil
 
 from kftrain import storage, tracking
 from kftrain.config import Config
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, RetryableError
 
 MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
@@ -50,6 +50,8 @@ def check_writable(config: Config) -> None:
         storage.publish(probe, "kftrain\n")
         found = storage.read_text(probe)
         storage.remove(probe)
+    except RetryableError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"the storage root cannot be written: {type(error).__name__}: {error}",

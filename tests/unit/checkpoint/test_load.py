@@ -6,7 +6,7 @@ from kftrain import attempts, storage
 from kftrain.checkpoint import commit, load
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError, FencedError
+from kftrain.errors import CheckpointError, FencedError, RetryableError
 
 IDENTITY = {"seed": 0}
 
@@ -68,6 +68,22 @@ def test_damaged_checkpoints_lose_their_markers_once_a_good_one_is_found(paths):
     loaded = choose(paths)
     assert (loaded.uri, loaded.manifest.step, loaded.history) == (good, 10, [{"step": 10}])
     assert committed_steps(paths) == [10]
+
+
+@pytest.mark.parametrize("reads", ["size_bytes", "sha256_file", "read_text", "read_json"])
+def test_an_outage_while_checkpoints_are_checked_damages_none(paths, monkeypatch, reads):
+    """Else the newest one would be passed over for good."""
+    write(paths, 10)
+    write(paths, 20)
+
+    def away(uri):
+        raise RetryableError("storage cannot be reached", where=uri)
+
+    with monkeypatch.context() as patched, pytest.raises(RetryableError):
+        patched.setattr(storage, reads, away)
+        choose(paths)
+    assert committed_steps(paths) == [20, 10]
+    assert choose(paths).manifest.step == 20
 
 
 def test_where_all_are_damaged_every_start_says_so_and_none_is_touched(paths):

@@ -1,5 +1,6 @@
 """Checkpoints that somebody has tampered with: nothing of theirs runs."""
 
+import errno
 import io
 import pickle
 from datetime import datetime, timezone
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from kftrain import storage
 from kftrain.checkpoint import commit, load, reader
 from kftrain.checkpoint.reader import ALLOWED
-from kftrain.errors import CheckpointError, ConfigError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError
 
 STATE = {
     "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -56,6 +57,29 @@ def test_what_dcp_writes_is_read_as_dcp_reads_it(checkpoint):
     reader.load(state, checkpoint, files_of(checkpoint), alone=True)
     assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
     assert [state["optimizer"][key] for key in ("lr", "betas", "fused", "name")] == [0.5, (0.9, 0.95), None, "adamw"]
+
+
+def test_a_checkpoint_in_an_object_store_is_read(checkpoint, tmp_path):
+    uri = f"memory://{tmp_path.name}-remote"
+    for name in storage.list_names(checkpoint):
+        storage.publish(storage.join(uri, name), storage.read_bytes(storage.join(checkpoint, name)))
+    state = empty()
+    reader.load(state, uri, files_of(uri), alone=True)
+    assert torch.equal(state["weights"], STATE["weights"]) and int(state["optimizer"]["step"]) == 7
+
+
+@pytest.mark.parametrize(
+    "error", [RetryableError("storage cannot be reached: refused"), TimeoutError("no answer"), OSError(errno.EIO, "x")]
+)
+def test_an_outage_while_a_checkpoint_is_read_says_nothing_about_the_checkpoint(error, tmp_path, monkeypatch):
+    """As a damaged one it would be passed over for good, or end the job."""
+
+    def away(*arguments):
+        raise CheckpointException("x", {0: (error, None)})
+
+    monkeypatch.setattr(reader, "load", away)
+    with pytest.raises(RetryableError, match="the checkpoint could not be read"):
+        load.load_into({}, str(tmp_path), {})
 
 
 @pytest.mark.parametrize("place", ["state_dict_metadata", "planner_data", "storage_data"])

@@ -1,10 +1,14 @@
 """Every call of an object store ends, whatever the server does, and says that the storage is away."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import s3fs
+from fsspec.implementations.memory import MemoryFileSystem
 from helpers.bad_server import BODY, BadServer
 
 from kftrain import outages, remote, storage
@@ -149,6 +153,58 @@ def test_fault_16_a_stream_goes_on_where_it_was_when_the_store_is_back(server_of
     with storage.open_read(URI) as opened:
         assert opened.read() == BODY
     assert next(troubles, None) is None
+
+
+STOPPED = """
+import sys, threading
+from kftrain import remote, storage
+from kftrain.stages import lifetime
+with lifetime.signals_as_errors():
+    print("up", flush=True)
+    storage.publish("s3://bucket/x", b"x")
+"""
+
+
+def test_fault_32_whoever_is_told_to_stop_is_not_held_by_a_call_that_hangs(server_of):
+    """A step of a pipeline has half a minute between SIGTERM and SIGKILL; the call itself has a minute."""
+    server = server_of()
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    before = time.monotonic()
+    while not any(method == "PUT" for method, _ in server.requests[-1:]) and time.monotonic() - before < ENDED_SECONDS:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, said = process.communicate(timeout=ENDED_SECONDS)
+    assert b"stopped by a signal" in said and process.returncode != 0
+    assert time.monotonic() - began < 20
+
+
+def test_fault_66_an_upload_that_is_interrupted_is_made_whole_or_not_believed(tmp_path, monkeypatch):
+    """Two of six files arrive, then the store is away: another try brings all; given up, none is believed."""
+    put_file, troubles = MemoryFileSystem.put_file, []
+
+    def troubled(self, local, remote_path, **options):
+        if remote_path.endswith("2") and troubles:
+            raise troubles.pop()
+        return put_file(self, local, remote_path, **options)
+
+    def upload(uri):
+        with storage.new_folder(uri) as folder:
+            for number in range(6):
+                (folder / str(number)).write_bytes(bytes([number]) * 100)
+        storage.publish(storage.join(uri, "manifest.json"), "{}")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", troubled)
+    monkeypatch.setattr(outages, "FIRST_DELAY_SECONDS", 0.01)
+    root = f"memory://{tmp_path.name}-{os.getpid()}"
+    troubles[:] = [ConnectionResetError(104, "reset")] * 2
+    upload(f"{root}/whole")
+    assert [storage.read_bytes(f"{root}/whole/{n}") for n in range(6)] == [bytes([n]) * 100 for n in range(6)]
+    troubles[:] = [ConnectionResetError(104, "reset")]
+    with outages.patience(0), pytest.raises(RetryableError):
+        upload(f"{root}/half")
+    assert storage.exists(f"{root}/half/1") and not storage.exists(f"{root}/half/manifest.json")
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(tmp_path, monkeypatch):
