@@ -105,8 +105,8 @@ class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ig
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
-        self.fs = CheckpointFiles()
-        self.path = self.fs.init_path(uri)
+        files: Any = CheckpointFiles()
+        self.fs, self.path = files, files.init_path(uri)
 
 
 class SafePlanner(DefaultLoadPlanner):

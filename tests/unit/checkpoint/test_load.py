@@ -70,7 +70,7 @@ def test_damaged_checkpoints_lose_their_markers_once_a_good_one_is_found(paths):
     assert committed_steps(paths) == [10]
 
 
-@pytest.mark.parametrize("reads", ["size_bytes", "sha256_file", "read_text", "read_json"])
+@pytest.mark.parametrize("reads", ["size_bytes", "sha256_file", "read_bytes"])
 def test_an_outage_while_checkpoints_are_checked_damages_none(paths, monkeypatch, reads):
     """Else the newest one would be passed over for good."""
     write(paths, 10)
