@@ -57,8 +57,8 @@ def find_measured(reference: Reference | None, evaluation_digest: str, trust: Tr
     """
     if reference is None or not evaluation_digest:
         return None
-    trust.require_place(reference.run_uri)
     folder = RunPaths(reference.run_uri).evaluation(reference.checkpoint_digest, evaluation_digest)
+    trust.require_place(folder)
     if not storage.exists(storage.join(folder, "metrics.json")):
         return None
     found = read_measured(folder)

@@ -22,7 +22,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
     with failure.announced("evaluate", progress):
         config = pods.apply(resolve.load_config(run_uri), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
-        completion = contracts.read(Completion, paths.complete, LaunchError)
+        completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
         own, champion = _own_target(paths, completion, digest), list[Champion]()
 
@@ -37,6 +37,13 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
         _log(paths, config, evaluation, completion.step)
         return _outcome(paths, config, evaluation, progress)
+
+
+def read_complete(paths: RunPaths, config: Config) -> Completion:
+    """What a run was completed with. Raises LaunchError where it is not, ConfigError where it names a foreign place."""
+    completion = contracts.read(Completion, paths.complete, LaunchError)
+    Trust.of(config).require_place(completion.export_uri)
+    return completion
 
 
 def read_evaluation(paths: RunPaths, config: Config, completion: Completion) -> Evaluation:
@@ -74,18 +81,18 @@ def _rivals(config: Config, completion: Completion) -> list[Champion]:
 
 def _is_measurable(paths: RunPaths, config: Config, champion: Champion, digest: str) -> bool:
     """Whether the champion can be scored on this data; where it cannot, the reason is left for the gate."""
-    reason = _obstacle(config, champion)
+    reason = _obstacle(config, champion, digest)
     if reason:
         found = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=reason)
         storage.publish_json(paths.unmeasured, found.to_dict())
     return not reason
 
 
-def _obstacle(config: Config, champion: Champion) -> str:
+def _obstacle(config: Config, champion: Champion, digest: str) -> str:
     """Why the champion cannot be scored on this data; empty where nothing speaks against it."""
     trust = Trust.of(config)
     try:
-        trust.require_place(champion.run_uri)
+        trust.require_place(_champion_target(champion, digest).output_uri)
         task = read_recipe(champion.export_uri, champion.export_digest, trust).task
     except (ConfigError, CheckpointError) as error:
         return error.line

@@ -13,13 +13,13 @@ from kftrain.checkpoint.commit import differences
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
 from kftrain.data.manifest import Manifest
-from kftrain.errors import ConfigError, LaunchError, TrackingError
+from kftrain.errors import ConfigError, TrackingError
 from kftrain.plugins import user_code
 from kftrain.progress import Progress, to_log
 from kftrain.report import environment
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
-from kftrain.stages.evaluate import read_evaluation
+from kftrain.stages.evaluate import read_complete, read_evaluation
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
@@ -65,7 +65,7 @@ def task_metrics(config: Config) -> Metrics:
 
 def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
     with failure.reported(stage, paths, config, progress):
-        completion = contracts.read(Completion, paths.complete, LaunchError)
+        completion = read_complete(paths, config)
         evaluation = read_evaluation(paths, config, completion)
         shards, manifest = read_dataset(paths)
         mlflow_run_id = tracked.read(paths) or tracked.start(paths, config, shards, manifest)

@@ -324,6 +324,8 @@ def test_the_champion_is_not_scored_against_itself(tmp_path, scored):
         ({"root": "elsewhere"}, "elsewhere.*registry.trusted_roots"),
         ({"run_uri": "http://169.254.169.254/runs/c"}, "169.254.169.254.*registry.trusted_roots"),
         ({"export_uri": "simplecache::http://169.254.169.254/x"}, "chain"),
+        ({"checkpoint_digest": "../../../../x"}, "may not leave its folder"),
+        ({"checkpoint_digest": "a\0b"}, "control characters"),
     ],
 )
 def test_a_champion_that_cannot_be_scored_is_left_out_with_the_reason(tmp_path, scored, calls, options, reason):
@@ -353,18 +355,32 @@ def test_what_the_configuration_lists_is_scored(tmp_path, scored, calls, options
     assert not storage.exists(paths.unmeasured)
 
 
+@pytest.mark.parametrize("stage", [evaluate, register])
+def test_a_completion_that_names_a_foreign_place_is_refused(tmp_path, calls, monkeypatch, stage):
+    paths, _ = finished_run(tmp_path)
+    completion = contracts.read(contracts.Completion, paths.complete)
+    foreign = completion.model_copy(update={"export_uri": "http://169.254.169.254/export"})
+    storage.publish_json(paths.complete, foreign.to_dict())
+    monkeypatch.setattr(tracking, "status_of", lambda uri, run: "RUNNING")
+    monkeypatch.setattr(registry, "champion", lambda config: pytest.fail("went on"))
+    monkeypatch.setattr(registry, "register", lambda *arguments: pytest.fail("went on"))
+    with pytest.raises(ConfigError, match=r"169\.254\.169\.254.*registry\.trusted_roots"):
+        stage(paths.uri, calls.lines.append)
+
+
 def test_what_the_job_found_out_about_the_champion_is_said(tmp_path, scored, calls, monkeypatch):
     score, _, paths = scored
     champion = champion_of(tmp_path)
     score(champion)
     run_evaluation = launch.run_evaluation
 
-    def given_up(paths, config, digest, targets):
+    def given_up(paths, config, digest, own, others):
         found = contracts.Unmeasured(
             evaluation_digest=digest, export_digest=champion.export_digest, reason="a file is damaged"
         )
+        evaluations = run_evaluation(paths, config, digest, own, others)
         storage.publish_json(paths.unmeasured, found.to_dict())
-        return run_evaluation(paths, config, digest, targets)[:1]
+        return evaluations[:1]
 
     monkeypatch.setattr(launch, "run_evaluation", given_up)
     evaluate(paths.uri, calls.lines.append)
