@@ -245,6 +245,8 @@ class TrackingConfig(Section):
     """Experiment name; empty: the run's name."""
     kubeflow_url: str = ""
     """Address of the Kubeflow UI, for a tag that leads from MLflow to a pipeline run; `kftrain submit` fills it in."""
+    allow_credentials_over_http: bool = False
+    """Send MLflow's password or token over plain http to another machine: only in a network of your own."""
 
 
 class Config(Section):

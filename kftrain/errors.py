@@ -27,6 +27,9 @@ from __future__ import annotations
 import traceback
 from typing import Any, ClassVar
 
+from kftrain.credentials import redacted
+from kftrain.printable import printable
+
 NO_VALUE: Any = object()
 """Stands for "no value to show", since None may well be the offending value."""
 
@@ -43,7 +46,8 @@ class KftrainError(Exception):
     exit_code: ClassVar[int] = BUG_CODE
 
     def __init__(self, what: str, *, where: str = "", value: Any = NO_VALUE, fix: str = "") -> None:
-        self.what, self.where, self.value, self.fix = what, where, value, fix
+        self.what, self.where, self.fix = redacted(what), redacted(where), redacted(fix)
+        self.value = value
         super().__init__(self.line)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +60,7 @@ class KftrainError(Exception):
         shown = "" if self.value is NO_VALUE else f" (got {_shorten(self.value)})"
         where = f"{self.where}: " if self.where else ""
         fix = f"; {self.fix}" if self.fix else ""
-        return " ".join(f"{where}{self.what}{shown}{fix}".split())
+        return " ".join(printable(f"{where}{self.what}{shown}{fix}").split())
 
     @property
     def retryable(self) -> bool:
@@ -207,7 +211,7 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
         return error.to_dict()
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    line = f"internal error: {type(error).__name__}: {error} ({where})"
+    line = printable(redacted(f"internal error: {type(error).__name__}: {error} ({where})"))
     return {"kind": type(error).__name__, "exit_code": BUG_CODE, "line": " ".join(line.split()), "where": where}
 
 
@@ -229,5 +233,5 @@ class _Literal(str):
 
 
 def _shorten(value: Any, limit: int = 200) -> str:
-    text = repr(value)
+    text = repr(redacted(value)) if type(value) is str else redacted(repr(value))
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import shutil
 
-from kftrain import storage, tracking
+from kftrain import credentials, storage, tracking
 from kftrain.config import Config
 from kftrain.errors import ConfigError, RetryableError
+from kftrain.tracking.endpoint import require_private_credentials
 
 MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
@@ -17,6 +18,7 @@ def check(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
     check_batch(config)
     check_free_space(config)
+    require_private_credentials(config.tracking)
     tracking.check(config.tracking.uri)
 
 
@@ -40,6 +42,18 @@ def check_samples(config: Config, num_samples: int) -> None:
             where="train.global_batch_size",
             fix="lower it, or train on more data",
         )
+
+
+def check_credentials(config: Config) -> None:
+    """Raises ConfigError where a URI holds a password, a token or a signature: the run's folder keeps all of them."""
+    fixes = {
+        "tracking.uri": (config.tracking.uri, "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"),
+        "run.storage_root": (config.run.storage_root, "put them into the environment, where the store looks for them"),
+        "data.source": (config.data.source, "put them into the environment, or fetch the data first"),
+    }
+    for key, (uri, fix) in fixes.items():
+        if credentials.stand_in(uri):
+            raise ConfigError("a URI with credentials would be kept and shown", where=key, value=uri, fix=fix)
 
 
 def check_writable(config: Config) -> None:

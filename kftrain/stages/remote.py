@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from kftrain import launch, storage
+from kftrain import credentials, launch, storage
 from kftrain.config import Config
 from kftrain.data.sources import BUILT_IN
 from kftrain.errors import LaunchError
@@ -65,12 +64,17 @@ def _require_remote_source(config: Config) -> None:
 
 def _require_no_password(config: Config) -> None:
     """Kubeflow shows every parameter, and the configuration is one."""
-    if urlsplit(config.tracking.uri).password is not None:
-        raise LaunchError(
-            "Kubeflow would show the password in this URI to everybody",
-            where="tracking.uri",
-            fix="leave it out and put it into the secret kftrain-mlflow",
-        )
+    for key, uri in (
+        ("tracking.uri", config.tracking.uri),
+        ("data.source", config.data.source),
+        ("run.storage_root", config.run.storage_root),
+    ):
+        if credentials.stand_in(uri):
+            raise LaunchError(
+                "Kubeflow would show the password or token in this URI to everybody",
+                where=key,
+                fix="leave it out and put it into the secret kftrain-mlflow, or kftrain-storage",
+            )
 
 
 def _is_mounted(uri: str) -> bool:

@@ -7,6 +7,7 @@ again must still be the same training: launch settings may change, the model may
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kftrain import attempts, storage
+from kftrain import attempts, credentials, storage
 from kftrain import config as configuration
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import differences
@@ -121,8 +122,17 @@ def resumed(
 
 
 def anchored(config: Config, base: str | Path) -> Config:
-    """The configuration with the paths in it made absolute against `base`."""
+    """The configuration with the paths in it made absolute against `base`.
+
+    Of jobs on this machine user and password of MLflow leave the URI for the environment, which they inherit: what is
+    written from here on holds none. A cluster's jobs have secrets; there they are refused.
+    """
     data = config.data
+    if config.launch.backend == "local":
+        uri, variables = credentials.taken_out(config.tracking.uri)
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     if _names_a_path(data.source, base):
         data = data.model_copy(update={"source": storage.absolute(data.source, base)})
     return config.anchored(base).model_copy(update={"data": data})

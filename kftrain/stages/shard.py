@@ -60,6 +60,7 @@ def shard(
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
     with failure.announced("shard", progress):
+        preflight.check_credentials(config)
         preflight.check_writable(config)
         run = resolve.find_run(config, run_id, must_exist)
         is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))

@@ -16,18 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from kftrain import credentials
+from kftrain.config import TrackingConfig
+from kftrain.credentials import redacted as redacted
 from kftrain.errors import TrackingError
 
 PROBE_TIMEOUT_SECONDS = 5.0
 
 _SQLITE = "sqlite:///"
 _SQLITE_MAGIC = b"SQLite format 3\0"
-_USERINFO = re.compile(r"(\w+://)[^/@\s'\"]+@")
-
-
-def redacted(text: str) -> str:
-    """The text with `user:password@` removed from every URI in it."""
-    return _USERINFO.sub(r"\1", text)
+_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 
 def sqlite_path(uri: str) -> Path | None:
@@ -66,6 +64,22 @@ def require_supported(uri: str) -> None:
             where="tracking.uri",
             value=redacted(uri),
             fix="use a database, sqlite:///mlflow.db, or a server, http://…",
+        )
+
+
+def require_private_credentials(tracking: TrackingConfig) -> None:
+    """Raises TrackingError where a password or a token would cross a network in plain text."""
+    address = urlsplit(tracking.uri)
+    is_plain = address.scheme == "http" and not _LOOPBACK.fullmatch(address.hostname or "")
+    if not is_plain or tracking.allow_credentials_over_http:
+        return
+    known = {name for name, value in os.environ.items() if value}
+    if credentials.TOKEN_VARIABLE in known or {credentials.USERNAME_VARIABLE, credentials.PASSWORD_VARIABLE} <= known:
+        raise TrackingError(
+            "the credentials of MLflow would go over plain http, where anybody on the way reads them",
+            where="tracking.uri",
+            value=tracking.uri,
+            fix="use https, or set tracking.allow_credentials_over_http where the network is your own",
         )
 
 

@@ -69,6 +69,7 @@ def start_run(
     Of `further_tags` one that is '' is only set where the run has it. May be repeated. Raises TrackingError.
     """
     uri = config.tracking.uri
+    endpoint.require_private_credentials(config.tracking)
     check(uri)
     tags = run_tags(config, run_id, lineage)
     experiment_id = client.ensure_experiment(uri, config.experiment, _artifact_location(uri, config.experiment))

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 BASE = {
-    *("errors", "plain", "section", "layers", "cluster_config", "config", "contracts", "plugins"),
-    *("storage", "remote", "outages", "bootstrap", "processes", "attempts", "progress", "advice"),
+    *("errors", "credentials", "printable", "plain", "section", "layers", "cluster_config", "config", "contracts"),
+    *("plugins", "storage", "remote", "outages", "bootstrap", "processes", "attempts", "progress", "advice"),
 }
 """Modules that every folder may import; they import only each other."""
 

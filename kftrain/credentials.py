@@ -1,0 +1,117 @@
+"""Credentials in texts: found, left out of what is shown, and refused in what is kept.
+
+They come from the environment. Where they stand in a URI all the same, or a library quotes them in a message, nothing
+of them may be shown. In doubt more is left out: a password may hold every character that ends a URI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import quote, unquote
+
+USERNAME_VARIABLE, PASSWORD_VARIABLE = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+TOKEN_VARIABLE = "MLFLOW_TRACKING_TOKEN"
+
+SECRET_VARIABLES = (
+    *(PASSWORD_VARIABLE, TOKEN_VARIABLE, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    *("KF_PIPELINES_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_CLIENT_SECRET"),
+)
+"""Variables of the environment whose values are never shown."""
+
+MIN_SECRET_LENGTH = 6
+"""A shorter value of the environment is found only where a URI holds it: it may be part of any word."""
+
+HIDDEN = "***"
+
+_SCHEME = re.compile(r"(?<![\w+.-])(?<!://)[A-Za-z][A-Za-z0-9+.-]*://")
+_WORD = re.compile(r"[^\s'\"<>]*")
+_SECRET_PARAMETER = re.compile(
+    r"(?i)([?&;#](?:[\w.-]*(?:signature|token|secret|password|passwd|pwd|credentials?|api[_-]?key|access[_-]?key(?:id)?)"
+    r"|sig|key|auth|code)=)[^&;#\s'\"<>]+"
+)
+_SECRET_HEADER = re.compile(r"(?i)\b(bearer|basic) +[\w+/=.~-]{8,}")
+_PORT = re.compile(r"\d{1,5}")
+_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "adl", "az", "hdfs", "file", "memory", "sqlite"}
+"""Schemes whose names of containers and objects may hold an `@`."""
+
+
+def redacted(text: str) -> str:
+    """The text without passwords and tokens in its URIs, without signatures, and without secrets of the environment."""
+    if "://" in text:
+        text = _without_userinfo(text)
+        text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", text)
+    text = _SECRET_HEADER.sub(rf"\1 {HIDDEN}", text)
+    for secret in _secrets_of_environment():
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def stand_in(uri: str) -> bool:
+    """Whether a URI holds a password, a token or a signature."""
+    scheme = _SCHEME.match(uri)
+    if scheme is None:
+        return False
+    rest = uri[scheme.end() :]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    is_torn = "@" in rest and ":" in authority and not _PORT.fullmatch(authority.rpartition(":")[2])
+    in_authority = "@" in authority and (_is_web(scheme[0]) or ":" in authority.rpartition("@")[0])
+    return in_authority or is_torn or _SECRET_PARAMETER.search(uri) is not None
+
+
+def taken_out(uri: str) -> tuple[str, dict[str, str]]:
+    """The URI of a web server without `user:password@`, and these as variables in which MLflow looks for them.
+
+    A URI with anything else in it comes back as it is.
+    """
+    scheme = _SCHEME.match(uri)
+    if scheme is None or not _is_web(scheme[0]):
+        return uri, {}
+    authority = re.split(r"[/?#]", uri[scheme.end() :], maxsplit=1)[0]
+    userinfo, at, host = authority.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    if not (at and username and password):
+        return uri, {}
+    rest = uri[scheme.end() + len(authority) :]
+    return scheme[0] + host + rest, {USERNAME_VARIABLE: unquote(username), PASSWORD_VARIABLE: unquote(password)}
+
+
+def _without_userinfo(text: str) -> str:
+    """A text that is one URI is taken as a whole; in others a URI ends with its word, its line, or the next one."""
+    found = list(_SCHEME.finditer(text))
+    is_uri = bool(found) and found[0].start() == 0
+    if is_uri and not re.search(r"\s", text):
+        found = found[:1]
+    kept, position = [], 0
+    for number, scheme in enumerate(found):
+        limit = found[number + 1].start() if number + 1 < len(found) else len(text)
+        rest = text[scheme.end() : limit]
+        kept.append(text[position : scheme.end()])
+        position = scheme.end() + _userinfo_length(rest, _is_store(scheme[0]), is_uri and number == 0)
+    return "".join([*kept, text[position:]])
+
+
+def _userinfo_length(rest: str, is_store: bool, is_uri: bool) -> int:
+    """How many characters after `scheme://` are `user:password@`, at most."""
+    line = rest.partition("\n")[0]
+    word = line if is_uri else _WORD.match(line)[0]  # type: ignore[index]  # it matches the empty word too
+    authority = re.split(r"[/?#]", word, maxsplit=1)[0]
+    before_at = authority.rpartition("@")[0] or authority
+    may_be_password = ":" in before_at and ("@" in authority or not _PORT.fullmatch(before_at.partition(":")[2]))
+    if "@" in line and may_be_password:  # which may hold spaces and quotes too
+        return line.rindex("@") + 1
+    return word.rindex("@") + 1 if "@" in word and not is_store else 0
+
+
+def _secrets_of_environment() -> list[str]:
+    values = {os.environ.get(name, "") for name in SECRET_VARIABLES}
+    found = {form for value in values if len(value) >= MIN_SECRET_LENGTH for form in (value, quote(value, safe=""))}
+    return sorted(found, key=len, reverse=True)
+
+
+def _is_store(scheme: str) -> bool:
+    return scheme.lower().removesuffix("://") in _STORES
+
+
+def _is_web(scheme: str) -> bool:
+    return scheme.lower().endswith(("http://", "https://"))
