@@ -53,7 +53,7 @@ class DataConfig(Section):
     """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
     text_field: str = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
-    shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 64_000_000
+    shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
     """Target size of one shard."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""

@@ -1,12 +1,13 @@
 """How stages and workers say what they are doing: one line of text at a time.
 
 Inside a pipeline they share their standard output with kfp's own log and with whatever libraries print, so their
-lines carry a prefix by which `kftrain run` finds them again.
+lines carry a prefix by which `kftrain run` finds them again, to show them. Nothing is decided by them (channel.py).
 """
 
 from __future__ import annotations
 
 import re
+import select
 import sys
 from collections.abc import Callable
 
@@ -16,24 +17,44 @@ Progress = Callable[[str], None]
 PREFIX = "kftrain| "
 """Marks a line of ours in a log of many writers."""
 
-RUN_LINE = "run "
-"""A stage's line that names the run: `run <run URI>`."""
-
 ERROR_LINE = "error "
 """A stage's line that says why it failed: `error <error.json on one line>`."""
 
-STEP = re.compile(r"^step (\d+)/(\d+)\b")
+STEP = re.compile(r"^step (\d{1,15})/(\d{1,15})\b")
 """What rank 0 prints at every recorded step."""
 
 
 VERIFYING = "verifying the shards"
 """What rank 0 prints when all processes have met, and the data is looked at before the first step."""
 
+PATIENCE_SECONDS = 5.0
+"""How long a console may be halted before lines are left out."""
+
 
 def to_log(line: str) -> None:
-    """Writes a marked line to standard output at once, whatever it is connected to."""
+    """Writes a marked line to standard output at once, whatever it is connected to.
+
+    A console that nobody reads costs the line: whoever waits for it would stop a launcher, and with it a job.
+    """
+    if not _is_read():
+        return
     sys.stdout.write(f"{PREFIX}{line}\n")
     sys.stdout.flush()
+
+
+def _is_read() -> bool:
+    """Whether standard output takes a line now, or soon; once it has not, nobody waits for it again."""
+    global _patience_seconds
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # something in memory
+        return True
+    writable = select.select([], [descriptor], [], _patience_seconds)[1]
+    _patience_seconds = PATIENCE_SECONDS if writable else 0.0
+    return bool(writable)
+
+
+_patience_seconds = PATIENCE_SECONDS
 
 
 def unmarked(raw: str) -> str | None:

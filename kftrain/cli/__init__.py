@@ -10,6 +10,7 @@ import click
 
 from kftrain import __version__, outages
 from kftrain.errors import ConfigError, InterruptedByUser, KftrainError
+from kftrain.printable import printable
 
 EXTRAS = {
     **{"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"},
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def fail(line: str, code: int) -> NoReturn:
     """Ends the program with one line."""
-    click.echo(f"kftrain: error: {line}", err=True)
+    click.echo(f"kftrain: error: {printable(line)}", err=True)
     sys.exit(code)
 
 

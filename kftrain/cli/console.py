@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import click
 
+from kftrain.printable import printable
 from kftrain.progress import STEP
 
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -36,7 +37,7 @@ class PlainDisplay:
 
     def line(self, text: str) -> None:
         """Prints it."""
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
 
     def step(self, done: int, total: int, text: str) -> None:
         """Prints it if the last one is long enough ago."""
@@ -55,7 +56,7 @@ class TerminalDisplay:
 
     def line(self, text: str) -> None:
         """Prints it above the bar."""
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def step(self, done: int, total: int, text: str) -> None:
         """Moves the bar."""
@@ -90,7 +91,7 @@ def show_step(shown: Display, line: str) -> bool:
     if " validation/" in line:  # few, and what the training is for: none is left out, and none is wiped away by the bar
         shown.line(_squeezed(line))
         return True
-    shown.step(int(match.group(1)), int(match.group(2)), _squeezed(line))
+    shown.step(int(match.group(1)), int(match.group(2)), _squeezed(printable(line)))
     return True
 
 

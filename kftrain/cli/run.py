@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import click
 
+from kftrain import channel, storage
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.advice import Place, Situation
+from kftrain.channel import Channel
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
@@ -26,7 +27,8 @@ from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, InterruptedByUser, RetryableError
 from kftrain.launch.outage import tolerated
-from kftrain.progress import ERROR_LINE, RUN_LINE, unmarked
+from kftrain.printable import printable
+from kftrain.progress import unmarked
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, parameters, resolve, tracked
 
@@ -56,11 +58,12 @@ def run_command(
         command = started_by(config_file or kept, overrides, workdir)
         situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))
         os.environ.update(situation.to_environment())
-        with display() as shown:
-            watched = Watched(shown, log_file)
+        with display() as shown, channel.opened(temporary) as told:
+            watched = Watched(shown, log_file, told)
             arguments = _write_inputs(temporary, config, resume_run)
             process = PipelineProcess(runner.OWN_PIPELINE, arguments, temporary / "root", folder)
             code = process.follow(watched.on_line)
+            watched.listen()
     if process.killed:
         _after_kill(watched, config)
     return _conclude(watched, code, process.stop_code, situation)
@@ -81,10 +84,10 @@ class Log(Protocol):
 
 
 class Watched:
-    """Sorts the pipeline's output: everything to the log, our own lines to the display, and what they tell to us."""
+    """Sorts the pipeline's output: everything to the log, our own lines to the display; what decides is told."""
 
-    def __init__(self, shown: Display, log: Log) -> None:
-        self._shown, self._log = shown, log
+    def __init__(self, shown: Display, log: Log, told: Channel) -> None:
+        self._shown, self._log, self._told = shown, log, told
         self.run_uri = ""
         self.error: dict[str, Any] | None = None
         """The last error that a stage has announced."""
@@ -92,16 +95,19 @@ class Watched:
     def on_line(self, raw: str) -> None:
         """Takes one line of output."""
         self._log.write(raw)
+        self.listen()
         text = unmarked(raw)
-        if text is None or show_step(self._shown, text):
-            return
-        if text.startswith(ERROR_LINE):
-            self.error = json.loads(text.removeprefix(ERROR_LINE))
-        elif text.startswith(RUN_LINE):
-            self.run_uri = text.removeprefix(RUN_LINE)
-            self._shown.line(f"run {RunPaths(self.run_uri).run_id} in {self.run_uri}")
-        else:
+        if text is not None and not show_step(self._shown, text):
             self._shown.line(text)
+
+    def listen(self) -> None:
+        """Takes what the stages have told meanwhile."""
+        for kind, content in self._told.messages():
+            if kind == channel.ERROR:
+                self.error = content
+            else:
+                self.run_uri = content
+                self._shown.line(f"run {RunPaths(self.run_uri).run_id} in {self.run_uri}")
 
 
 def _warn(line: str) -> None:
@@ -169,13 +175,13 @@ def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation)
     from kftrain.cli import summary
 
     if code == 0:
-        click.echo("\n".join(summary.success_lines(watched.run_uri)))
+        click.echo(printable("\n".join(summary.success_lines(watched.run_uri))))
         return 0
     situation = dataclasses.replace(situation, run_uri=watched.run_uri or situation.run_uri)
     error = _error(watched, stop_code, situation.log)
     code = stop_code or int(error.get("exit_code", BUG_CODE))
-    click.echo("\n".join(summary.failure_lines(error, situation)), err=True)
-    click.echo(f"kftrain: error: {error['line']}", err=True)
+    click.echo(printable("\n".join(summary.failure_lines(error, situation))), err=True)
+    click.echo(printable(f"kftrain: error: {error['line']}"), err=True)
     sys.exit(code)
 
 

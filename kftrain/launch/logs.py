@@ -18,12 +18,16 @@ from typing import Any, Protocol
 
 from kftrain.errors import KftrainError
 from kftrain.launch.observation import Pod
+from kftrain.printable import printable
 from kftrain.progress import STEP, VERIFYING, to_log, unmarked
 
 RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
 TAIL_LINES = 40
 JOIN_SECONDS = 5.0
+MAX_WAITING_LINES = 2000
+"""Of what a launcher shows; a line has 16 KiB at most."""
+
 DRAIN_SECONDS = 60.0
 """How long a pod that goes on to print after the end of its job is followed: longer than its grace."""
 
@@ -61,8 +65,8 @@ class Logs:
         limited: bool = True,
     ) -> None:
         self._source, self._prefixed, self._follow = source, num_workers > 1, follow
-        self._write, self._limited = write or _to_stdout, limited
-        self._broken: BrokenPipeError | None = None
+        self._console = _Console(write or _to_stdout, MAX_WAITING_LINES if limited else None)
+        self._limited = limited
         self._drained_at = float("inf")
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
@@ -95,6 +99,7 @@ class Logs:
         for uid, thread in list(self._threads.items()):
             if uids is None or uid in uids:
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._console.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self, patiently: bool = True) -> None:
         """Nothing is connected again; `patiently` waits a moment for the ends of the logs."""
@@ -111,13 +116,14 @@ class Logs:
         for thread in self._threads.values():
             while thread.is_alive() and not self.is_broken:
                 thread.join(timeout=JOIN_SECONDS)
-        if self._broken is not None:
-            raise self._broken
+        self._console.flush(JOIN_SECONDS)
+        if self._console.broken is not None:
+            raise self._console.broken
 
     @property
     def is_broken(self) -> bool:
         """Whether nobody reads what is written."""
-        return self._broken is not None
+        return self._console.broken is not None
 
     def tail(self, index: int) -> list[str]:
         """The last lines of a worker."""
@@ -130,8 +136,8 @@ class Logs:
         except KftrainError as error:
             if not self._closed.is_set():
                 to_log(f"warning: the log of {pod.name} is no longer shown: {error.line}")
-        except BrokenPipeError as error:
-            self._broken = error
+        except BrokenPipeError:  # as the console knows
+            pass
 
     def _read_to_end(self, pod: Pod) -> None:
         """Until the pod's container has ended, and its log without a connection that broke."""
@@ -190,14 +196,14 @@ class Logs:
                 self.verifying = text.startswith(VERIFYING)
             if text is not None and step is not None:
                 self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
-            if not gauge.is_same_second(time.monotonic()):
-                self._say_left_out(pod, gauge.left_out())
-            if not self._limited or gauge.admits() or step is not None:
-                self._write(self._prefix(pod) + line)
+        if not gauge.is_same_second(time.monotonic()):
+            self._say_left_out(pod, gauge.left_out())
+        if not self._limited or gauge.admits() or step is not None:
+            self._console.show(self._prefix(pod) + line)
 
     def _say_left_out(self, pod: Pod, count: int) -> None:
         if count:
-            self._write(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
+            self._console.show(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
 
     def _prefix(self, pod: Pod) -> str:
         return f"worker-{pod.index}: " if self._prefixed else ""
@@ -256,6 +262,72 @@ class _Gauge:
         """Whether one more line is shown."""
         self._count += 1
         return self._count <= MAX_LINES_PER_SECOND
+
+
+class _Console:
+    """Shows lines, made printable: other people's programs wrote them.
+
+    With a limit nobody who has lines to show waits for whoever reads them: they are written by a thread of their own,
+    and what is more than the limit is counted. Without one every line is written, whatever that takes.
+    """
+
+    def __init__(self, write: Callable[[str], None], max_waiting: int | None) -> None:
+        self._write, self._max_waiting = write, max_waiting
+        self._waiting: deque[str] = deque()
+        self._num_left_out = 0
+        self._is_writing = False
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.broken: BrokenPipeError | None = None
+        """What was raised where nobody reads any more."""
+
+    def show(self, line: str) -> None:
+        """Shows a line, now or soon. Raises BrokenPipeError, without a limit, where nobody reads it."""
+        if self._max_waiting is None:
+            with self._turn:
+                self._write_one(line)
+            if self.broken is not None:
+                raise self.broken
+            return
+        with self._changed:
+            if self.broken is not None:
+                return
+            if len(self._waiting) >= self._max_waiting:
+                self._num_left_out += 1
+                return
+            if self._num_left_out:
+                self._waiting.append(f"… {self._num_left_out} lines left out: nobody read them here")
+                self._num_left_out = 0
+            self._waiting.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="console")
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Waits a while until all is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
+
+    def _run(self) -> None:
+        while self.broken is None:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                line, self._is_writing = self._waiting.popleft(), True
+            self._write_one(line)
+        with self._changed:
+            self._waiting.clear()
+            self._is_writing = False
+            self._changed.notify_all()
+
+    def _write_one(self, line: str) -> None:
+        try:
+            self._write(printable(line))
+        except BrokenPipeError as error:
+            self.broken = error
 
 
 def moment(stamp: str) -> tuple[int, int] | None:

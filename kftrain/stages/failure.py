@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from kftrain import contracts, errors, storage
+from kftrain import channel, contracts, errors, storage
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import FencedError, KftrainError
@@ -69,7 +69,8 @@ def _announced(stage: str, progress: Progress) -> Iterator[None]:
     except BaseException as error:
         found = document(stage, error)
         leave_step_message(str(found["line"]), int(found["exit_code"]))
-        progress(ERROR_LINE + json.dumps(found))
+        if not channel.tell(channel.ERROR, found):
+            progress(ERROR_LINE + json.dumps(found))
         if os.environ.get(KFP_RUNTIME_ENV):
             sys.excepthook = _show_in_one_line
         raise

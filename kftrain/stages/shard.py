@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain import report, storage
+from kftrain import channel, report, storage
 from kftrain.config import Config
 from kftrain.contracts import RunPaths, RunShards
 from kftrain.data import manifest, sharding
 from kftrain.data.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
-from kftrain.progress import RUN_LINE, Progress, to_log
+from kftrain.progress import Progress, to_log
 from kftrain.stages import failure, preflight, remote, resolve
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome
@@ -66,7 +66,8 @@ def shard(
         is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
         prepared = _prepare(run, progress) if is_old else None
         resolve.keep(run, job_id)
-    progress(RUN_LINE + paths.uri)
+    if not channel.tell(channel.RUN, paths.uri):
+        progress(f"run {paths.uri}")
     with failure.reported("shard", paths, config, progress):
         return _opened(paths, prepared or _prepare(run, progress), progress)
 

@@ -1,4 +1,13 @@
+import contextlib
+import os
+
+import pytest
+
+from kftrain import progress
 from kftrain.cli.console import PlainDisplay, TerminalDisplay, show_step
+from kftrain.errors import KftrainError
+from kftrain.launch import logs
+from kftrain.printable import printable
 from kftrain.progress import PREFIX, to_log, unmarked
 
 
@@ -74,3 +83,56 @@ def test_a_marked_line_is_found_again_however_it_was_indented(capfd):
     assert unmarked("    " + written) == "shards written"
     assert unmarked("shards written") is None
     assert written.startswith(PREFIX)
+
+
+FOREIGN = {
+    "\x1b[31mred\x1b[0m": "red",
+    "\x1b]0;title\x07text": "text",
+    "\x1b]8;;http://evil\x1b\\\\link\x1b]8;;\x1b\\\\": "link",
+    "\x1b]52;c;aGk=\x07clipboard": "clipboard",
+    "\x9b2Jcleared": "cleared",
+    "\x1bcreset": "reset",
+    "a\rb\x08\x00": "a\ufffdb\ufffd\ufffd",
+    "\u202eright to left\ud800": "\ufffdright to left\ufffd",
+    "tab\tnewline\nß": "tab\tnewline\nß",
+    "\x1b]never ends": "",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_foreign_text_cannot_steer_a_terminal(text, capfd):
+    PlainDisplay().line(text)
+    assert capfd.readouterr().err == FOREIGN[text] + "\n"
+    bar, told = FakeBar(), Recorded()
+    TerminalDisplay(bar).line(text)
+    assert bar.printed == [FOREIGN[text]]
+    show_step(told, "step 1/2 " + text)
+    assert all(character.isprintable() for _, _, shown in told.steps for character in shown.replace("\ufffd", "?"))
+    assert printable(KftrainError(text).line) == KftrainError(text).line == " ".join(FOREIGN[text].split())
+    found = []
+    logs._Console(found.append, None).show(text)
+    assert found == [FOREIGN[text]]
+
+
+def test_a_console_that_nobody_reads_costs_lines_and_not_the_launcher(monkeypatch):
+    """Standard output is a full pipe."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    monkeypatch.setattr(progress, "_patience_seconds", 0.05)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    with open(writing, "w") as halted:
+        monkeypatch.setattr(progress.sys, "stdout", halted)
+        for _ in range(100):
+            to_log("a line that nobody reads")
+        os.set_blocking(reading, False)
+        with contextlib.suppress(BlockingIOError):
+            while set(os.read(reading, 4096)) == {ord("x")}:
+                pass
+        to_log("read again")
+        monkeypatch.undo()
+    assert os.read(reading, 1 << 16) == b"kftrain| read again\n"
+    os.close(reading)

@@ -1,18 +1,19 @@
 """How `kftrain run` understands its command line and the output of the pipeline, without running one."""
 
 import io
-import json
+import os
 from pathlib import Path
 
 import pytest
 from helpers.documents import opened_run
 
-from kftrain import config, storage, tracking
+from kftrain import channel, config, storage, tracking
 from kftrain.advice import Place, Situation
 from kftrain.cli import log, run
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
-from kftrain.stages import tracked
+from kftrain.progress import to_log
+from kftrain.stages import failure, tracked
 
 HERE = Situation(Place.LAPTOP, log="x.log")
 
@@ -28,20 +29,37 @@ class Recorded:
         self.steps.append(done)
 
 
+class Told:
+    """What stages have told, in place of the file."""
+
+    def __init__(self, *messages):
+        self.waiting = list(messages)
+
+    def messages(self):
+        told, self.waiting = self.waiting, []
+        return told
+
+
+def watching():
+    return run.Watched(Recorded(), io.StringIO(), Told())
+
+
 def saved_run(tmp_path, *overrides):
     resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}/store", *overrides])
     return opened_run(resolved, "a-1").paths
 
 
 def test_only_our_own_lines_are_shown_and_everything_is_logged():
-    log, shown = io.StringIO(), Recorded()
-    watched = run.Watched(shown, log)
+    log, shown, told = (
+        io.StringIO(),
+        Recorded(),
+        Told(("run", "/w/runs/a-1"), ("error", {"line": "no", "exit_code": 11})),
+    )
+    watched = run.Watched(shown, log, told)
     lines = [
         "\x1b[96mExecuting task\x1b[0m\n",
-        "    kftrain| run /w/runs/a-1\n",
         "    kftrain| step 5/10 loss 1\n",
         "    kftrain| 12 shards\n",
-        '    kftrain| error {"line": "no", "exit_code": 11}\n',
         "Traceback (most recent call last):\n",
     ]
     for line in lines:
@@ -99,7 +117,7 @@ def test_a_run_is_found_where_a_shells_completion_writes_it(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("stop_code", "expected"), [(0, 12), (130, 130), (143, 143)])
 def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, expected, tmp_path, capfd):
-    watched = run.Watched(Recorded(), io.StringIO())
+    watched = watching()
     watched.run_uri = f"{tmp_path}/runs/a-1"
     error = {**CheckpointError("no usable checkpoint").to_dict(), "stage": "train"}
     storage.publish_json(RunPaths(watched.run_uri).error, error)
@@ -110,8 +128,9 @@ def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, e
 
 
 def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd):
-    watched = run.Watched(Recorded(), io.StringIO())
-    watched.on_line("kftrain| error " + json.dumps({"line": "cannot write", "exit_code": 10}) + "\n")
+    watched = watching()
+    watched._told = Told(("error", {"line": "cannot write", "exit_code": 10}))
+    watched.listen()
     with pytest.raises(SystemExit) as caught:
         run._conclude(watched, 1, 0, HERE)
     assert caught.value.code == 10
@@ -119,10 +138,11 @@ def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd)
 
 
 def test_what_a_stage_announced_is_newer_than_what_lies_in_the_run(tmp_path, capfd):
-    watched = run.Watched(Recorded(), io.StringIO())
+    watched = watching()
     watched.run_uri = f"{tmp_path}/runs/a-1"
     storage.publish_json(RunPaths(watched.run_uri).error, CheckpointError("of last week").to_dict())
-    watched.on_line("kftrain| error " + json.dumps({"line": "cannot write", "exit_code": 10}) + "\n")
+    watched._told = Told(("error", {"line": "cannot write", "exit_code": 10}))
+    watched.listen()
     with pytest.raises(SystemExit) as caught:
         run._conclude(watched, 1, 0, HERE)
     assert caught.value.code == 10
@@ -131,7 +151,7 @@ def test_what_a_stage_announced_is_newer_than_what_lies_in_the_run(tmp_path, cap
 
 def test_an_interruption_that_no_stage_could_report_is_no_riddle(capfd):
     with pytest.raises(SystemExit) as caught:
-        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 130, HERE)
+        run._conclude(watching(), 1, 130, HERE)
     assert caught.value.code == 130
     assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: interrupted"
 
@@ -143,7 +163,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
-    watched = run.Watched(Recorded(), io.StringIO())
+    watched = watching()
     watched.run_uri = paths.uri
     run._after_kill(watched, resolved)
     assert ended == [("m-1", "KILLED")]
@@ -156,7 +176,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
 def test_after_a_second_signal_a_job_on_a_cluster_is_named(tmp_path, monkeypatch, capfd):
     """It may go on, so its MLflow run is left as it is."""
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it may still be running"))
-    watched = run.Watched(Recorded(), io.StringIO())
+    watched = watching()
     watched.run_uri = f"{tmp_path}/runs/a-1"
     run._after_kill(watched, config.parse("launch: {backend: pytorchjob}"))
     assert f"kftrain cancel {watched.run_uri}" in capfd.readouterr().err
@@ -205,6 +225,31 @@ def test_no_room_for_temporary_files_is_an_error_that_may_pass(monkeypatch):
 
 def test_a_pipeline_that_says_nothing_is_a_bug_with_its_log(tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
-        run._conclude(run.Watched(Recorded(), io.StringIO()), 1, 0, HERE)
+        run._conclude(watching(), 1, 0, HERE)
     assert caught.value.code == 1
     assert "x.log" in capfd.readouterr().err
+
+
+def test_a_users_line_decides_nothing(tmp_path):
+    """Whatever a user's code prints: no line of it stops `kftrain run`, names its run or its error."""
+    watched = watching()
+    watched.run_uri = "/w/runs/a-1"
+    for text in ("error {", 'error {"line": "x", "exit_code": 0}', "error []", "run /elsewhere", "run ", "step 1/0"):
+        watched.on_line(f"user says: kftrain| {text}\n")
+    watched.on_line("kftrain| step " + "9" * 5000 + "/1\n")
+    assert (watched.run_uri, watched.error) == ("/w/runs/a-1", None)
+
+
+def test_a_stage_tells_its_parent_what_it_must_know(tmp_path, capsys):
+    with channel.opened(tmp_path) as told:
+        watched = run.Watched(Recorded(), io.StringIO(), told)
+        assert channel.tell(channel.RUN, "/w/runs/b-2")
+        with pytest.raises(CheckpointError), failure.announced("train", to_log):
+            raise CheckpointError("no usable checkpoint")
+        with (tmp_path / "channel").open("a") as stream:
+            stream.write('[1]\n{"error": 3}\n{"run": {}}\nno json\n\xff\n{"run": "/torn')
+        watched.on_line("a line of anybody\n")
+    assert watched.run_uri == "/w/runs/b-2"
+    assert (watched.error["exit_code"], watched.error["stage"]) == (12, "train")
+    assert not channel.tell(channel.RUN, "x") and channel.VARIABLE not in os.environ
+    assert "no usable checkpoint" not in capsys.readouterr().out

@@ -261,6 +261,30 @@ def test_logs_that_nobody_reads_end_with_the_error_of_the_pipe():
     assert one.is_broken
 
 
+def test_a_console_that_nobody_reads_holds_up_neither_the_launcher_nor_what_it_learns(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_WAITING_LINES", 3)
+    monkeypatch.setattr(logs, "JOIN_SECONDS", 0.05)
+    is_read, found = threading.Event(), []
+
+    def write(line):
+        assert is_read.wait(60.0)
+        found.append(line)
+
+    lines = [raw(index, f"line {index}") for index in range(20)]
+    one = Logs(ScriptedSource([*lines, raw(50, "kftrain| step 7/20 loss 1")], []), 1, write)
+    one.follow([POD])
+    wait_until(lambda: one.step == 7, 30.0)
+    one.follow([Pod("p", "u2", 1, running=True)])
+    assert one.tail(0)[-1] == "kftrain| step 7/20 loss 1" and not found
+    one.finish()
+    is_read.set()
+    one._console.flush(30.0)
+    one._console.show("later")
+    one._console.flush(30.0)
+    note = f"… {len(lines) + 1 - len(found[:-2])} lines left out: nobody read them here"
+    assert found == [*(f"line {index}" for index in range(len(found) - 2)), note, "later"] and len(found) <= 6
+
+
 def test_the_next_second_tells_how_much_was_left_out(monkeypatch):
     monkeypatch.setattr(logs, "MAX_LINES_PER_SECOND", 1)
     now = iter([0.0, 0.1, 0.2, 1.5, 1.6])
