@@ -220,8 +220,8 @@ class CheckpointWriter:
         files = {**files, commit.HISTORY: commit.entry_of_text(content)}
         commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
         try:
+            commit.retire(self._paths, self._keep_last, name.attempt)  # first: it makes room
             storage.publish_json(self._paths.history, history)
-            commit.retire(self._paths, self._keep_last, name.attempt)
         except Exception as error:
             if not _is_of_storage(error):
                 raise
