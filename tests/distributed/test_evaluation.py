@@ -1,5 +1,7 @@
 """Evaluation jobs: the same bytes on any number of processes, and the same numbers as a plain loop."""
 
+import json
+
 import numpy as np
 import pytest
 from helpers import jobs
@@ -47,6 +49,29 @@ def evaluate(trained, output_uri, processes):
 def test_metrics_are_identical_for_one_two_and_three_processes(trained, tmp_path):
     results = {processes: evaluate(trained, str(tmp_path / str(processes)), processes) for processes in (1, 2, 3)}
     assert results[1] == results[2] == results[3]
+
+
+def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_when_it_runs_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(jobs.TESTS))
+    overrides = ["task.kind=helpers.scripted_task:ScriptedTask", "train.steps=5", "optimizer.warmup_steps=1"]
+    paths, resolved = jobs.make_run(tmp_path, overrides)
+    assert jobs.run_worker(paths, resolved).returncode == 0
+    job = paths, resolved, contracts.read(Completion, paths.complete)
+    undisturbed = evaluate(job, str(tmp_path / "undisturbed"), 2)
+    target = target_of(job[2], str(tmp_path / "killed"))
+    digest = evaluation_digest(resolved, job[2].dataset_digest)
+    storage.publish_json(
+        paths.evaluation_request, EvaluationRequest(evaluation_digest=digest, targets=[target]).to_dict()
+    )
+    process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=json.dumps({"statistics_seconds": 60}))
+    jobs.wait_for_line(process, "slow statistics")
+    jobs.ranks_of(process)[0].kill()
+    output = process.communicate(timeout=150)[0]
+    assert process.returncode >= 128, output
+    assert storage.list_names(target.output_uri) == []
+    assert evaluate(job, target.output_uri, 1) == undisturbed
 
 
 def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained, tmp_path):

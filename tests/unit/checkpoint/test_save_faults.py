@@ -7,10 +7,12 @@ import pathlib
 import threading
 import time
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import checkpoints, full_disk
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from kftrain import attempts, storage
 from kftrain.checkpoint import commit
@@ -116,6 +118,52 @@ def test_files_are_hashed_while_they_are_written_and_not_read_again(paths, write
     assert ("__0_0.distcp", "wb") in opened
     assert [name for name, mode in opened if "r" in mode] == []
     assert_whole(paths, 3)
+
+
+@pytest.fixture
+def bucket():
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    filesystem.rm("/bucket", recursive=True)
+
+
+def test_an_object_store_gets_each_file_once_and_is_not_asked_for_them_again(world, bucket, monkeypatch):
+    paths = RunPaths.of("memory://bucket/store", "r")
+    attempts.claim(paths, 0, 1)
+    writer = checkpoints.writer_of(paths, world)
+    opened = []
+    before = type(bucket)._open
+
+    def recorded(self, path, mode="rb", **options):
+        opened.append((path.rsplit("/", 1)[-1], mode))
+        return before(self, path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "_open", recorded)
+        checkpoints.save(writer, 3)
+    assert opened.count(("__0_0.distcp", "wb")) == 1
+    assert [name for name, mode in opened if mode == "rb" and name.endswith((".distcp", ".metadata"))] == []
+    uri = f"{paths.checkpoints}/step-00000003-a1"
+    files = commit.read_manifest(uri)[0].files
+    assert files.keys() == {"__0_0.distcp", ".metadata", "history.json"}
+    for name, entry in files.items():
+        assert hashlib.sha256(bucket.cat_file(f"{uri}/{name}")).hexdigest() == entry.sha256, name
+    loaded = {"model": {"weight": torch.zeros(10_000)}}
+    dcp.load(loaded, storage_reader=FsspecReader(uri))
+    assert torch.equal(loaded["model"]["weight"], torch.full((10_000,), 3.0))
+
+
+def test_an_object_store_that_refuses_in_the_middle_keeps_nothing_of_the_save(world, bucket, monkeypatch):
+    paths = RunPaths.of("memory://bucket/store", "r")
+    attempts.claim(paths, 0, 1)
+    writer = checkpoints.writer_of(paths, world)
+    checkpoints.save(writer, 1)
+    with monkeypatch.context() as patch, storage.patience(0):
+        patch.setattr(commit, "commit", refusing(errno.EIO))
+        with pytest.raises(RetryableError, match="could not be committed"):
+            checkpoints.save(writer, 2)
+    assert [path for path in bucket.find("/bucket") if "step-00000002" in path] == []
+    assert [name.step for name in commit.committed(paths)] == [1]
 
 
 def test_fault_43_a_checkpoint_is_never_written_over(paths, world, writer):
