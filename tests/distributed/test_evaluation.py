@@ -59,8 +59,8 @@ def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_
     paths, resolved = jobs.make_run(tmp_path, overrides)
     assert jobs.run_worker(paths, resolved).returncode == 0
     job = paths, resolved, contracts.read(Completion, paths.complete)
-    undisturbed = evaluate(job, str(tmp_path / "undisturbed"), 2)
-    target = target_of(job[2], str(tmp_path / "killed"))
+    undisturbed = evaluate(job, storage.join(paths.uri, "undisturbed"), 2)
+    target = target_of(job[2], storage.join(paths.uri, "killed"))
     digest = evaluation_digest(resolved, job[2].dataset_digest)
     storage.publish_json(
         paths.evaluation_request, EvaluationRequest(evaluation_digest=digest, targets=[target]).to_dict()
