@@ -142,7 +142,8 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
     if not resume:
         return config, ""
     here = storage.absolute(resume)  # what a shell completes starts in the current folder
-    uri = here if "/" in resume and storage.exists(RunPaths(here).config) else resume
+    is_here = "/" in resume and storage.is_local(here) and storage.exists(RunPaths(here).config)
+    uri = here if is_here else resume
     return resolve.resumed(config, overrides, uri, folder, keep=not config_file)
 
 
