@@ -179,13 +179,17 @@ class Title:
             self._apply()
 
     def _apply(self) -> None:
-        """Sets the aliases to the end of the journal until they are seen to agree with it."""
+        """Sets the aliases to the end of the journal until they are seen to agree with it.
+
+        A champion that was deleted meanwhile can have no alias: whoever settles next enters that.
+        """
         for _ in range(MAX_ROUNDS):
             entries = self.journal.entries()
             wanted = {CHAMPION: champion_version(entries), PREVIOUS_CHAMPION: self._predecessor(entries)}
             actual = client.get_aliases(self.uri, self.model_name)
             different = {alias: version for alias, version in wanted.items() if actual.get(alias) != version}
-            if not different:
+            champion = different.get(CHAMPION)
+            if not different or (champion is not None and not self.exists(champion)):
                 return
             for alias, version in different.items():
                 client.set_alias(self.uri, self.model_name, alias, version)
