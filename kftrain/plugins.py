@@ -18,6 +18,12 @@ def is_plugin(kind: str) -> bool:
     return ":" in kind and "/" not in kind
 
 
+def search_current_folder() -> None:
+    """Lets modules of the current folder be found."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # at the end: a user's file must not hide an installed package
+
+
 def load_attribute(spec: str, where: str) -> Any:
     """What `module:attr` names. `where` is the configuration key, for errors.
 
@@ -29,8 +35,7 @@ def load_attribute(spec: str, where: str) -> Any:
         raise ConfigError(
             "not of the form module:attr", where=where, value=spec, fix="e.g. my_package.my_module:MyTask"
         )
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # at the end: a user's file must not hide an installed package
+    search_current_folder()
     try:
         with user_code(where):
             module = importlib.import_module(module_name)

@@ -12,6 +12,7 @@ from kftrain.contracts import RunPaths
 from kftrain.launch import pytorchjob
 from kftrain.launch.base import build_launcher
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, JobTask, evaluate_job, train_job
+from kftrain.models.signature import check_options
 from kftrain.stages import preflight, resolve, tracked
 
 ALL_TASKS: tuple[JobTask, ...] = ("train", "evaluate")
@@ -34,6 +35,7 @@ def job_of_run(run_uri: str, task: JobTask) -> str:
 
 def _shown(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:
     preflight.check_batch(config)
+    check_options(config.model)
     show = _as_pytorchjob if config.launch.backend == "pytorchjob" else _as_command
     return "".join(show(_spec(task, paths, config, mlflow_run_id), config) for task in tasks)
 

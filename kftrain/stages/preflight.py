@@ -8,6 +8,7 @@ import shutil
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
 from kftrain.errors import ConfigError, RetryableError
+from kftrain.models.signature import check_options
 from kftrain.tracking.endpoint import require_private_credentials
 
 MIN_FREE_SHARDS = 2
@@ -17,6 +18,7 @@ MIN_FREE_SHARDS = 2
 def check(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
     check_batch(config)
+    check_options(config.model)
     check_free_space(config)
     require_private_credentials(config.tracking)
     tracking.check(config.tracking.uri)

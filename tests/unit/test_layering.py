@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "registry": {"tracking", "checkpoint"},
     "train": {"data", "models", "parallel", "tasks", "checkpoint", "tracking", "launch", "evaluate"},
     "evaluate": {"data", "models", "parallel", "tasks", "checkpoint"},
-    "stages": {"data", "tasks", "checkpoint", "evaluate", "launch", "registry", "report", "tracking"},
+    "stages": {"data", "tasks", "checkpoint", "evaluate", "launch", "models", "registry", "report", "tracking"},
     "cli": {"data", "tasks", "checkpoint", "train", "launch", "registry", "report", "stages", "pipelines"},
     "components": {"stages"},
     "pipelines": {"components"},
