@@ -35,20 +35,21 @@ MAX_HANGING = 5
 
 
 class Heartbeat:
-    """Within the block, threads write the file at once and then at every interval.
+    """Within the block, a thread writes the file at once and then at every interval.
 
-    A write that fails is made again at the next interval, and one that hangs is not waited for. The file stays: a
-    launcher that ended has left no job.
+    A write that fails is made again at the next interval; for a thread that hangs in one another takes over. The file
+    stays: a launcher that ended has left no job.
     """
 
     def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self._uri, self._interval_seconds = paths.launcher, interval_seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
-        self._beats: list[threading.Thread] = []
+        self._ended, self._sequence = threading.Event(), itertools.count(1)
+        self._watch = threading.Thread(target=self._replace_hanging, daemon=True, name="heartbeat")
+        self._threads: list[threading.Thread] = []
+        self._beaten_at = 0.0
 
     def __enter__(self) -> Heartbeat:
-        self._thread.start()
+        self._watch.start()
         return self
 
     def __exit__(
@@ -56,24 +57,30 @@ class Heartbeat:
     ) -> None:
         self._ended.set()
         deadline = time.monotonic() + END_SECONDS
-        for thread in (self._thread, *self._beats):
+        for thread in (self._watch, *self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
-        for sequence in itertools.count(1):
-            self._beats = [beat for beat in self._beats if beat.is_alive()]
-            if len(self._beats) < MAX_HANGING:
-                beat = threading.Thread(target=self._beat, args=(sequence,), daemon=True, name=f"beat {sequence}")
-                self._beats = [*self._beats, beat]
-                beat.start()
-                beat.join(self._interval_seconds)
+    def _replace_hanging(self) -> None:
+        """Starts the thread that beats, and another one where that has not beaten for two intervals."""
+        while True:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            late = time.monotonic() - self._beaten_at > 2 * self._interval_seconds
+            if not self._threads or (late and len(self._threads) < MAX_HANGING):
+                self._beaten_at = time.monotonic()
+                thread = threading.Thread(target=self._beat, daemon=True, name="beat")
+                self._threads = [*self._threads, thread]
+                thread.start()
             if self._ended.wait(self._interval_seconds):
                 return
 
-    def _beat(self, sequence: int) -> None:
-        document = {"sequence": sequence, "host": socket.gethostname(), "time": time.time()}
-        with tolerated("the launcher's heartbeat could not be written"):
-            storage.publish_json(self._uri, document)
+    def _beat(self) -> None:
+        while threading.current_thread() is self._threads[-1]:  # else another one has taken over
+            document = {"sequence": next(self._sequence), "host": socket.gethostname(), "time": time.time()}
+            with tolerated("the launcher's heartbeat could not be written"):
+                storage.publish_json(self._uri, document)
+            self._beaten_at = time.monotonic()
+            if self._ended.wait(self._interval_seconds):
+                return
 
 
 @dataclass(frozen=True)

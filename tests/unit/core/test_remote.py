@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers.bad_server import BODY, BadServer
 
-from kftrain import outages, remote, storage
+from kftrain import cli, outages, remote, storage
 from kftrain.errors import RetryableError
 
 SHORT = remote.Deadline(base_seconds=0.4, hurried_seconds=0.4, bytes_per_second=float(1 << 30))
@@ -217,6 +218,24 @@ def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(tmp_path, monk
         with pytest.raises(OSError, match="replaced while it was read") as caught:
             opened.read()
     assert not storage.is_outage(caught.value)
+
+
+@pytest.mark.parametrize(("command", "waits"), [("checkpoints", False), ("models", False), ("evaluate", True)])
+def test_a_command_that_a_person_waits_for_does_not_ride_an_outage_out(monkeypatch, command, waits):
+    seen = []
+    found = click.Command(command, callback=lambda: seen.append(outages.is_hurried()))
+    monkeypatch.setattr(cli.LazyGroup, "get_command", lambda self, ctx, name: found)
+    with pytest.raises(SystemExit):
+        cli.main([command])
+    assert seen == [not waits] and not outages.is_hurried()
+
+
+def test_a_process_that_others_wait_for_gives_up_before_they_do(monkeypatch):
+    patience = outages.Patience()
+    monkeypatch.setattr(outages, "_patience", patience)
+    outages.limit(5.0)
+    outages.limit(50.0)
+    assert patience.answered_seconds == 5.0
 
 
 def test_the_deadline_follows_from_the_bytes():
