@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kftrain import contracts, storage
 from kftrain.data import schema as schemas
 from kftrain.data import tarreader
+from kftrain.data.files import list_files
 from kftrain.data.keys import decode_key
 from kftrain.data.npyheader import npy_header, stored_dtype
 from kftrain.data.schema import SPLITS, SampleSchema
@@ -200,6 +201,18 @@ def verify_shards(uri: str, level: Literal["sha256", "size"] = "sha256", share: 
             _verify_content(shard_uri(uri, index_name(shard.name)), shard.index_sha256)
 
 
+def check_listing(uri: str, manifest: Manifest) -> None:
+    """Raises DataError that names the first file of the dataset that is missing or has another length: one listing."""
+    found = {entry.name: entry.size_bytes for entry in list_files(uri.rsplit("/", 1)[0], lambda _: True)}
+    for shard in (shard for name in SPLITS for shard in manifest.splits[name].shards):
+        expected = {shard.name: shard.bytes, index_name(shard.name): index_bytes(shard, manifest.sample_schema)}
+        for name, num_bytes in expected.items():
+            if name not in found:
+                raise DataError("missing", where=shard_uri(uri, name), fix=_SHARD_AGAIN)
+            if found[name] != num_bytes:
+                raise _truncated(shard_uri(uri, name), found[name], num_bytes)
+
+
 def verify_keys(uri: str) -> None:
     """Raises DataError where a key comes twice in a split of the dataset at `uri`: somebody else wrote these shards."""
     manifest = read_manifest(uri)
@@ -250,7 +263,11 @@ def _verify_size(uri: str, expected: int) -> None:
     with reading(uri):
         found = storage.size_bytes(uri)
     if found != expected:
-        raise DataError(f"truncated or changed: it has {found} bytes, not {expected}", where=uri, fix=_SHARD_AGAIN)
+        raise _truncated(uri, found, expected)
+
+
+def _truncated(uri: str, found: int, expected: int) -> DataError:
+    return DataError(f"truncated or changed: it has {found} bytes, not {expected}", where=uri, fix=_SHARD_AGAIN)
 
 
 def _verify_content(uri: str, expected: str) -> None:

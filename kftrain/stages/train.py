@@ -8,6 +8,7 @@ from typing import Any
 from kftrain import contracts, launch, report, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, RunPaths
+from kftrain.data.manifest import check_listing
 from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
@@ -27,6 +28,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
         shards, manifest = read_dataset(paths)
         skipped = completion is not None
         if completion is None:
+            check_listing(shards.manifest_uri, manifest)  # before any GPU waits for data that is gone
             with tracked.restored_if_refused(paths, config, progress):
                 start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
                 completion = launch.run_training(paths, config, start)
