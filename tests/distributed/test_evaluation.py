@@ -39,7 +39,7 @@ def evaluate(trained, output_uri, processes):
     digest = evaluation_digest(resolved, completion.dataset_digest)
     request = EvaluationRequest(evaluation_digest=digest, targets=[target_of(completion, output_uri)])
     storage.publish_json(paths.evaluation_request, request.to_dict())
-    done = jobs.run_worker(paths, resolved, "evaluate", processes)
+    done = jobs.run_worker(paths, resolved, "evaluate", processes, KFTRAIN_TRUSTED_ROOTS=output_uri)
     assert done.returncode == 0, done.stdout + done.stderr
     return storage.read_bytes(storage.join(output_uri, "metrics.json")), storage.read_bytes(
         storage.join(output_uri, "statistics.npz")
@@ -101,19 +101,20 @@ def test_the_launcher_returns_what_was_asked_for_and_does_not_score_twice(traine
         run_evaluation(paths, resolved, "0" * 64, target)
 
 
-def test_a_damaged_export_is_not_scored(trained, tmp_path):
+def test_a_damaged_export_is_not_scored(trained):
     paths, resolved, completion = trained
+    output_uri = storage.join(paths.uri, "of-a-damaged-export")
     weights = storage.local_path(storage.join(completion.export_uri, "model.safetensors"))
     whole = weights.read_bytes()
     content = bytearray(whole)
     content[-1] ^= 1
     weights.write_bytes(content)
     try:
-        request = EvaluationRequest(evaluation_digest="d", targets=[target_of(completion, str(tmp_path / "o"))])
+        request = EvaluationRequest(evaluation_digest="d", targets=[target_of(completion, output_uri)])
         storage.publish_json(paths.evaluation_request, request.to_dict())
         done = jobs.run_worker(paths, resolved, "evaluate", 2)
     finally:
         weights.write_bytes(whole)
     assert done.returncode == 12
     assert "model.safetensors: a file is damaged" in storage.read_json(paths.error)["line"]
-    assert not storage.exists(str(tmp_path / "o"))
+    assert not storage.exists(output_uri)
