@@ -15,7 +15,7 @@ DISTURB ?=
 E2E ?= tests/e2e -m "not full"
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants lint format bench compile images e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -32,6 +32,9 @@ mutants: $(VENV)/.ready  ## breaks the product line by line: fails where no test
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: $(VENV)/.ready  ## the page that is made from docstrings
+	$(BIN)/python docs/generate.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

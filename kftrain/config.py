@@ -217,7 +217,7 @@ class LaunchConfig(Section):
     """Where training and evaluation jobs run."""
 
     backend: Literal["local", "pytorchjob"] = "local"
-    """`local`: torchrun processes on this machine; `pytorchjob`: pods of the Kubeflow training operator."""
+    """`local`: processes of this machine; `pytorchjob`: pods of the Kubeflow training operator."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
     nodes: Count = 1

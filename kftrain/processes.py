@@ -21,7 +21,7 @@ STORE_ENV = "KFTRAIN_STORE_DESCRIPTOR"
 def die_with_parent() -> None:
     """Has the kernel send SIGKILL to this process when its parent dies (Linux; elsewhere nothing happens).
 
-    A killed launcher must not leave processes behind that hold GPUs and write checkpoints. torchrun puts its workers
+    A killed launcher must not leave processes behind that hold GPUs and write checkpoints. The agent puts its ranks
     into sessions of their own, so that a signal to the process group does not reach them; this does.
     """
     parent = os.getppid()
