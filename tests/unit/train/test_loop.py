@@ -105,7 +105,7 @@ def make(monkeypatch):
     def build(fakes, *overrides):
         monkeypatch.setattr(Loop, "_state", lambda self: {})
         monkeypatch.setattr(loop_module, "score", lambda *arguments: ({}, None))
-        monkeypatch.setattr(loop_module, "total_metrics", lambda *arguments: {})
+        monkeypatch.setattr(loop_module, "total_metrics", lambda *arguments: {"bits_per_byte": 1.0})
         resolved = config.parse("{}", [*SETTINGS, *overrides])
         return Loop(resolved, fakes, fakes, fakes, None, Writer(fakes), fakes, fakes, fakes)
 
