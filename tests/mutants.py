@@ -1,15 +1,18 @@
 """Breaks the product, one line at a time, and fails where no test notices: `make mutants`, or with names of mutants.
 
 Each mutant names what it breaks and the tests that must turn red. It is applied to a copy of the repository; a text
-that is no longer there is an error, so that this list stays true.
+that is no longer there is an error, and so are tests that are red before anything is broken, so that this list stays
+true.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,24 +94,24 @@ MUTANTS = [
     ),
     Mutant(
         "dropout is on while a model is scored",
-        "kftrain/evaluate/score.py",
-        "model.eval()",
-        "model.train()",
+        "kftrain/models/modes.py",
+        "    model.eval()\n",
+        "",
         "tests/unit/train/test_parity.py -k dropout",
     ),
     Mutant(
         "what is published is not synced",
         "kftrain/storage.py",
-        "            stream.flush()\n            os.fsync(stream.fileno())",
-        "            stream.flush()",
-        "tests/unit/core tests/unit/checkpoint -k sync",
+        "            stream.write(content)\n            stream.flush()\n            os.fsync(stream.fileno())",
+        "            stream.write(content)",
+        "tests/unit/checkpoint/test_durability.py",
     ),
     Mutant(
         "a name in a folder is not synced",
         "kftrain/storage.py",
         "        os.fsync(descriptor)\n",
         "        pass\n",
-        "tests/unit/core tests/unit/checkpoint -k sync",
+        "tests/unit/checkpoint/test_durability.py",
     ),
     Mutant(
         "what is exclusively created replaces what is there",
@@ -145,35 +148,177 @@ MUTANTS = [
         "            pass\n",
         "tests/unit/core/test_kept_process.py",
     ),
+    Mutant(
+        "exclusive creation believes what the store answers, without comparing the content",
+        "kftrain/remote.py",
+        "            if found != content:\n",
+        "            if True:\n",
+        "tests/unit/core/test_storage.py -k race_for_an_object",
+    ),
+    Mutant(
+        "an export is filled from files that its manifest does not list",
+        "kftrain/checkpoint/export.py",
+        'for name in manifest.files if name.endswith(".safetensors")',
+        'for name in storage.list_names(uri) if name.endswith(".safetensors")',
+        "tests/unit/checkpoint/test_hostile_exports.py -k only_the_files",
+    ),
+    Mutant(
+        "an export is filled with bytes that nobody has hashed",
+        "kftrain/checkpoint/export.py",
+        "return commit.read_verified(storage.join(uri, name), manifest.files[name])",
+        "return storage.read_bytes(storage.join(uri, name))",
+        "tests/unit/checkpoint/test_hostile_exports.py -k the_bytes_that_are_checked",
+    ),
+    Mutant(
+        "a kind that nobody has allowed is called",
+        "kftrain/trust.py",
+        "if kind not in built_in and kind not in self.kinds:",
+        "if not kind:",
+        "tests/unit/checkpoint/test_hostile_exports.py -k no_reader_has_allowed",
+    ),
+    Mutant(
+        "an export is read from where nobody has allowed it",
+        "kftrain/trust.py",
+        "if _scheme(uri) not in self.schemes and not any(",
+        "if not uri and not any(",
+        "tests/unit/checkpoint/test_hostile_exports.py -k no_reader_has_allowed",
+    ),
+    Mutant(
+        "the gate promotes with few groups",
+        "kftrain/registry/gate.py",
+        "improvement is not None and num_groups < min_groups",
+        "improvement is not None and num_groups < 1",
+        "tests/unit/registry/test_gate.py",
+    ),
+    Mutant(
+        "the gate takes a challenger for the first model where the champion cannot be compared",
+        "kftrain/registry/gate.py",
+        "    if obstacle:\n",
+        "    if obstacle and champion is None:\n",
+        "tests/unit/registry/test_gate.py",
+    ),
+    Mutant(
+        "a resume that is refused writes into the run",
+        "kftrain/stages/shard.py",
+        "prepared = _prepare(run, progress) if is_old else None",
+        "prepared = None",
+        "tests/unit/stages/test_refusal.py",
+    ),
+    Mutant(
+        "a failed save is not told",
+        "kftrain/train/saves.py",
+        'self._tell(f"warning: no checkpoint at step {step} ({count}): {error.line}")',
+        "pass",
+        "tests/unit/train/test_saves.py",
+    ),
+    Mutant(
+        "training goes on whatever number of saves has failed",
+        "kftrain/train/saves.py",
+        "given_up = max_failed is not None and self._num_failed > max_failed",
+        "given_up = False",
+        "tests/unit/train/test_saves.py",
+    ),
+    Mutant(
+        "ddp computes bf16 by autocast",
+        "kftrain/parallel/wrap.py",
+        "param_dtype=DTYPES[layout.compute]",
+        'param_dtype=DTYPES["fp32" if layout.strategy == "ddp" else layout.compute]',
+        "tests/unit/train/test_probe.py -k bf16_is_one_computation",
+    ),
+    Mutant(
+        "modules that are not called once by each process are sharded by themselves",
+        "kftrain/parallel/blocks.py",
+        "return next((names for names in found.lists if _are_called_once(names, seen)), [])",
+        "return next(iter(found.lists), [])",
+        "tests/unit/parallel/test_blocks.py",
+    ),
+    Mutant(
+        "blocks that are called by another method than forward are sharded by themselves",
+        "kftrain/parallel/blocks.py",
+        "        _require_called(found.lists[0], seen)\n",
+        "",
+        "tests/unit/parallel/test_blocks.py",
+    ),
+    Mutant(
+        "a GPU that torch does not see is replaced by the CPU",
+        "kftrain/parallel/world.py",
+        "if gpus_per_node and not seen:",
+        "if gpus_per_node and seen < 0:",
+        "tests/unit/parallel/test_join_world.py",
+    ),
+    Mutant(
+        "the configuration takes numbers that are none",
+        "kftrain/plain.py",
+        "isinstance(value, float) and not math.isfinite(value)",
+        "isinstance(value, float) and value is None",
+        "tests/unit/core/test_config_fuzz.py -k attack",
+    ),
+    Mutant(
+        "a stop that one process was asked for stays with it",
+        "kftrain/train/loop.py",
+        "return Control(int(terms), stop > 0,",
+        "return Control(int(terms), self._stop.requested,",
+        "tests/unit/train/test_loop.py",
+    ),
+    Mutant(
+        "a read that was cut off is not read again",
+        "kftrain/storage.py",
+        '@patiently("read")\ndef read_ranges',
+        "def read_ranges",
+        "tests/unit/data/test_loader_outages.py",
+    ),
 ]
 
 
-def survives(mutant: Mutant) -> bool:
-    """Whether all tests pass although the product is broken. Raises SystemExit where the text is not there."""
+def is_green(root: Path, tests: str) -> bool:
+    """Whether all of some tests pass in a copy of the repository. Raises SystemExit where none of them runs."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode not in (0, 1):  # no tests, or they could not be collected: that proves nothing
+        sys.exit(f"{tests}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return ended.returncode == 0
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the repository."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = Path(folder)
         for name in COPIED:
             source, ignored = REPOSITORY / name, shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(source, root / name, ignore=ignored) if source.is_dir() else shutil.copy(source, root)
+        yield root
+
+
+def require_text(mutant: Mutant) -> None:
+    """Raises SystemExit where there is nothing to break, or more than one place."""
+    found = (REPOSITORY / mutant.path).read_text().count(mutant.before)
+    if found != 1:
+        sys.exit(f"{mutant.name}: {mutant.path} holds the text {found} times, not once")
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether all tests pass although the product is broken."""
+    with copied() as root:
         target = root / mutant.path
-        text = target.read_text()
-        if text.count(mutant.before) != 1:
-            sys.exit(f"{mutant.name}: {mutant.path} holds the text {text.count(mutant.before)} times, not once")
-        target.write_text(text.replace(mutant.before, mutant.after))
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests.split()]
-        ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode not in (0, 1):  # no tests, or they could not be collected: that proves nothing
-            sys.exit(
-                f"{mutant.name}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
-            )
-        return ended.returncode == 0
+        target.write_text(target.read_text().replace(mutant.before, mutant.after))
+        return is_green(root, mutant.tests)
+
+
+def require_green(tests: str) -> None:
+    """Raises SystemExit for tests that are red already: those would kill every mutant."""
+    with copied() as root:
+        if not is_green(root, tests):
+            sys.exit(f"{tests}: red although nothing is broken")
 
 
 def main(names: list[str]) -> int:
     """Tries the mutants of these names, or all; returns 1 where one survives."""
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     assert chosen, f"no such mutant: {names}"
+    for mutant in chosen:
+        require_text(mutant)
     alive = []
 
     def attempt(mutant: Mutant) -> None:
@@ -184,6 +329,7 @@ def main(names: list[str]) -> int:
             alive.append(mutant)
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        list(pool.map(require_green, dict.fromkeys(mutant.tests for mutant in chosen)))
         list(pool.map(attempt, chosen))
     print(f"{len(chosen) - len(alive)} killed, {len(alive)} survived")
     return 1 if alive else 0

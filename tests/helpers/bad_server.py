@@ -1,5 +1,6 @@
 """An S3 server that goes wrong: what it does with a request is told to it by method."""
 
+import re
 import socket
 import threading
 import time
@@ -7,14 +8,19 @@ import time
 BODY = bytes(range(256)) * 64
 """What every object holds, as far as it is sent."""
 
-HEAD = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n'
+HEAD = b'HTTP/1.1 %d OK\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n'
+
+OK, PARTIAL_CONTENT, NOT_FOUND = 200, 206, 404
 
 
 class BadServer:
-    """`plan`: method -> what happens: answer, silent, drip, stall, cut, or a status like 503."""
+    """`plan`: method -> what happens: answer, silent, drip, stall, cut, a status like 503, or who tells it each time.
+
+    `objects`: path -> content; None: every object holds `BODY`.
+    """
 
     def __init__(self, **plan):
-        self.plan, self.requests = {"HEAD": "answer", **plan}, []
+        self.plan, self.requests, self.objects = {"HEAD": "answer", **plan}, [], None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._closed = threading.Event()
         port = self._listener.getsockname()[1]
@@ -50,22 +56,37 @@ class BadServer:
             self.requests.append((method.decode(), path.decode()))
             what = self.plan.get(method.decode(), "silent")
             try:
-                self._answer(connection, method, what)
+                self._answer(connection, request, what() if callable(what) else what)
             except OSError:  # the client has gone
                 return
 
-    def _answer(self, connection, method, what):
+    def _answer(self, connection, request, what):
+        status, body = self._content(request)
         if what == "silent":
             self._closed.wait()
-        elif isinstance(what, int):
+        elif isinstance(what, int) or status == NOT_FOUND:
+            what = what if isinstance(what, int) else status
             connection.sendall(b"HTTP/1.1 %d no\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % what)
         else:
-            connection.sendall(HEAD % len(BODY))
-            if method == b"HEAD":
+            connection.sendall(HEAD % (status, len(body)))
+            if request.startswith(b"HEAD"):
                 return
-            connection.sendall({"answer": BODY, "drip": b""}.get(what, BODY[:1000]))
-            for byte in BODY if what == "drip" else b"":
+            connection.sendall({"answer": body, "drip": b""}.get(what, body[: min(1000, len(body) // 2)]))
+            for byte in body if what == "drip" else b"":
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
             if what == "stall":
                 self._closed.wait()
+
+    def _content(self, request):
+        """Status and body of a good answer."""
+        if self.objects is None:
+            return OK, BODY
+        path = request.split(b" ")[1].decode().partition("?")[0]
+        if path not in self.objects:
+            return NOT_FOUND, b""
+        found = re.search(rb"(?i)\r\nrange: bytes=(\d+)-(\d+)\r\n", request)
+        if not found:
+            return OK, self.objects[path]
+        first, last = map(int, found.groups())
+        return PARTIAL_CONTENT, self.objects[path][first : last + 1]

@@ -184,6 +184,22 @@ def test_fault_44_what_is_in_flight_at_the_end_is_committed_first(paths, writer)
     assert_whole(paths, 6)
 
 
+def test_fault_44_nothing_is_committed_before_all_is_written(paths, writer, monkeypatch):
+    goes_on = held_back(monkeypatch)
+    writer.save(checkpoints.state(6), [], 6, 24)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive() and commit.committed(paths) == []
+    assert not [
+        path for path in pathlib.Path(paths.checkpoints).rglob("*") if path.name in ("COMMITTED", "manifest.json")
+    ]
+    goes_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert_whole(paths, 6)
+
+
 def test_what_is_written_is_the_state_as_it_was_when_the_save_began(paths, writer, monkeypatch):
     goes_on = held_back(monkeypatch)
     for step in (1, 2, 3):

@@ -31,10 +31,11 @@ def test_a_worse_model_does_not_win_because_the_alias_was_removed(config, finish
     assert journal_of(config) == [("promote", 1), ("external", None), ("promote", 3)]
 
 
-def test_after_a_deletion_the_last_champion_that_is_left_is_the_one_to_beat(config, finished, aliases):
+def test_fault_71_after_a_deletion_the_last_champion_that_is_left_is_the_one_to_beat(config, finished, aliases):
     for name, quality in (("one", 0.6), ("two", 0.7), ("three", 0.8)):
         finished(name, quality).submit()
     client.delete_version(config.tracking.uri, "toy", 3)
+    assert (3, True) in [(finding.version, "was deleted" in finding.problem) for finding in registry.audit(config)]
     assert registry.champion(config).version == 2, "the evaluation must score what the gate compares with"
     worse = finished("four", 0.65).submit()
     assert not worse.promoted and worse.champion_version == 2
@@ -43,7 +44,7 @@ def test_after_a_deletion_the_last_champion_that_is_left_is_the_one_to_beat(conf
     assert aliases() == {"champion": 5, "previous_champion": 2}
 
 
-def test_with_no_former_champion_left_a_person_decides(config, finished, aliases):
+def test_fault_71_with_no_former_champion_left_a_person_decides(config, finished, aliases):
     finished("one", 0.8).submit()
     client.delete_version(config.tracking.uri, "toy", 1)
     assert registry.champion(config) is None

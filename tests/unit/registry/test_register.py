@@ -128,6 +128,18 @@ def test_an_export_that_was_exchanged_or_cut_is_not_registered(finished):
         run.register()
 
 
+@pytest.mark.parametrize("left", [["model.safetensors"], ["manifest.json"]])
+def test_fault_66_an_upload_that_was_interrupted_is_not_registered(config, finished, left):
+    """Killed before its last file, the manifest; or some of its files have gone since."""
+    run = finished("one", 0.6)
+    for name in storage.list_names(run.completion.export_uri):
+        if name not in left:
+            storage.remove(storage.join(run.completion.export_uri, name))
+    with pytest.raises(TrackingError):
+        run.register()
+    assert versions(config) == []
+
+
 def test_an_evaluation_of_another_export_is_refused(finished):
     run = finished("one", 0.6)
     other = run.evaluation.model_copy(update={"export_digest": "f" * 64})

@@ -1,5 +1,6 @@
 """How an agent waits for its ranks: real forks, no torch."""
 
+import json
 import os
 import signal
 import time
@@ -65,6 +66,17 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch):
 
 def test_a_rank_that_succeeds_while_another_fails_is_no_failure():
     assert failures(exits(0, 0.05), exits(1)) == [(1, 1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_fault_19_a_rank_that_crashes_is_named_with_its_signal_and_the_code_is_retryable(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("KFTRAIN_ERROR_FILE", str(tmp_path / "error.json"))
+    crash = forked(lambda: (signal.signal(number, signal.SIG_DFL), os.kill(os.getpid(), number)))
+    ranks = {forked(patient): 0, crash: 1}
+    assert agent._explained(agent.wait(ranks)) == 128 + number
+    document = json.loads((tmp_path / "error.json").read_text())
+    assert (document["rank"], document["exit_code"]) == (1, 128 + number)
+    assert document["line"] == f"rank 1 ended by {number.name} without a word"
 
 
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (16, 16)])

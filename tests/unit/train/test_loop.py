@@ -44,11 +44,12 @@ class Fakes:
         self.bad_steps, self.busy_at = set(bad_steps), set(busy_at)
         self.optimizer = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
         self.model = self.task = None
-        self.history, self.step, self.stop_at = [], 0, None
+        self.history, self.step, self.stop_at, self.others_stop_at = [], 0, None, None
 
     # the world
     def sum(self, values):
-        return values
+        others = self.others_stop_at is not None and self.step >= self.others_stop_at and len(values) > 1
+        return [values[0], values[1] + 1.0, *values[2:]] if others else values
 
     # the loader
     def steps(self, first, count):
@@ -156,6 +157,14 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_
 def test_a_stop_commits_what_is_done_and_takes_no_further_step(make):
     fakes = Fakes()
     fakes.stop_at = 4
+    with pytest.raises(Preempted, match="stopped at step 4 of 10"):
+        make(fakes).run(0)
+    assert fakes.saved == [(3, 12), (4, 16)] and len(fakes.events) == 4
+
+
+def test_fault_34_a_stop_that_only_another_process_was_asked_for_is_everyones_before_the_next_step(make):
+    fakes = Fakes()
+    fakes.others_stop_at = 4
     with pytest.raises(Preempted, match="stopped at step 4 of 10"):
         make(fakes).run(0)
     assert fakes.saved == [(3, 12), (4, 16)] and len(fakes.events) == 4

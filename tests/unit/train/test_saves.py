@@ -89,11 +89,17 @@ def test_the_last_save_must_succeed_whatever_the_one_before_did():
         saves_of(Writer(FULL)).finish({}, [], 2)
 
 
-def test_fault_49_a_slow_save_is_counted_by_its_time_and_ends_the_attempt_retryably():
-    saves = saves_of(Writer())
+def test_fault_49_a_slow_save_is_told_at_each_interval_and_ends_the_attempt_retryably_by_its_time(capsys):
+    writer = Writer()
+    saves = saves_of(writer)
     save(saves, 1)
-    saves.go_on(busy=True, overdue=False)
-    saves.skip(2)
+    for step in (2, 3):
+        saves.go_on(busy=True, overdue=False)
+        saves.skip(step)
+        assert writer.step == 1, "one in flight, which is not waited for"
+        assert capsys.readouterr().out.endswith(
+            f"warning: checkpoint at step {step} skipped: the one before is still being written\n"
+        )
     with pytest.raises(RetryableError, match="not written within"):
         saves.go_on(busy=True, overdue=True)
 
