@@ -198,13 +198,16 @@ def test_a_job_that_somebody_deleted_is_an_error(training, namespace):
 
 
 @pytest.mark.parametrize("storage_answers", [True, False])
-def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(storage_answers, training, namespace, make_job):
+def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(
+    storage_answers, training, namespace, make_job, monkeypatch
+):
     """A laptop sleeps while its job succeeds and is removed; what proves the success stays."""
     one, completion = training, completion_of(training.paths, make_job()[0], "d")
-    if storage_answers:
-        storage.publish_json(one.paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
+    storage.publish_json(one.paths.shards, {"schema_version": 1, "manifest_uri": "m", "dataset_digest": "d"})
     publish_export(completion.export_uri)
     storage.publish_json(one.paths.complete, completion.to_dict())
+    if not storage_answers:
+        monkeypatch.setattr(storage, "read_bytes", unanswered)
     with namespace.changed:
         namespace.finish(JOB)
         namespace.delete("pytorchjobs", JOB)
@@ -215,7 +218,11 @@ def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(storage_an
     else:
         with pytest.raises(LaunchError, match="somebody deleted the job"):
             one.finish()
-        assert "warning: what proves the job's success could not be read: FileNotFoundError" in one.output
+        assert "warning: what proves the job's success could not be read: ConnectionError" in one.output
+
+
+def unanswered(uri):
+    raise ConnectionError(f"{uri} does not answer")
 
 
 def test_a_job_that_somebody_replaced_is_not_taken_for_ours(training, namespace, make_job):
