@@ -24,6 +24,7 @@ our local launcher. Anything else that is raised is a bug and keeps its tracebac
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Any, ClassVar
 
@@ -213,6 +214,11 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     line = printable(redacted(f"internal error: {type(error).__name__}: {error} ({where})"))
     return {"kind": type(error).__name__, "exit_code": BUG_CODE, "line": " ".join(line.split()), "where": where}
+
+
+def print_traceback(error: BaseException) -> None:
+    """The traceback of an exception on stderr: without credentials, which drivers quote, and made printable."""
+    sys.stderr.write(printable(redacted("".join(traceback.format_exception(error)))))
 
 
 class _UnknownError(KftrainError):

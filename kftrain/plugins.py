@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from kftrain.errors import ConfigError, KftrainError, UserCodeError
+from kftrain.errors import ConfigError, KftrainError, UserCodeError, print_traceback
 
 
 def is_plugin(kind: str) -> bool:
@@ -64,7 +64,7 @@ def user_code(where: str) -> Iterator[None]:
     except KftrainError:
         raise
     except (Exception, SystemExit) as error:  # who ended the process here would leave the others to wait for it
-        traceback.print_exc(file=sys.stderr)
+        print_traceback(error)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserCodeError(
             f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",

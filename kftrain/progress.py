@@ -11,6 +11,8 @@ import select
 import sys
 from collections.abc import Callable
 
+from kftrain.printable import printable
+
 Progress = Callable[[str], None]
 """Takes one line, without its newline."""
 
@@ -38,7 +40,7 @@ def to_log(line: str) -> None:
     """
     if not _is_read():
         return
-    sys.stdout.write(f"{PREFIX}{line}\n")
+    sys.stdout.write(f"{PREFIX}{printable(line)}\n")
     sys.stdout.flush()
 
 

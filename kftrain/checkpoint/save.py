@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextvars
 import errno
 import math
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -31,7 +29,7 @@ from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEn
 from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.checkpoint.staging import Staging, State
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, KftrainError, RetryableError, error_from_dict, error_to_dict
+from kftrain.errors import BUG_CODE, KftrainError, RetryableError, error_from_dict, error_to_dict, print_traceback
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
 
@@ -260,7 +258,7 @@ def _problem(error: BaseException, uri: str, what: str) -> Problem:
     if _is_of_storage(error):
         fix = "free some space" if storage.is_full(error) else ""
         return RetryableError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
-    traceback.print_exception(error, file=sys.stderr)  # a bug: the other processes only get its last frame
+    print_traceback(error)  # a bug: the other processes only get its last frame
     return error_to_dict(error)
 
 

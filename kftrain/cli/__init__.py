@@ -9,8 +9,8 @@ from typing import NoReturn
 import click
 
 from kftrain import __version__, outages
-from kftrain.errors import ConfigError, InterruptedByUser, KftrainError
-from kftrain.printable import printable
+from kftrain.cli.options import echo
+from kftrain.errors import BUG_CODE, ConfigError, InterruptedByUser, KftrainError, RetryableError, print_traceback
 
 EXTRAS = {
     **{"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"},
@@ -92,17 +92,29 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").split(".")[0])
         if extra is None:
-            raise
+            fail_unexpectedly(error)
         fail(f"{error.name} is needed for this; pip install 'kftrain[{extra}]'", ConfigError.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail("interrupted", InterruptedByUser.exit_code)
+    except Exception as error:  # noqa: BLE001 - drivers of object stores raise what they like; the rest are bugs
+        fail_unexpectedly(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def fail(line: str, code: int) -> NoReturn:
     """Ends the program with one line."""
-    click.echo(f"kftrain: error: {printable(line)}", err=True)
+    echo(f"kftrain: error: {line}", err=True)
     sys.exit(code)
+
+
+def fail_unexpectedly(error: Exception) -> NoReturn:
+    """Ends the program: a store that refuses is one line, as where it is away; a bug has its traceback."""
+    if outages.is_of_a_driver(error):
+        what = f"{outages.UNREACHABLE}: {outages.shown(error)}"
+        refused = RetryableError(what, fix="check its address and the credentials")
+        fail(refused.line, refused.exit_code)
+    print_traceback(error)
+    sys.exit(BUG_CODE)
 
 
 def fail_usage(error: click.ClickException) -> NoReturn:

@@ -10,7 +10,7 @@ import click
 from kftrain import storage
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import CheckpointName
-from kftrain.cli.options import json_option
+from kftrain.cli.options import echo, json_option
 from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError
 
@@ -31,13 +31,13 @@ def list_(run_uri: str, as_json: bool) -> None:
         raise CheckpointError("there is no such run", where=paths.uri, fix="check the run's URI")
     rows = [_row(storage.join(paths.checkpoints, str(name)), name) for name in names]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
     if not rows:
-        click.echo("no committed checkpoint")
+        echo("no committed checkpoint")
     for row in rows:
         state = f"damaged: {row['problem']}" if "problem" in row else f"{row['bytes'] / 1e6:,.1f} MB  {row['uri']}"
-        click.echo(f"step {row['step']}, attempt {row['attempt']}, {state}")
+        echo(f"step {row['step']}, attempt {row['attempt']}, {state}")
 
 
 @checkpoints_command.command()
@@ -47,7 +47,7 @@ def verify(uri: str) -> None:
     chosen = _checkpoint(uri)
     manifest, digest = commit.read_manifest(chosen)
     commit.verify_files(chosen, manifest.files)
-    click.echo(f"{len(manifest.files)} files are as they were committed: {chosen} (digest {digest[:12]})")
+    echo(f"{len(manifest.files)} files are as they were committed: {chosen} (digest {digest[:12]})")
 
 
 @checkpoints_command.command()
@@ -63,7 +63,7 @@ def export(uri: str, as_json: bool) -> None:
     paths = RunPaths(chosen.rsplit("/", 2)[0])
     config = load_config(paths.uri)
     folder, digest = export_model(paths, config, build_task(config.task), chosen)
-    click.echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
+    echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
 
 
 def _row(uri: str, name: CheckpointName) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kftrain.cli.options import Command
+from kftrain.cli.options import Command, echo
 from kftrain.errors import ConfigError
 
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -63,7 +63,7 @@ def compile_command(
         return
     text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
     _write(text, output, "kubectl apply -f it")
-    click.echo(NEEDS_NATIVE_STORE, err=True)
+    echo(NEEDS_NATIVE_STORE, err=True)
 
 
 def fix_for_compiling(steps_image: str | None, launcher_cpu: str | None, launcher_memory: str | None) -> None:
@@ -97,10 +97,10 @@ def _require_usable(name: str, value: str, k8s_manifest: bool) -> None:
 
 def _write(text: str, output: str, then: str) -> None:
     if output == "-":
-        click.echo(text, nl=False)
+        echo(text, nl=False)
         return
     try:
         Path(output).write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write the pipeline: {error}", where="--output", value=output) from error
-    click.echo(f"wrote {output}: {then}")
+    echo(f"wrote {output}: {then}")

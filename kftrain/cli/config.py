@@ -7,7 +7,7 @@ import json
 import click
 
 from kftrain import config as configuration
-from kftrain.cli.options import config_options, json_option
+from kftrain.cli.options import config_options, echo, json_option
 
 
 @click.group("config")
@@ -18,7 +18,7 @@ def config_command() -> None:
 @config_command.command()
 def schema() -> None:
     """Print the JSON schema, for editors and for reading."""
-    click.echo(json.dumps(configuration.schema(), indent=2))
+    echo(json.dumps(configuration.schema(), indent=2))
 
 
 @config_command.command()
@@ -31,6 +31,6 @@ def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
     if for_kubeflow:
         from kftrain.stages import parameters
 
-        click.echo(parameters.for_form(config))
+        echo(parameters.for_form(config))
         return
-    click.echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+    echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)

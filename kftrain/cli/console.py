@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import click
-
+from kftrain.cli.options import echo
 from kftrain.printable import printable
 from kftrain.progress import STEP
 
@@ -37,7 +36,7 @@ class PlainDisplay:
 
     def line(self, text: str) -> None:
         """Prints it."""
-        click.echo(printable(text), err=True)
+        echo(text, err=True)
 
     def step(self, done: int, total: int, text: str) -> None:
         """Prints it if the last one is long enough ago."""

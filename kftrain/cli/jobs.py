@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kftrain import storage
-from kftrain.cli.options import json_option
+from kftrain.cli.options import echo, json_option
 from kftrain.contracts import RunPaths
 from kftrain.errors import ConfigError
 from kftrain.stages import resolve
@@ -54,15 +54,15 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
 
     found = control.status(_cluster(namespace), _run_id(run))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(job) for job in found], indent=2))
+        echo(json.dumps([dataclasses.asdict(job) for job in found], indent=2))
         return
     for job in found:
-        click.echo(f"{job.job}: {job.state}, {job.workers} workers, {_age(job.age_seconds)} old")
+        echo(f"{job.job}: {job.state}, {job.workers} workers, {_age(job.age_seconds)} old")
         for line in (job.progress, job.reason):
             if line:
-                click.echo(f"  {line}")
+                echo(f"  {line}")
     if not found:
-        click.echo("no jobs")
+        echo("no jobs")
 
 
 def _is_local(run: str) -> bool:
@@ -76,7 +76,7 @@ def _show_local(paths: RunPaths, as_json: bool) -> None:
     from kftrain.stages import runs
 
     found = [runs.read(paths)]
-    click.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2) if as_json else "\n".join(table(found)))
+    echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2) if as_json else "\n".join(table(found)))
 
 
 @click.command("logs")
@@ -88,7 +88,7 @@ def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
     from kftrain.launch import control
 
-    control.print_logs(_cluster(namespace), run, task, follow, click.echo)
+    control.print_logs(_cluster(namespace), run, task, follow, echo)
 
 
 @click.command("cancel")
@@ -141,25 +141,25 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
     cluster = _cluster(namespace)
     found = control.collect_garbage(cluster, dry_run)
     for garbage in found:
-        click.echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
+        echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
     if not found:
-        click.echo("nothing to delete")
+        echo("nothing to delete")
     if tracking_uri:
         from kftrain.stages import garbage as garbage_stage
 
         for orphan in garbage_stage.close_orphans(cluster, tracking_uri, dry_run):
-            click.echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
+            echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
 
 
 def _cluster(namespace: str) -> Cluster:
     from kftrain.launch.kubernetes_api import Cluster
 
-    return Cluster(namespace, warn=lambda line: click.echo(f"warning: {line}", err=True))
+    return Cluster(namespace, warn=lambda line: echo(f"warning: {line}", err=True))
 
 
 def _say(done: str, names: list[str]) -> None:
     for name in names:
-        click.echo(f"{done} {name}")
+        echo(f"{done} {name}")
 
 
 def _age(seconds: float) -> str:

@@ -11,7 +11,7 @@ import click
 
 from kftrain import config as configuration
 from kftrain import registry, storage
-from kftrain.cli.options import config_options, json_option
+from kftrain.cli.options import config_options, echo, json_option
 from kftrain.config import Config
 from kftrain.contracts import Interval
 from kftrain.errors import TrackingError
@@ -52,7 +52,7 @@ def compare(
 
     config = _config(run_uri, config_file, overrides)
     found = registry.compare(config, versions, task_metrics(config))
-    click.echo(json.dumps([_plain(each) for each in found], indent=2) if as_json else _table(found))
+    echo(json.dumps([_plain(each) for each in found], indent=2) if as_json else _table(found))
 
 
 @models_command.command()
@@ -64,7 +64,7 @@ def promote(
 ) -> None:
     """Make a version champion, whatever the gate says."""
     entry = registry.promote(_config(run_uri, config_file, overrides), version, reason)
-    click.echo(f"version {entry.version} is champion ({entry.reason})")
+    echo(f"version {entry.version} is champion ({entry.reason})")
 
 
 @models_command.command()
@@ -72,7 +72,7 @@ def promote(
 def rollback(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Make the champion before the last promotion champion again."""
     entry = registry.rollback(_config(run_uri, config_file, overrides))
-    click.echo(f"version {entry.version} is champion ({entry.reason})")
+    echo(f"version {entry.version} is champion ({entry.reason})")
 
 
 @models_command.command()
@@ -85,10 +85,10 @@ def audit(
     """Check that every version resolves to an export that is there; exit code 15 if one does not."""
     findings = registry.audit(_config(run_uri, config_file, overrides), contents)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         lines = [f"{_subject(finding.version)}: {finding.problem}" for finding in findings]
-        click.echo("\n".join(lines) or "every version resolves, and journal and alias agree")
+        echo("\n".join(lines) or "every version resolves, and journal and alias agree")
     return TrackingError.exit_code if findings else 0
 
 

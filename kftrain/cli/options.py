@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""What several commands share: options, and the way to the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from kftrain.printable import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -26,3 +28,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def config_options(command: Command) -> Command:
     """`--config` and `--set`."""
     return config_file_option(override_option(command))
+
+
+def echo(text: str = "", err: bool = False, nl: bool = True) -> None:
+    """Prints a text, made printable: names, messages and errors in it may be other people's."""
+    click.echo(printable(text), err=err, nl=nl)

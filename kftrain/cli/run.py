@@ -22,12 +22,11 @@ from kftrain.channel import Channel
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
-from kftrain.cli.options import config_options
+from kftrain.cli.options import config_options, echo
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, InterruptedByUser, RetryableError
 from kftrain.launch.outage import tolerated
-from kftrain.printable import printable
 from kftrain.progress import unmarked
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, parameters, resolve, tracked
@@ -50,7 +49,7 @@ def run_command(
     folder = Path(workdir).expanduser().resolve()
     config, resume_run = resolved(config_file, overrides, folder, resume)
     if dry_run:
-        click.echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
+        echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
         return 0
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
     with log.opened(folder, config.run.name, _warn) as log_file, _temporary_folder() as temporary:
@@ -111,7 +110,7 @@ class Watched:
 
 
 def _warn(line: str) -> None:
-    click.echo(line, err=True)
+    echo(line, err=True)
 
 
 @contextlib.contextmanager
@@ -176,13 +175,13 @@ def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation)
     from kftrain.cli import summary
 
     if code == 0:
-        click.echo(printable("\n".join(summary.success_lines(watched.run_uri))))
+        echo("\n".join(summary.success_lines(watched.run_uri)))
         return 0
     situation = dataclasses.replace(situation, run_uri=watched.run_uri or situation.run_uri)
     error = _error(watched, stop_code, situation.log)
     code = stop_code or int(error.get("exit_code", BUG_CODE))
-    click.echo(printable("\n".join(summary.failure_lines(error, situation))), err=True)
-    click.echo(printable(f"kftrain: error: {error['line']}"), err=True)
+    echo("\n".join(summary.failure_lines(error, situation)), err=True)
+    echo(f"kftrain: error: {error['line']}", err=True)
     sys.exit(code)
 
 

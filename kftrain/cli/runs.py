@@ -9,7 +9,7 @@ import click
 
 from kftrain import config as configuration
 from kftrain import storage
-from kftrain.cli.options import config_options, json_option
+from kftrain.cli.options import config_options, echo, json_option
 from kftrain.report import wording
 from kftrain.stages import resolve, runs
 from kftrain.stages.runs import RunState
@@ -32,11 +32,11 @@ def runs_command(storage_root: str, config_file: tuple[str, ...], overrides: tup
     root = storage.absolute(storage_root) if storage_root else config.run.storage_root
     found = list(runs.list_runs(root))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
+        echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif found:
-        click.echo("\n".join(table(found)))
+        echo("\n".join(table(found)))
     else:
-        click.echo(f"no runs in {storage.join(root, 'runs')}")
+        echo(f"no runs in {storage.join(root, 'runs')}")
 
 
 def table(found: list[RunState]) -> list[str]:

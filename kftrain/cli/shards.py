@@ -7,7 +7,7 @@ import json
 import click
 
 from kftrain import storage
-from kftrain.cli.options import json_option
+from kftrain.cli.options import echo, json_option
 
 
 @click.group("shards")
@@ -24,14 +24,14 @@ def show(uri: str, as_json: bool) -> None:
 
     described = manifest.describe(manifest.read_manifest(manifest_uri(uri)))
     if as_json:
-        click.echo(json.dumps(described, indent=2))
+        echo(json.dumps(described, indent=2))
         return
     for key in ("dataset_digest", "source", "task"):
-        click.echo(f"{key:16}{described[key]}")
+        echo(f"{key:16}{described[key]}")
     for name, kind in described["fields"].items():
-        click.echo(f"{'field':16}{name}: {kind}")
+        echo(f"{'field':16}{name}: {kind}")
     for name, split in described["splits"].items():
-        click.echo(f"{name:16}" + ", ".join(f"{value:,} {key}" for key, value in split.items()))
+        echo(f"{name:16}" + ", ".join(f"{value:,} {key}" for key, value in split.items()))
 
 
 @shards_command.command()
@@ -53,7 +53,7 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
         "shards": sum(len(split.shards) for split in splits.values()),
         "bytes": sum(split.num_bytes for split in splits.values()),
     }
-    click.echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {found}")
+    echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {found}")
 
 
 def manifest_uri(uri: str) -> str:

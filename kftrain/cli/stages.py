@@ -18,7 +18,7 @@ import click
 from kftrain import config as configuration
 from kftrain import storage
 from kftrain.cli.console import Display, display, show_step
-from kftrain.cli.options import config_options, override_option
+from kftrain.cli.options import config_options, echo, override_option
 from kftrain.progress import ERROR_LINE, Progress, unmarked
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
@@ -47,7 +47,7 @@ def train_command(run_uri: str, dry_run: bool) -> None:
     from kftrain.stages.train import train
 
     if dry_run:
-        click.echo(job_of_run(storage.absolute(run_uri), "train"), nl=False)
+        echo(job_of_run(storage.absolute(run_uri), "train"), nl=False)
         return
     _run(lambda progress: train(storage.absolute(run_uri), progress))
 
@@ -61,7 +61,7 @@ def evaluate_command(run_uri: str, dry_run: bool) -> None:
     from kftrain.stages.evaluate import evaluate
 
     if dry_run:
-        click.echo(job_of_run(storage.absolute(run_uri), "evaluate"), nl=False)
+        echo(job_of_run(storage.absolute(run_uri), "evaluate"), nl=False)
         return
     _run(lambda progress: evaluate(storage.absolute(run_uri), progress))
 
@@ -93,7 +93,7 @@ def new_run_id(name: str) -> str:
 def _run(stage: Callable[[Progress], Outcome]) -> None:
     with display() as shown, _workers_to(shown):
         outcome = stage(lambda line: _show(shown, line))
-    click.echo(json.dumps(outcome.summary))
+    echo(json.dumps(outcome.summary))
 
 
 @contextlib.contextmanager

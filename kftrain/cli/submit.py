@@ -12,7 +12,7 @@ import click
 
 from kftrain.cli.compile import fix_for_compiling, launcher_options
 from kftrain.cli.kfp_client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
-from kftrain.cli.options import config_options
+from kftrain.cli.options import config_options, echo
 from kftrain.cli.run import resolved
 from kftrain.cli.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.config import Config
@@ -76,13 +76,13 @@ def submit_command(
     fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
     submission = _submission(config, resume_run, experiment, run_name)
     if dry_run:
-        click.echo(submission.to_yaml(), nl=False)
+        echo(submission.to_yaml(), nl=False)
         return
     pipelines = Pipelines(Connection(**connection))
     run_id = _submit(pipelines, submission)
-    click.echo(f"{run_id}\n{pipelines.run_url(run_id)}")
+    echo(f"{run_id}\n{pipelines.run_url(run_id)}")
     run_uri = RunPaths.of(config.run.storage_root, resolve.make_run_id(resume_run, run_id, config.run.name)).uri
-    click.echo(f"its folder will be {run_uri}", err=True)
+    echo(f"its folder will be {run_uri}", err=True)
     if wait:
         _wait(pipelines, submission, run_id, run_uri, timeout_seconds or float("inf"))
 
@@ -112,10 +112,10 @@ def _submit(pipelines: Pipelines, submission: Submission) -> str:
 
     pipeline_id = pipelines.ensure_pipeline(submission.pipeline, PIPELINE_DESCRIPTION)
     version_id, uploaded = pipelines.ensure_version(pipeline_id, submission.version, submission.text)
-    click.echo(f"version {submission.version} {'uploaded' if uploaded else 'is there already'}", err=True)
+    echo(f"version {submission.version} {'uploaded' if uploaded else 'is there already'}", err=True)
     experiment_id = pipelines.ensure_experiment(submission.experiment)
     run_id = pipelines.start_run(submission, pipeline_id, version_id, experiment_id)
-    click.echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
+    echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
     return run_id
 
 
@@ -132,7 +132,7 @@ def _wait(pipelines: Pipelines, submission: Submission, run_id: str, run_uri: st
         ) from error
     if run.state != SUCCEEDED:
         raise LaunchError(outcome(run), where=url, fix="" if run.canceled else f"see error.json in {run_uri}")
-    click.echo(outcome(run), err=True)
+    echo(outcome(run), err=True)
 
 
 def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> RunState:
@@ -149,12 +149,12 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
             if time.monotonic() - answered > PATIENCE_SECONDS:
                 raise _gone(error, url) from error
             if not silent:
-                click.echo(f"no answer, trying again: {error.what}", err=True)
+                echo(f"no answer, trying again: {error.what}", err=True)
             silent = True
         else:
             answered, silent = time.monotonic(), False
             for line in changes(before, now):
-                click.echo(line, err=True)
+                echo(line, err=True)
             if now.ended:
                 return now
             before = now

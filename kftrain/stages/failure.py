@@ -81,7 +81,7 @@ def _show_in_one_line(kind: type[BaseException], error: BaseException, trace: Tr
     if isinstance(error, KftrainError):
         sys.stderr.write(f"kftrain: error: {error.line}\n")
     else:
-        sys.__excepthook__(kind, error, trace)
+        errors.print_traceback(error)
 
 
 def document(stage: str, error: BaseException) -> dict[str, Any]:

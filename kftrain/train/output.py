@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from kftrain.printable import printable
 from kftrain.progress import to_log
 
 OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
@@ -144,7 +145,7 @@ class _Source:
             self._show([self._begun])
 
     def _show(self, lines: list[bytes]) -> None:
-        self._console.show([self._prefix + line + b"\n" for line in lines])
+        self._console.show([self._prefix + _printable(line) + b"\n" for line in lines])
 
 
 class _Console:
@@ -223,6 +224,11 @@ class _Log:
         self._stream.truncate()
         self._stream.write(kept)
         self._size = len(kept)
+
+
+def _printable(line: bytes) -> bytes:
+    """What of a line a terminal may show: user code and libraries print what they like."""
+    return printable(line.decode(errors="replace")).encode()
 
 
 def _to_console(data: bytes) -> None:

@@ -10,12 +10,11 @@ The agent has imported torch already; where it could not, the import here says w
 from __future__ import annotations
 
 import sys
-import traceback
 
 from kftrain import outages
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE
+from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.launch.completion import load_config
 from kftrain.processes import imports_for_good
 from kftrain.train import output
@@ -65,6 +64,6 @@ def report(error: Exception) -> int:
     """Writes the error for the supervisor and to stderr; returns the exit code."""
     known, document = leave(error)
     if known is None:
-        traceback.print_exception(error, file=sys.stderr)
+        print_traceback(error)
     sys.stderr.write(f"kftrain: error: {document['line']}\n")
     return known.exit_code if known else BUG_CODE

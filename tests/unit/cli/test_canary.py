@@ -3,18 +3,20 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.toy_data import text_folder
 
-from kftrain import config
+from kftrain import cli, config, plugins
 from kftrain.config import TrackingConfig
-from kftrain.errors import ConfigError, LaunchError, TrackingError
+from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
 from kftrain.launch.reachable import require_tracking_server
-from kftrain.stages import preflight, remote, resolve
+from kftrain.stages import failure, preflight, remote, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
 from kftrain.tracking.runs import flatten
+from kftrain.train import rank
 
 CANARY = "caNAry@1/2"
 QUOTED = "caNAry%401%2F2"
@@ -107,3 +109,47 @@ def test_credentials_cross_no_network_in_plain_text(
     with pytest.raises(TrackingError, match=r"plain http.*allow_credentials_over_http") as caught:
         require_private_credentials(tracking)
     assert "caNAry" not in caught.value.line
+
+
+def drivers_call(*arguments: object) -> None:
+    key = os.environ["AWS_SECRET_ACCESS_KEY"]
+    raise RuntimeError(f"no answer of postgresql://me:{CANARY}@host, signed with {key}")
+
+
+def drivers_error() -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        drivers_call()
+    return caught.value
+
+
+def in_user_code() -> None:
+    with plugins.user_code("task.loss"):
+        drivers_call()
+
+
+def in_a_rank() -> None:
+    rank.report(drivers_error())
+    raise KftrainError("as reported")
+
+
+def in_a_command() -> None:
+    cli.main(["runs", "/nowhere"])
+
+
+def in_a_step() -> None:
+    failure._show_in_one_line(RuntimeError, drivers_error(), None)
+    raise KftrainError("as shown")
+
+
+@pytest.mark.parametrize("place", [in_user_code, in_a_rank, in_a_command, in_a_step])
+def test_tracebacks_hold_none(
+    place: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "caNAry/secret")
+    monkeypatch.setattr(runs, "list_runs", drivers_call)
+    with pytest.raises((KftrainError, SystemExit, RuntimeError)) as caught:
+        place()
+    shown = capfd.readouterr().err
+    assert "Traceback" in shown and "no answer of postgresql://" in shown
+    assert "caNAry" not in shown
+    assert not isinstance(caught.value, RuntimeError), "Python would print it"

@@ -219,3 +219,17 @@ def test_without_a_supervisor_nothing_is_redirected(monkeypatch, capfd):
     output.redirect()
     print("here")
     assert capfd.readouterr().out == "here\n"
+
+
+def test_what_ranks_print_steers_no_terminal_and_is_kept_as_it_was(tmp_path, capfd):
+    source = r"""
+import os
+from kftrain.train import output
+output.redirect()
+os.write(1, b"caf\xc3\xa9\x1b[2J\x1b]0;owned\x07 \x9b1A\r 50%\r100%\ttab\n\xff\n")
+"""
+    logs = run(tmp_path, range(1), source, named=False)
+    shown = capfd.readouterr().out
+    assert shown.startswith("caf\u00e9 ") and "100%\ttab\n" in shown and "owned" not in shown
+    assert not set("\x1b\x07\r\x9b") & set(shown)
+    assert b"\x1b[2J\x1b]0;owned\x07 \x9b1A\r 50%" in logs[0]
