@@ -3,6 +3,8 @@
 Gradients are reduced as one long vector per block, so that all processes must bring the same ones: where a process has
 none (its samples have reached another expert), it brings zeros. A parameter that none of them has used has no gradient
 at all, as on one process: the optimizer leaves it alone, rather than to decay it.
+
+Before torch 2.13 FSDP2 cannot bring zeros. There a step whose processes have used different parameters is an error.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
 
 
@@ -19,7 +22,9 @@ class UsedParameters:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         assert isinstance(model, FSDPModule)
-        model.set_reduce_scatter_unused_params(world.size > 1)
+        self._brings_zeros = hasattr(model, "set_reduce_scatter_unused_params")
+        if self._brings_zeros:
+            model.set_reduce_scatter_unused_params(world.size > 1)
         self._world = world
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._places = {name: place for place, name in enumerate(self._parameters)}
@@ -28,12 +33,24 @@ class UsedParameters:
             self._watch_units(model)
 
     def drop_unused(self) -> None:
-        """Takes their zeros from the parameters that no process has used. Collective."""
+        """Takes their zeros from the parameters that no process has used. Collective.
+
+        Raises ConfigError where only some processes have used one, and this torch cannot bring zeros for the others.
+        """
         if self._world.size == 1:
             return
-        self._world.maximum(self._used)
-        unused = (self._used == 0).tolist()
+        used_and_not = torch.stack([self._used, 1 - self._used])
+        self._world.maximum(used_and_not)
         self._used.zero_()
+        unused = (used_and_not[0] == 0).tolist()
+        torn = used_and_not.sum(0) > 1
+        if torn.any() and not self._brings_zeros:
+            raise ConfigError(
+                "only some processes have used a parameter in this step",
+                where=f"model {list(self._parameters)[int(torn.nonzero()[0])]}",
+                value=f"torch {torch.__version__}",
+                fix="use torch 2.13 or newer, or one process",
+            )
         for parameter, dropped in zip(self._parameters.values(), unused, strict=True):
             if dropped:
                 parameter.grad = None
