@@ -213,9 +213,10 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
     FailureClass.LAUNCH: _both("Correct what the message names.", Next.RESUME_CHANGED),
     FailureClass.EVALUATION: _both("Correct what the message names; training is complete and is not repeated."),
     FailureClass.TRACKING: _both("See that MLflow can be reached and written."),
-    FailureClass.HOST_MEMORY: _each(
-        Row("Lower train.micro_batch_size or launch.processes_per_node.", Next.RESUME_CHANGED, _MEMORY),
-        Row("Raise launch.kubernetes.memory, or lower train.micro_batch_size.", Next.RESUME_CHANGED, _MEMORY),
+    FailureClass.HOST_MEMORY: _both(
+        "Lower train.micro_batch_size or launch.processes_per_node; of pods, raise launch.kubernetes.memory.",
+        Next.RESUME_CHANGED,
+        _MEMORY,
     ),
     FailureClass.GPU_MEMORY: _both(
         "Lower train.micro_batch_size, or set train.activation_checkpointing=blocks.", Next.RESUME_CHANGED, _MEMORY

@@ -89,6 +89,8 @@ def override(document: Document, assignment: str) -> None:
         raise ConfigError(
             "an override is section.field=value", where="--set", value=assignment, fix="e.g. train.steps=200"
         )
+    if len(path) > plain.MAX_DEPTH:
+        raise ConfigError("an override names too many levels", where="--set", value=f"{len(path)} of them")
     node = document
     for part in path[:-1]:
         node = node.setdefault(part, {})

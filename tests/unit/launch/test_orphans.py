@@ -209,6 +209,13 @@ def _has_ended(job):
     return any(c["type"] in ("Succeeded", "Failed") for c in conditions)
 
 
+class NoWait(threading.Condition):
+    """Nobody is there to wait for."""
+
+    def wait_for(self, predicate, timeout=None):
+        return predicate()
+
+
 class NoThread:
     """A thread that never runs: watch and logs only explain."""
 
@@ -247,7 +254,7 @@ def worlds(tmp_path, monkeypatch, make_job):
     for module in (adoption, cluster, follower, patience):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(time=time.time, **clock))
     for module in (follower, logs):
-        threads = {"Thread": NoThread, "Event": threading.Event, "Lock": threading.Lock}
+        threads = {"Thread": NoThread, "Event": threading.Event, "Lock": threading.Lock, "Condition": NoWait}
         monkeypatch.setattr(module, "threading", types.SimpleNamespace(**threads))
     monkeypatch.setattr(cluster, "Follower", KnownFollower)
     monkeypatch.setattr(cluster, "Heartbeat", contextlib.nullcontext)
