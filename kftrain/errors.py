@@ -15,6 +15,7 @@
     ├── DivergedError        19  the loss is not finite
     ├── InterruptedByUser   130  Ctrl-C
     ├── RetryableError      138  this attempt failed, the next may not
+    │   └── StorageError         storage is full or away; when attempts are used up it still is this
     ├── HangError           140  the watchdog ended a hang
     └── Preempted           143  stopped by SIGTERM after a committed checkpoint
 
@@ -161,6 +162,10 @@ class RetryableError(KftrainError):
     """This attempt failed for a reason that the next may not meet: a lost peer, a killed process."""
 
     exit_code = 138
+
+
+class StorageError(RetryableError):
+    """Storage is full, or away for longer than it is waited for: what fails for it goes on once somebody mends it."""
 
 
 class HangError(KftrainError):

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kftrain.errors import RetryableError
+from kftrain.errors import StorageError
 from kftrain.progress import Progress, to_log
 
 ANSWERED_SECONDS = 600.0
@@ -66,12 +66,12 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL_CODES
 
 
-def full_error(error: BaseException, where: str = "") -> RetryableError:
+def full_error(error: BaseException, where: str = "") -> StorageError:
     """What to tell of an exception for which `is_full` holds; `where` if it names no file itself."""
     assert isinstance(error, OSError)
     place = str(error.filename2 or error.filename or where)
     folder, _, name = place.rpartition("/")
-    return RetryableError(
+    return StorageError(
         "no space is left on the device",
         where=folder if name.startswith(".tmp-") else place,
         fix="free some; nothing that was there is lost",
@@ -80,7 +80,7 @@ def full_error(error: BaseException, where: str = "") -> RetryableError:
 
 @contextlib.contextmanager
 def telling_full_disk(where: str) -> Iterator[None]:
-    """Within the block a full disk is our error. Raises RetryableError."""
+    """Within the block a full disk is our error. Raises StorageError."""
     try:
         yield
     except OSError as error:
@@ -143,7 +143,7 @@ class Patience:
             work: The call. It may be made any number of times, whatever became of it before.
 
         Raises:
-            RetryableError: The store is away for longer than it is waited for.
+            StorageError: The store is away for longer than it is waited for.
         """
         store = _store(uri)
         began, delay, was_away = self._clock(), FIRST_DELAY_SECONDS, False
@@ -244,10 +244,10 @@ def _store(uri: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc and parts.scheme != "file" else ""
 
 
-def _given_up(error: Exception, uri: str, away_seconds: float) -> RetryableError:
+def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
     lasted = f" for {away_seconds:.0f} s" if away_seconds >= 1 else ""
     what = f"{UNREACHABLE}{lasted}: {shown(error)}"
-    return RetryableError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
+    return StorageError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
 
 
 UNREACHABLE = "storage cannot be reached"

@@ -20,7 +20,7 @@ from kftrain.checkpoint import commit, reader
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.checkpoint.staging import State
 from kftrain.contracts import RunPaths
-from kftrain.errors import CheckpointError, KftrainError, RetryableError, error_from_dict
+from kftrain.errors import CheckpointError, KftrainError, RetryableError, StorageError, error_from_dict
 from kftrain.parallel.world import World
 
 
@@ -86,7 +86,7 @@ def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
         causes = [cause for cause, _ in error.failures.values()]
         away = next((cause for cause in causes if isinstance(cause, RetryableError) or storage.is_outage(cause)), None)
         if away is not None:
-            raise RetryableError(f"the checkpoint could not be read: {away}", where=uri) from error
+            raise StorageError(f"the checkpoint could not be read: {away}", where=uri) from error
         cause = causes[0]
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error
 

@@ -29,7 +29,15 @@ from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEn
 from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.checkpoint.staging import Staging, State
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, KftrainError, RetryableError, error_from_dict, error_to_dict, print_traceback
+from kftrain.errors import (
+    BUG_CODE,
+    KftrainError,
+    RetryableError,
+    StorageError,
+    error_from_dict,
+    error_to_dict,
+    print_traceback,
+)
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
 
@@ -129,10 +137,10 @@ class CheckpointWriter:
         flight, self._flight = self._flight, None
         self.committed_step = flight.future.result()
 
-    def overdue_error(self) -> RetryableError:
+    def overdue_error(self) -> StorageError:
         """What to raise where the save in flight is overdue."""
         assert self._flight is not None
-        return RetryableError(
+        return StorageError(
             f"the checkpoint at step {self._flight.step} was not written within {self._timeout_seconds:g} s",
             where=self._paths.checkpoints,
             fix="see that the storage answers, or raise checkpoint.timeout_seconds",
@@ -257,7 +265,7 @@ def _problem(error: BaseException, uri: str, what: str) -> Problem:
         return error.to_dict()
     if _is_of_storage(error):
         fix = "free some space" if storage.is_full(error) else ""
-        return RetryableError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
+        return StorageError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
     print_traceback(error)  # a bug: the other processes only get its last frame
     return error_to_dict(error)
 

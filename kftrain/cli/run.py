@@ -25,7 +25,7 @@ from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo
 from kftrain.config import Config
 from kftrain.contracts import RunPaths
-from kftrain.errors import BUG_CODE, InterruptedByUser, RetryableError
+from kftrain.errors import BUG_CODE, InterruptedByUser, StorageError
 from kftrain.launch.outage import tolerated
 from kftrain.progress import unmarked
 from kftrain.stages import dry_run as dry_runs
@@ -115,7 +115,7 @@ def _warn(line: str) -> None:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """A folder for what the pipeline hands from step to step. Raises RetryableError where there is no room for it."""
+    """A folder for what the pipeline hands from step to step. Raises StorageError where there is no room for it."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="kftrain-run-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -124,8 +124,8 @@ def _temporary_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def _no_room(error: OSError) -> RetryableError:
-    return RetryableError(
+def _no_room(error: OSError) -> StorageError:
+    return StorageError(
         f"temporary files cannot be written: {error.strerror}",
         where=tempfile.gettempdir(),
         fix="make room, or set TMPDIR",
@@ -147,7 +147,7 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
 
 
 def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
-    """The pipeline's arguments, as a file. Raises RetryableError where there is no room for it."""
+    """The pipeline's arguments, as a file. Raises StorageError where there is no room for it."""
     arguments = folder / "arguments.json"
     try:
         arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))

@@ -29,7 +29,7 @@ from kftrain.data.files import list_files
 from kftrain.data.keys import decode_key
 from kftrain.data.npyheader import npy_header, stored_dtype
 from kftrain.data.schema import SPLITS, SampleSchema
-from kftrain.errors import DataError, RetryableError
+from kftrain.errors import DataError, StorageError
 
 FORMAT_VERSION = 1
 """Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again."""
@@ -281,7 +281,7 @@ def _verify_content(uri: str, expected: str) -> None:
 def reading(uri: str) -> Iterator[None]:
     """Makes what goes wrong while reading a shard or its index a DataError that names it.
 
-    Storage that is away for now is a RetryableError: another attempt may find it.
+    Storage that is away for now is a StorageError: another attempt may find it.
     """
     try:
         yield
@@ -290,7 +290,7 @@ def reading(uri: str) -> Iterator[None]:
     except Exception as error:  # drivers of object stores raise what they like
         if storage.is_outage(error):
             shown = f"{type(error).__name__}: {error}"
-            raise RetryableError(f"storage cannot be reached: {shown}", where=uri) from error
+            raise StorageError(f"storage cannot be reached: {shown}", where=uri) from error
         if not isinstance(error, OSError):
             raise
         raise DataError(f"cannot be read: {error}", where=uri, fix="check the storage and its permissions") from error

@@ -2,7 +2,8 @@
 
 An exit code of 0 proves nothing; the completion file does. A retryable code leads to another attempt as long as
 attempts make progress (`launch.max_restarts_without_progress`); a permanent one, or a request to stop, ends the job
-with the error that its first failing process left behind.
+with the error that its first failing process left behind. Attempts that are used up are permanent, too, unless the last
+one failed for storage that is full or away.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Callable
 from kftrain import attempts, contracts, storage
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
-from kftrain.errors import FIRST_RETRYABLE_CODE, FencedError, KftrainError, LaunchError, Preempted, error_from_dict
+from kftrain.errors import (
+    FIRST_RETRYABLE_CODE,
+    FencedError,
+    KftrainError,
+    LaunchError,
+    Preempted,
+    StorageError,
+    error_from_dict,
+)
 from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.completion import keep_config, metrics_uri, read_completion, read_evaluations
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
@@ -71,7 +80,8 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
         if launcher.interrupted or code < FIRST_RETRYABLE_CODE:
             raise error
         if failures_in_a_row > config.launch.max_restarts_without_progress:
-            raise LaunchError(
+            kind = StorageError if isinstance(error, StorageError) else LaunchError
+            raise kind(
                 f"the {spec.task} job failed {failures_in_a_row} times without a new checkpoint, at last: {error.line}",
                 where=spec.run_uri,
                 fix="mend the cause and resume the run",
@@ -86,5 +96,6 @@ def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     if document is None and code == Preempted.exit_code:  # it came before the worker could say so
         return Preempted("stopped before it had started", where=spec.run_uri)
     if document is None:
-        return LaunchError(f"the {spec.task} job ended with exit code {code} and left no error", where=spec.run_uri)
+        kind = StorageError if code == StorageError.exit_code else LaunchError  # one of ours could not write it
+        return kind(f"the {spec.task} job ended with exit code {code} and left no error", where=spec.run_uri)
     return error_from_dict(document)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from kftrain.errors import KftrainError, RetryableError
+from kftrain.errors import KftrainError, StorageError
 from kftrain.outages import patience, shown
 from kftrain.progress import to_log
 
@@ -30,10 +30,10 @@ def tolerated(what: str, patience_seconds: float = 0.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def retryable(what: str, where: str) -> Iterator[None]:
-    """A block whose failure is a RetryableError that says `what`; errors of ours pass."""
+    """A block whose failure is a StorageError that says `what`; errors of ours pass."""
     try:
         yield
     except KftrainError:
         raise
     except Exception as error:
-        raise RetryableError(f"{what}: {shown(error)}", where=where) from error
+        raise StorageError(f"{what}: {shown(error)}", where=where) from error

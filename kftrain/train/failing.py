@@ -8,7 +8,7 @@ import re
 import sys
 
 from kftrain import storage
-from kftrain.errors import ConfigError, KftrainError, RetryableError, UserCodeError, error_to_dict
+from kftrain.errors import ConfigError, KftrainError, RetryableError, StorageError, UserCodeError, error_to_dict
 from kftrain.train.supervisor import ERROR_FILE_ENV
 from kftrain.train.verdict import LOST_PEER, Document
 
@@ -40,9 +40,7 @@ def classify(error: BaseException) -> KftrainError | None:
     if storage.is_full(error):
         return storage.full_error(error)
     if storage.is_outage(error):
-        return RetryableError(
-            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        )
+        return StorageError(f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
     return None
 
 

@@ -31,6 +31,7 @@ def test_the_operator_retries_exactly_the_retryable_kinds():
     assert {k.__name__ for k in every_kind() if k.exit_code >= 128 and not k.__name__.startswith("_")} == {
         "InterruptedByUser",
         "RetryableError",
+        "StorageError",
         "HangError",
         "Preempted",
     }

@@ -3,7 +3,7 @@ from helpers.documents import publish_export
 
 from kftrain import attempts, config, storage
 from kftrain.contracts import Completion, RunPaths
-from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError
+from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError, StorageError
 from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher
 from kftrain.launch.completion import load_config
@@ -127,6 +127,30 @@ def test_attempts_without_progress_are_limited(paths, monkeypatch):
     with pytest.raises(LaunchError, match="failed 3 times without a new checkpoint, at last: lost"):
         training()
     assert launcher.attempts == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        storage.full_error(OSError(28, "No space left on device", "/disk/x")),
+        StorageError("storage cannot be reached for 600 s: TimeoutError"),
+    ],
+)
+def test_attempts_without_progress_for_storage_that_is_full_or_away_may_be_made_later(error, paths, monkeypatch):
+    launcher, training = run(paths, monkeypatch, [(0, RetryableError("lost")), (0, error), (0, error)])
+    with pytest.raises(
+        StorageError, match=r"3 times without a new checkpoint, .*(no space|reached)"
+    ) as caught:
+        training()
+    assert (launcher.attempts, caught.value.exit_code) == (3, 138)
+
+
+def test_attempts_that_could_not_even_leave_their_error_lacked_storage(paths, monkeypatch):
+    _, training = run(paths, monkeypatch, [(0, RetryableError("lost"))] * 3)
+    monkeypatch.setattr(jobs.contracts, "read_error", lambda uri: None)
+    with pytest.raises(StorageError, match=r"at last: .*left no error") as caught:
+        training()
+    assert caught.value.exit_code == 138
 
 
 def test_progress_renews_the_budget(paths, monkeypatch):
