@@ -10,10 +10,12 @@ exactly one wins.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,12 +82,12 @@ def size_bytes(uri: str) -> int:
 
 
 def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
-    """A file opened for reading bytes; seekable, also remotely. Raises FileNotFoundError.
+    """A file opened for reading bytes; seekable, also remotely. Raises FileNotFoundError, for a pipe or a device too.
 
     Without `read_ahead` a remote one is asked for what is read and no more, which suits small reads that lie apart.
     """
     if is_local(uri):
-        return ride_out(uri, "read", lambda: local_path(uri).open("rb"))
+        return ride_out(uri, "read", lambda: _open_regular(local_path(uri)))
     return RemotePath(uri).open_read(read_ahead)
 
 
@@ -115,8 +117,11 @@ def open_write(uri: str) -> Iterator[BinaryIO]:
 
 @patiently("read")
 def read_bytes(uri: str) -> bytes:
-    """A whole file. Raises FileNotFoundError."""
-    return local_path(uri).read_bytes() if is_local(uri) else RemotePath(uri).read()
+    """A whole file. Raises FileNotFoundError, for a pipe or a device too."""
+    if not is_local(uri):
+        return RemotePath(uri).read()
+    with _open_regular(local_path(uri)) as stream:
+        return stream.read()
 
 
 @patiently("read")
@@ -296,6 +301,21 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading. Nobody waits for a pipe to be written to, or reads a device without an end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _finish_file(path: Path) -> None:

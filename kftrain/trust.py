@@ -12,9 +12,10 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from kftrain import storage
+from kftrain import contracts, storage
 from kftrain.config import Config
-from kftrain.errors import ConfigError
+from kftrain.contracts import RunPaths, RunShards
+from kftrain.errors import ConfigError, DataError
 
 KINDS_VARIABLE = "KFTRAIN_TRUSTED_KINDS"
 """Kinds that may be built, with commas between them."""
@@ -66,12 +67,32 @@ class Trust:
         """Raises ConfigError for a URI that may not be read here. Nothing is asked of a store for that."""
         if problem := _malformed(uri):
             raise ConfigError(f"{problem}, so it may not be read", value=uri)
-        if _scheme(uri) not in self.schemes and not any(_is_below(uri, root) for root in self.roots):
+        if not self._has_place(uri):
             raise ConfigError(
                 "does not lie below a storage root that may be read here",
                 where=uri,
                 fix=f"if it is yours, list its root in registry.trusted_roots or {ROOTS_VARIABLE}",
             )
+
+    def _has_place(self, uri: str) -> bool:
+        return _scheme(uri) in self.schemes or any(_is_below(uri, root) for root in self.roots)
+
+
+def read_shards(paths: RunPaths) -> RunShards:
+    """The dataset of a run, which lies below the run's own storage root, or one that the environment lists.
+
+    Raises DataError where there is none yet, or where it is elsewhere; nothing is asked of a store for that.
+    """
+    shards = contracts.read(RunShards, paths.shards)
+    uri, here = shards.manifest_uri, Trust(roots=(paths.storage_root, *_listed(ROOTS_VARIABLE)))
+    if _malformed(uri) or not here._has_place(uri):
+        raise DataError(
+            "its manifest lies outside of the run's storage root",
+            where=paths.shards,
+            value=uri,
+            fix=f"run the shard step again, or list its root in {ROOTS_VARIABLE} if it is yours",
+        )
+    return shards
 
 
 def _listed(variable: str) -> list[str]:

@@ -23,7 +23,6 @@ from kftrain.contracts import (
     EvaluationRequest,
     EvaluationTarget,
     RunPaths,
-    RunShards,
     Slice,
     Unmeasured,
     to_be_scored,
@@ -37,7 +36,7 @@ from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
-from kftrain.trust import Trust
+from kftrain.trust import Trust, read_shards
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
@@ -51,7 +50,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     request = contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
         return  # a worker that was started again at the very end must not wait for peers that are done
-    manifest_uri = contracts.read(RunShards, paths.shards).manifest_uri
+    manifest_uri = read_shards(paths).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
         manifest = read_manifest(manifest_uri)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from kftrain import contracts
 from kftrain.contracts import RunPaths, RunShards
 from kftrain.data.manifest import Manifest, read_manifest
-
-
-def read_shards(paths: RunPaths) -> RunShards:
-    """The dataset of a run. Raises DataError where it has none yet."""
-    return contracts.read(RunShards, paths.shards)
+from kftrain.trust import read_shards as read_shards
 
 
 def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:

@@ -24,7 +24,7 @@ from kftrain import attempts, storage, tracking
 from kftrain.checkpoint import commit, export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
-from kftrain.contracts import Completion, RunPaths, RunShards, read
+from kftrain.contracts import Completion, RunPaths, read
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.manifest import Manifest, read_manifest, verify_shards
@@ -48,6 +48,7 @@ from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
 from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
+from kftrain.trust import read_shards
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ def _is_complete(training: Training) -> bool:
 
 
 def _read_training(paths: RunPaths, config: Config) -> Training:
-    shards = read(RunShards, paths.shards)
+    shards = read_shards(paths)
     return Training(
         paths=paths,
         config=config,

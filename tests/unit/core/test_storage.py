@@ -279,3 +279,29 @@ def test_a_driver_that_would_overwrite_is_refused(tmp_path):
 )
 def test_an_outage_is_told_from_what_will_not_pass(error, outage):
     assert storage.is_outage(error) is outage
+
+
+@pytest.mark.parametrize("read", [storage.open_read, storage.read_bytes, storage.sha256_file, storage.read_json])
+def test_what_is_no_regular_file_is_no_file_and_holds_up_nobody(tmp_path, read):
+    """A pipe would be waited for, /dev/zero read without an end, /dev/null taken for an empty file."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for uri in (f"{tmp_path}/pipe", f"file://{tmp_path}/pipe", f"{tmp_path}/zero", "/dev/null"):
+        with pytest.raises(FileNotFoundError, match="not a regular file") as caught:
+            read(uri)
+        assert caught.value.filename == uri.removeprefix("file://")
+    assert storage.read_json_if_exists(f"{tmp_path}/pipe") is None
+    with pytest.raises(IsADirectoryError):
+        read(str(tmp_path))
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "link").symlink_to("file")
+    assert storage.read_bytes(f"{tmp_path}/link") == b"1"
+
+
+def test_what_is_opened_is_closed(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    before = os.listdir("/proc/self/fd")
+    for uri in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match=r"regular|directory"):
+            storage.open_read(str(uri))
+    assert os.listdir("/proc/self/fd") == before

@@ -138,9 +138,7 @@ def test_attempts_without_progress_are_limited(paths, monkeypatch):
 )
 def test_attempts_without_progress_for_storage_that_is_full_or_away_may_be_made_later(error, paths, monkeypatch):
     launcher, training = run(paths, monkeypatch, [(0, RetryableError("lost")), (0, error), (0, error)])
-    with pytest.raises(
-        StorageError, match=r"3 times without a new checkpoint, .*(no space|reached)"
-    ) as caught:
+    with pytest.raises(StorageError, match=r"3 times without a new checkpoint, .*(no space|reached)") as caught:
         training()
     assert (launcher.attempts, caught.value.exit_code) == (3, 138)
 
