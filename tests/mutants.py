@@ -7,6 +7,7 @@ true.
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -167,7 +168,7 @@ MUTANTS = [
         "kftrain/checkpoint/export.py",
         "return commit.read_verified(storage.join(uri, name), manifest.files[name])",
         "return storage.read_bytes(storage.join(uri, name))",
-        "tests/unit/checkpoint/test_hostile_exports.py -k the_bytes_that_are_checked",
+        "tests/unit/checkpoint/test_hostile_exports.py -k 'bytes_that_are_checked or flipped_bit'",
     ),
     Mutant(
         "a kind that nobody has allowed is called",
@@ -194,7 +195,7 @@ MUTANTS = [
         "the gate takes a challenger for the first model where the champion cannot be compared",
         "kftrain/registry/gate.py",
         "    if obstacle:\n",
-        "    if obstacle and champion is None:\n",
+        "    if obstacle and champion is not None:\n",
         "tests/unit/registry/test_gate.py",
     ),
     Mutant(
@@ -273,7 +274,7 @@ MUTANTS = [
 def is_green(root: Path, tests: str) -> bool:
     """Whether all of some tests pass in a copy of the repository. Raises SystemExit where none of them runs."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode not in (0, 1):  # no tests, or they could not be collected: that proves nothing
         sys.exit(f"{tests}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")

@@ -96,9 +96,9 @@ def test_what_no_reader_has_allowed_is_neither_imported_nor_called(tmp_path, tra
     called = []
     for name in ("system", "popen"):
         monkeypatch.setattr(os, name, lambda *given, **named: called.append(given))
-    before = set(sys.modules)
     options = {"command": f"touch {tmp_path}/marker", "uri": str(tmp_path), "args": ["touch", f"{tmp_path}/marker"]}
     export = write(tmp_path / "export", trained, description={section: {"kind": kind, **options}})
+    before = set(sys.modules)
     with pytest.raises(ConfigError, match=f"{section}.kind"):
         load_export(*export)
     assert not called and not (tmp_path / "marker").exists()
@@ -218,6 +218,16 @@ def test_only_the_files_of_the_manifest_are_loaded(tmp_path, trained):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "kftrain.json", "manifest.json", "config.json"])
+def test_an_export_with_a_flipped_bit_is_refused(tmp_path, trained, name):
+    uri, digest = write(tmp_path / "export", trained)
+    content = bytearray((tmp_path / "export" / name).read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "export" / name).write_bytes(content)
+    with pytest.raises(CheckpointError):
+        load_export(uri, digest)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "kftrain.json", "manifest.json", "config.json"])
 def test_the_bytes_that_are_checked_are_the_ones_that_are_loaded(tmp_path, trained, monkeypatch, name):
     """Whoever can write replaces each file between any two times that it is opened."""
     from kftrain import storage
@@ -230,16 +240,21 @@ def test_the_bytes_that_are_checked_are_the_ones_that_are_loaded(tmp_path, train
         "manifest.json": b"{}",
         "config.json": b'{"evil": true}',
     }[name]
-    good, opened, open_read = (tmp_path / "export" / name).read_bytes(), [], storage.open_read
+    good, opened = (tmp_path / "export" / name).read_bytes(), []
 
-    def racing(target):
-        if target.endswith(name):
-            (tmp_path / "export" / name).write_bytes(evil if opened else good)
-            opened.append(target)
-        return open_read(target)
+    def racing(read):
+        def swapped(target, *options):
+            if target.endswith(name):
+                (tmp_path / "export" / name).write_bytes(evil if opened else good)
+                opened.append(target)
+            return read(target, *options)
 
-    monkeypatch.setattr(storage, "open_read", racing)
+        return swapped
+
+    for function in ("open_read", "read_bytes"):
+        monkeypatch.setattr(storage, function, racing(getattr(storage, function)))
     loaded = load_export(uri, digest)
+    assert opened
     assert all(torch.equal(tensor, weights(trained)[name]) for name, tensor in weights(loaded.model).items())
     assert loaded.config == {}
 
