@@ -56,7 +56,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
         dataset = ShardedDataset.open(manifest_uri, SPLIT)
-        with contextlib.closing(Pulse(lambda: world.gather_slowly(None))) as pulse:
+        with contextlib.closing(Pulse(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as pulse:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
                 scored = (

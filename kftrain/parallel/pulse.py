@@ -14,12 +14,13 @@ import faulthandler
 import json
 import mmap
 import os
+import re
 import signal
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 PULSE_ENV = "KFTRAIN_PULSE_FOLDER"
@@ -39,7 +40,10 @@ RECORDERS = {"": "_dump_fr_trace_json", "nccl ": "_dump_nccl_trace_json"}
 Statuses = dict[str, tuple[int, int]]
 """Key of a group -> numbers of the last operations that have begun and ended."""
 
-_FORMAT = struct.Struct("<dddqq??6x")
+_OPERATION_BYTES = 32
+_FORMAT = struct.Struct(f"<dddqq??6x{_OPERATION_BYTES}s")
+_RECORDED = re.compile(rb'"process_group":\["(\d+)",[^]]*\],"profiling_name":"\w+:(\w+)"')
+"""An operation in what torch tells: the key of its group, and its name after the backend's."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,20 @@ class Beat:
     """Whether torch counts them at all."""
     watched: bool = False
     """False before the first step, while a checkpoint is waited for, and after the last step."""
+    operation: str = ""
+    """The collective operation that was begun last; named only once the process stands still."""
 
     def pack(self) -> bytes:
         """As it lies in the file."""
-        return _FORMAT.pack(*astuple(self))
+        *numbers, operation = astuple(self)
+        return _FORMAT.pack(*numbers, operation.encode()[:_OPERATION_BYTES])
 
     @classmethod
     def unpack(cls, content: bytes) -> Beat:
         """The inverse of `pack`."""
-        return cls(*_FORMAT.unpack(content))
+        alive_at, progress_at, watched_at, begun, ended, counted, watched, name = _FORMAT.unpack(content)
+        operation = name.rstrip(b"\0").decode(errors="replace")
+        return cls(alive_at, progress_at, watched_at, begun, ended, counted, watched, operation)
 
 
 SIZE_BYTES = _FORMAT.size
@@ -77,17 +86,20 @@ SIZE_BYTES = _FORMAT.size
 class Pulse:
     """Of this process; without a supervisor that wants it, it does nothing."""
 
-    def __init__(self, in_background: Callable[[], object]) -> None:
-        """`in_background`: an operation in the group of the checkpoint thread, whose operations do not count.
+    def __init__(self, in_background: Callable[[], object], timeout_seconds: float) -> None:
+        """Collective.
 
-        Collective.
+        Args:
+            in_background: An operation in the group of the checkpoint thread, whose operations do not count.
+            timeout_seconds: How long a process may wait for another one. Half of it is long enough to ask torch where
+                this one stands, which takes a moment.
         """
         folder = os.environ.get(PULSE_ENV)
         before = _statuses()
         in_background()
         self._background = frozenset(key for key, status in _statuses().items() if status != before.get(key))
         self._watched, self._watched_at = False, 0.0
-        self._last = Beat()
+        self._last, self._still_seconds = Beat(), timeout_seconds / 2
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._map: mmap.mmap | None = None
         if folder:
@@ -133,8 +145,11 @@ class Pulse:
         if self._map is None:
             return
         with self._lock:
-            self._last = beat(self._last, _statuses(), self._background, self._watched, self._watched_at)
-            self._map[:SIZE_BYTES] = self._last.pack()
+            now = beat(self._last, _statuses(), self._background, self._watched, self._watched_at)
+            if now.watched and now.alive_at - now.progress_at >= self._still_seconds:
+                now = replace(now, operation=self._last.operation or last_operation(self._background))
+            self._last = now
+            self._map[:SIZE_BYTES] = now.pack()
 
 
 def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
@@ -152,6 +167,21 @@ def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: b
         counted=bool(counts),
         watched=watched,
     )
+
+
+def last_operation(background: Collection[str]) -> str:
+    """The name of the collective operation that was begun last, in groups other than these; empty if it is unknown."""
+    from torch._C import _distributed_c10d
+
+    for prefix, name in reversed(RECORDERS.items()):
+        dump = getattr(_distributed_c10d, name, None)
+        found = _RECORDED.findall(dump(True)) if dump else []
+        names: list[str] = [
+            operation.decode() for key, operation in found if f"{prefix}{key.decode()}" not in background
+        ]
+        if names:
+            return names[-1]
+    return ""
 
 
 def read(path: Path) -> Beat:

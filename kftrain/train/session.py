@@ -149,7 +149,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
     loader, validation = _data(training, world)
-    pulse = Pulse(lambda: world.gather_slowly(None))
+    pulse = Pulse(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with pulse.watched():
         stepper, described = build(config, training.task, loader, world)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())

@@ -67,6 +67,9 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
         return _hang(silent, f"{SILENT} while others wait for {still:.0f} s")
     if len(behind) < len(counted):
         return _hang(behind, f"no progress for {still:.0f} s, while others wait")
+    operations = {rank: beat.operation for rank, beat in counted.items() if beat.operation}
+    if len(set(operations.values())) > 1:
+        return _mismatch(operations, still)
     return _hang(behind, f"no progress for {still:.0f} s") if still >= ALONE * timeout_seconds else None
 
 
@@ -94,10 +97,27 @@ def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _hang(ranks: set[int], how: str) -> Hang:
-    names = ", ".join(map(str, sorted(ranks)))
+def _mismatch(operations: Mapping[int, str], still_seconds: float) -> Hang:
+    """Who calls another operation than most is named first: they wait for each other for good."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, operation in sorted(operations.items()):
+        ranks_of.setdefault(operation, []).append(rank)
+    places = sorted(ranks_of.items(), key=lambda place: (len(place[1]), place[1]))
+    told = ", ".join(f"{_named(ranks)} in {operation}" for operation, ranks in places)
     error = HangError(
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {names}: {how}",
+        f"the processes have called different collective operations, and wait for {still_seconds:.0f} s: {told}",
+        fix="the logs of those ranks say where they stand; all of them must call the same ones in the same order",
+    )
+    return Hang(error, places[0][1][0])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _hang(ranks: set[int], how: str) -> Hang:
+    error = HangError(
+        f"{_named(list(ranks))}: {how}",
         fix="the log of that rank says where it stands; if it was only slow, raise launch.timeout_seconds",
     )
     return Hang(error, min(ranks))

@@ -65,6 +65,27 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def segfault():
+    ctypes.string_at(0)
+
+
+def abort():
+    os.abort()
+
+
+def be_late():
+    print("late")
+    time.sleep(8)
+
+
+def call_alone():
+    """A collective operation that the other processes never enter."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(4))
+
+
 def leave():
     os._exit(0)
 

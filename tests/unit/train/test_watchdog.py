@@ -1,5 +1,6 @@
 """Which process hangs, from what each says of itself."""
 
+import json
 import time
 
 import pytest
@@ -52,6 +53,45 @@ def test_processes_at_the_same_place_may_take_twice_as_long():
     assert look(process(40)).error.line.startswith("rank 0: no progress for 40 s; the log")
     assert look(process(39), process(99)) is None
     assert "ranks 0, 1: no progress for 40 s;" in look(process(40), process(41)).error.line
+
+
+def test_fault_21_who_calls_another_collective_operation_than_the_others_is_named():
+    """Both have begun as many: the counts alone name nobody, and only after twice the time."""
+    most, other = process(21, operation="all_gather"), process(22, operation="all_reduce")
+    hang = look(most, other, most)
+    assert isinstance(hang.error, HangError) and hang.rank == 1
+    assert "different collective operations" in hang.error.line
+    assert "rank 1 in all_reduce, ranks 0, 2 in all_gather" in hang.error.line
+    assert look(most, most, most) is None
+    assert look(process(19, operation="all_gather"), other) is None
+    behind = look(process(21, 8, operation="all_gather"), process(22, 7, operation="all_reduce"))
+    assert behind.rank == 1 and behind.error.line.startswith("rank 1: no progress"), "who has skipped one is behind"
+
+
+def test_a_process_that_stands_still_says_in_which_operation(tmp_path, monkeypatch):
+    monkeypatch.setenv(pulse.PULSE_ENV, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    statuses = {"0": (5, 4), "1": (0, 0)}
+    recorded = [
+        {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"},
+        {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_gather"},
+        {"process_group": ["1", "background"], "profiling_name": "gloo:barrier"},
+    ]
+    dump = json.dumps({"entries": recorded}, separators=(",", ":")).encode()
+    monkeypatch.setattr(pulse, "_statuses", statuses.copy)
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda collectives: dump)
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.01)
+    one = pulse.Pulse(lambda: statuses.update({"1": (3, 3)}), 0.4)
+    with one.watched():
+        assert pulse.read(tmp_path / "0").operation == ""
+        deadline = time.monotonic() + 30
+        while not pulse.read(tmp_path / "0").operation and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pulse.read(tmp_path / "0").operation == "all_gather"
+        statuses["0"] = (6, 5)
+        one._write()
+        assert pulse.read(tmp_path / "0").operation == "", "it goes on"
+    one.close()
 
 
 def test_who_is_at_rest_while_all_others_wait_is_named():
@@ -135,7 +175,7 @@ def test_what_a_process_writes_is_what_its_supervisor_reads(tmp_path, monkeypatc
     monkeypatch.setattr(pulse, "_statuses", statuses.copy)
     monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "ALONE", 1.0)
-    one = pulse.Pulse(lambda: statuses.update({"1": (3, 3)}))
+    one = pulse.Pulse(lambda: statuses.update({"1": (3, 3)}), 60.0)
     assert not pulse.read(tmp_path / "1").watched and pulse.read(tmp_path / "0") == Beat()
     with one.watched():
         begun = pulse.read(tmp_path / "1")
@@ -152,5 +192,5 @@ def test_what_a_process_writes_is_what_its_supervisor_reads(tmp_path, monkeypatc
 
 def test_without_a_supervisor_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(pulse.PULSE_ENV, raising=False)
-    with pulse.Pulse(lambda: None).watched():
+    with pulse.Pulse(lambda: None, 60.0).watched():
         assert list(tmp_path.iterdir()) == []
