@@ -180,8 +180,8 @@ MUTANTS = [
     Mutant(
         "an export is read from where nobody has allowed it",
         "kftrain/trust.py",
-        "if _scheme(uri) not in self.schemes and not any(",
-        "if not uri and not any(",
+        "return _scheme(uri) in self.schemes or any(",
+        "return bool(uri) or any(",
         "tests/unit/checkpoint/test_hostile_exports.py -k no_reader_has_allowed",
     ),
     Mutant(
