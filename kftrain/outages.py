@@ -21,6 +21,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from kftrain.credentials import redacted
 from kftrain.errors import StorageError
 from kftrain.progress import Progress, to_log
 
@@ -116,7 +117,7 @@ def is_refusal(error: BaseException) -> bool:
 
 def shown(error: BaseException) -> str:
     """An exception of a driver on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
 class Patience:

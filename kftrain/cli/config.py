@@ -8,6 +8,7 @@ import click
 
 from kftrain import config as configuration
 from kftrain.cli.options import config_options, echo, json_option
+from kftrain.credentials import redacted
 
 
 @click.group("config")
@@ -31,6 +32,6 @@ def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
     if for_kubeflow:
         from kftrain.stages import parameters
 
-        echo(parameters.for_form(config))
+        echo(redacted(parameters.for_form(config)))
         return
-    echo(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml(), nl=as_json)
+    echo(redacted(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml()), nl=as_json)

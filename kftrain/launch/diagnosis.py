@@ -12,6 +12,7 @@ from typing import Any
 from kftrain import advice, errors
 from kftrain.advice import FailureClass
 from kftrain.contracts import FailureSummary
+from kftrain.credentials import redacted
 from kftrain.errors import KftrainError
 from kftrain.launch.observation import Pod
 
@@ -69,7 +70,7 @@ def _is_consequence(error: Mapping[str, Any] | None) -> bool:
 
 
 def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequence[str]]) -> FailureSummary:
-    code, line = int(error["exit_code"]), str(error["line"])
+    code, line = int(error["exit_code"]), redacted(str(error["line"]))
     kind = advice.class_of(error)
     index = error.get("node_rank") or 0
     return FailureSummary(
@@ -80,7 +81,7 @@ def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequenc
         rank=error.get("rank"),
         node=str(error.get("node") or ""),
         pod=str(error.get("pod") or ""),
-        last_lines=list(tails.get(index, ()))[-SHOWN_LINES:],
+        last_lines=_last_lines(tails, index),
         advice=advice.remedy(kind),
     )
 
@@ -91,13 +92,18 @@ def _summary(
     return FailureSummary(
         task=task,
         failure_class=kind.value,
-        line=line,
+        line=redacted(line),
         exit_code=code,
         node=pod.node if pod else "",
         pod=pod.name if pod else "",
-        last_lines=list(tails.get(pod.index if pod else 0, ()))[-SHOWN_LINES:],
+        last_lines=_last_lines(tails, pod.index if pod else 0),
         advice=advice.remedy(kind),
     )
+
+
+def _last_lines(tails: Mapping[int, Sequence[str]], index: int) -> list[str]:
+    """Of a worker, without the credentials that drivers and libraries quote."""
+    return [redacted(line) for line in list(tails.get(index, ()))[-SHOWN_LINES:]]
 
 
 def _code(pod: Pod) -> int:

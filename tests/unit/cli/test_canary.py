@@ -12,6 +12,8 @@ from helpers.toy_data import text_folder
 from kftrain import cli, config, plugins
 from kftrain.config import TrackingConfig
 from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
+from kftrain.launch.diagnosis import diagnose
+from kftrain.launch.outage import tolerated
 from kftrain.launch.reachable import require_tracking_server
 from kftrain.stages import failure, preflight, remote, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
@@ -153,3 +155,19 @@ def test_tracebacks_hold_none(
     assert "Traceback" in shown and "no answer of postgresql://" in shown
     assert "caNAry" not in shown
     assert not isinstance(caught.value, RuntimeError), "Python would print it"
+
+
+def test_what_workers_and_drivers_said_last_holds_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It goes into the report of a failure, into annotations, and to the console."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "caNAry/secret")
+    said = str(drivers_error())
+    for error in ({"kind": "X", "exit_code": 1, "line": said}, None):
+        found = diagnose("train", error, [], {0: ["step 1", said]})
+        assert found.last_lines[0] == "step 1" and "postgresql://" in found.last_lines[1]
+        assert "caNAry" not in str(found.to_dict())
+    with tolerated("the attempts could not be read"):
+        drivers_call()
+    shown = capsys.readouterr().out
+    assert "could not be read: RuntimeError: no answer of postgresql://" in shown and "caNAry" not in shown
