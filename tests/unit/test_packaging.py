@@ -1,6 +1,7 @@
 """That the wheel will hold what the repository holds."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ def test_every_package_is_listed_because_an_unlisted_one_is_missing_from_the_whe
 def test_every_folder_of_modules_is_a_package():
     folders = {path.parent for top in ("kftrain", "components", "pipelines") for path in (ROOT / top).rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_no_two_files_of_tests_have_the_same_name():
+    """Their folders are no packages, so pytest collects neither of them."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_listed_folders_map_to_where_they_stand(setuptools_table):
