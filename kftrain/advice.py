@@ -163,7 +163,10 @@ CLASS_OF_CODE: dict[int, FailureClass] = {
     errors.BUG_CODE: FailureClass.BUG,
 }
 
-CLASS_OF_KIND = {errors.OtherTrainingError.__name__: FailureClass.OTHER_TRAINING}
+CLASS_OF_KIND = {
+    errors.OtherTrainingError.__name__: FailureClass.OTHER_TRAINING,
+    errors.StorageError.__name__: FailureClass.STORAGE,
+}
 """Where the exit code says less than the error's own type."""
 
 CLASS_OF_WORDS = {

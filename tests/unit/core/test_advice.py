@@ -2,7 +2,7 @@
 
 import pytest
 
-from kftrain import advice, errors
+from kftrain import advice, errors, storage
 from kftrain.advice import FailureClass, Next, Place, Situation
 
 RUN = "/store/runs/my run"
@@ -115,3 +115,10 @@ def test_where_we_are_is_told_by_the_environment(monkeypatch):
     for name, value in AT_HOME.to_environment().items():  # kftrain run in a notebook's pod
         monkeypatch.setenv(name, value)
     assert Situation.from_environment(RUN) == AT_HOME
+
+
+def test_a_full_disk_is_the_storages_failure_and_no_lost_peer():
+    error = storage.full_error(OSError(28, "No space left on device", "/disk/x")).to_dict()
+    assert advice.class_of(error) is FailureClass.STORAGE
+    assert "has room" in advice.advise(error, advice.Situation(advice.Place.LAPTOP)).text
+    assert advice.class_of(errors.RetryableError("lost contact").to_dict()) is not FailureClass.STORAGE
