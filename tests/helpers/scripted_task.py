@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from kftrain.checkpoint import commit
+from kftrain.checkpoint import commit, export
 from kftrain.tasks.language_modeling import LanguageModeling
 
 
@@ -22,11 +22,9 @@ class ScriptedTask(LanguageModeling):
         self.num_losses = 0
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
-
-    def model_arguments(self):
-        if self.num_losses:  # after the last step: the export asks
-            time.sleep(self.script.get("export_seconds", 0))
-        return super().model_arguments()
+        if "export_seconds" in self.script:
+            slow = functools.partial(slowly, export.export_checkpoint, self.script["export_seconds"])
+            export.export_checkpoint = slow
 
     def loss(self, model, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))

@@ -39,7 +39,7 @@ def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp
     paths = RunPaths(str(run))
     assert storage.read_json(paths.error)["stage"] == "register"
     assert "accurracy" in (run / "failure.html").read_text()
-    assert f"kftrain run --resume {run}" in failed.stderr
+    assert f"--resume {run}" in failed.stderr
 
     resumed = kftrain(tmp_path, "run", "--resume", str(run), "--set", "registry.metric=accuracy")
     assert resumed.returncode == 0, resumed.stderr

@@ -17,6 +17,8 @@ from kftrain.contracts import Registration, RunPaths, read
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = f"s3://{BUCKET}/root"
+OTHER = ["--set", "registry.model_name=other"]
+"""A registered model belongs to one storage root."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,9 @@ def test_a_killed_run_goes_on_from_the_object_store_and_equals_one_that_was_left
     assert commit.last_step(paths) == 100
     assert "<html" in storage.read_text(paths.report)
 
-    reference = kftrain(tmp_path, "run", "--config", "c.yaml", *options, "--set", f"run.storage_root={tmp_path}/local")
+    reference = kftrain(
+        tmp_path, "run", "--config", "c.yaml", *options, "--set", f"run.storage_root={tmp_path}/local", *OTHER
+    )
     output = reference.communicate(timeout=400)[0]
     assert reference.returncode == 0, output
     (uninterrupted,) = (tmp_path / "local" / "runs").iterdir()
