@@ -97,7 +97,10 @@ class Pulse:
         folder = os.environ.get(PULSE_ENV)
         before = _statuses()
         in_background()
-        self._background = frozenset(key for key, status in _statuses().items() if status != before.get(key))
+        # Only what has begun counts: another group's operation may be noted as ended just now, on one process alone.
+        self._background = frozenset(
+            key for key, (begun, _) in _statuses().items() if begun != before.get(key, (-1, -1))[0]
+        )
         self._watched, self._watched_at = False, 0.0
         self._last, self._still_seconds = Beat(), timeout_seconds / 2
         self._lock, self._closed = threading.Lock(), threading.Event()

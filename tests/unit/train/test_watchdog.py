@@ -194,3 +194,10 @@ def test_without_a_supervisor_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(pulse.PULSE_ENV, raising=False)
     with pulse.Pulse(lambda: None, 60.0).watched():
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_operation_that_is_noted_as_ended_late_does_not_make_its_group_the_background(monkeypatch):
+    seen = iter([{"control": (3, 2), "background": (0, 0)}, {"control": (3, 3), "background": (1, 1)}])
+    monkeypatch.setattr(pulse, "_statuses", lambda: next(seen))
+    monkeypatch.delenv(pulse.PULSE_ENV, raising=False)
+    assert pulse.Pulse(lambda: None, 8.0)._background == {"background"}
