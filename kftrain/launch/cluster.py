@@ -13,15 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from kftrain import contracts, storage
 from kftrain.advice import FailureClass
 from kftrain.config import Config
 from kftrain.contracts import FailureSummary, RunPaths
-from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted
+from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted, StorageError
 from kftrain.launch import diagnosis, ownership, pytorchjob
 from kftrain.launch.adoption import Hold, any_pods, create_or_adopt, delete_held
-from kftrain.launch.failures import JobFailedError
+from kftrain.launch.failures import JobFailedError, lacked_storage
 from kftrain.launch.follower import Follower
 from kftrain.launch.heartbeat import Heartbeat
 from kftrain.launch.kubernetes_api import Cluster
@@ -50,16 +51,19 @@ class ClusterLauncher:
         self._wake = threading.Event()
 
     def run(self, spec: JobSpec) -> int:
-        """See `Launcher.run`. The job is deleted when this returns or raises. Raises LaunchError.
+        """See `Launcher.run`. The job is deleted when this returns or raises.
 
-        Raises FencedError where another launch holds the job, or one with another specification: that one is left.
+        Raises LaunchError, StorageError where the attempts were used up because storage is full or away, and
+        FencedError where another launch holds the job, or one with another specification: that one is left.
         """
         self._cluster.patience.hurried = lambda: self.interrupted
         with self._signals():
             try:
                 return self._run(spec)
+            except JobFailedError as failed:
+                raise failed.error from None
             except LaunchError as error:
-                if isinstance(error, JobFailedError) or not self.interrupted:
+                if not self.interrupted:
                     raise
                 to_log(f"warning: {error.line}")
                 return Preempted.exit_code
@@ -117,8 +121,8 @@ class ClusterLauncher:
                     return summary.exit_code
                 self._wake.wait(POLL_SECONDS)
                 self._wake.clear()
-        except JobFailedError as error:
-            _publish_failure(paths, diagnosis.of_launch(spec.task, error.kind, error, error.found))
+        except JobFailedError as failed:
+            _publish_failure(paths, diagnosis.of_launch(spec.task, failed.kind, failed.error, failed.found))
             raise
         return Preempted.exit_code
 
@@ -168,5 +172,11 @@ def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
         storage.publish_json(paths.failure, summary.to_dict())
         error = contracts.read_error(paths.error)
         if error is None or error["line"] != summary.line:
-            storage.publish_json(paths.error, {"kind": "", "exit_code": summary.exit_code, "line": summary.line})
+            storage.publish_json(paths.error, _error_document(summary))
     to_log(f"failed: {summary.failure_class}: {summary.line}")
+
+
+def _error_document(summary: FailureSummary) -> dict[str, Any]:
+    if lacked_storage(summary):
+        return StorageError(summary.line).to_dict()
+    return {"kind": "", "exit_code": summary.exit_code, "line": summary.line}

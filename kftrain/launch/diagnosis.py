@@ -50,8 +50,7 @@ def diagnose(
     if ended:
         pod = fatal or ended[0]
         line = " ".join(f"{pod.name} ended with {_code(pod)} {pod.end_reason} {pod.end_message}".split())
-        kind = FailureClass.IMAGE if pod.end_reason in NO_COMMAND else advice.class_of_code(_code(pod))
-        return _summary(task, kind, line[:500], _code(pod), pod, tails)
+        return _summary(task, _class_without_error(pod, ended), line[:500], _code(pod), pod, tails)
     return _summary(task, FailureClass.UNKNOWN, "the job failed and left no reason", errors.BUG_CODE, None, tails)
 
 
@@ -62,6 +61,15 @@ def of_launch(
     if found is not None:
         return found.model_copy(update={"line": error.line, "exit_code": error.exit_code})
     return _summary(task, kind, error.line, error.exit_code, None, {})
+
+
+def _class_without_error(pod: Pod, ended: Sequence[Pod]) -> FailureClass:
+    """Of an attempt of which no error is to be found. Who ends with a code of ours could not write it."""
+    if pod.end_reason in NO_COMMAND:
+        return FailureClass.IMAGE
+    if all(_code(each) == errors.StorageError.exit_code for each in ended):
+        return FailureClass.STORAGE
+    return advice.class_of_code(_code(pod))
 
 
 def _is_consequence(error: Mapping[str, Any] | None) -> bool:

@@ -18,7 +18,7 @@ from kftrain.launch.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STA
 from kftrain.launch.clock import STARTING, Clock, Limits
 from kftrain.launch.completion import is_complete
 from kftrain.launch.endings import Budget, Endings
-from kftrain.launch.failures import JobFailedError
+from kftrain.launch.failures import JobFailedError, lacked_storage
 from kftrain.launch.kubernetes_api import Cluster
 from kftrain.launch.logs import Logs
 from kftrain.launch.observation import Observation, Pod
@@ -174,9 +174,13 @@ class Follower:
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.nodes} workers run" if seen.pods else ""
-        why = f": {first.text}" if first else ""
-        kind = first.failure_class if first else FailureClass.DEADLINE
-        raise self._failed(f"{assessment.state.value} for longer than {exceeded}{running}{why}", kind)
+        text = f"{assessment.state.value} for longer than {exceeded}{running}"
+        if first is not None:
+            raise self._failed(f"{text}: {first.text}", first.failure_class)
+        found = self.diagnose() if assessment.state in STARTING and self._endings.last() else None
+        if found is not None and lacked_storage(found):  # such attempts do not count, so it ends here
+            raise self._failed(f"{text}, at last: {found.line}", FailureClass.STORAGE, found)
+        raise self._failed(text, FailureClass.DEADLINE)
 
     def _is_excused(self, assessment: Assessment, seen: Observation) -> bool:
         """Whether a start that takes too long is none, or is held up by storage, without which nothing can start.

@@ -80,8 +80,9 @@ def test_every_class_has_advice_and_every_error_a_class():
 
 def test_what_the_launcher_gives_up_keeps_what_was_found_out():
     last = diagnose("train", None, [ended(1, 137, end_reason="OOMKilled")], TAILS)
-    error = JobFailedError("2 attempts", FailureClass.HOST_MEMORY, where="job x", found=last)
-    summary = of_launch("train", error.kind, error, error.found)
+    failed = JobFailedError("2 attempts", FailureClass.HOST_MEMORY, where="job x", found=last)
+    error = failed.error
+    summary = of_launch("train", failed.kind, error, failed.found)
     assert (summary.pod, summary.last_lines) == ("w-1", ["second worker"])
     assert (summary.exit_code, summary.line) == (13, error.line)
     assert of_launch("train", FailureClass.DELETED, error).pod == ""
