@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kftrain import contracts, launch, registry, report, storage, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
 from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.data.manifest import check_listing
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.launch.completion import metrics_uri
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.stages import failure, pods, resolve, tracked
+from kftrain.stages.dataset import read_dataset
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
 from kftrain.trust import Trust
@@ -28,7 +33,11 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
 
         def others() -> list[EvaluationTarget]:
             champion.extend(_rivals(config, completion))
-            return [_champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)]
+            rivals = [
+                _champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)
+            ]
+            _require_data(paths, [own, *rivals])
+            return rivals
 
         storage.remove(paths.unmeasured)
         evaluation = launch.run_evaluation(paths, config, digest, own, others)[0]
@@ -98,6 +107,13 @@ def _obstacle(config: Config, champion: Champion, digest: str) -> str:
         return error.line
     is_same = task.model_dump(mode="json") == config.task.model_dump(mode="json")
     return "" if is_same else "it was trained for another task"
+
+
+def _require_data(paths: RunPaths, targets: Sequence[EvaluationTarget]) -> None:
+    """Raises DataError where data is gone that a job would be started for: before any GPU waits for it."""
+    if not all(storage.exists(metrics_uri(target)) for target in targets):
+        shards, manifest = read_dataset(paths)
+        check_listing(shards.manifest_uri, manifest)
 
 
 def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> None:

@@ -1,11 +1,15 @@
 """Data that is gone is noticed before a job is started for it."""
 
 import pytest
-from helpers.documents import sharded_run
+from helpers.documents import finished_run, sharded_run
 
-from kftrain import launch, storage
+from kftrain import launch, registry, storage
+from kftrain.contracts import RunShards
 from kftrain.errors import DataError
+from kftrain.launch import jobs
+from kftrain.registry import Champion
 from kftrain.stages import failure
+from kftrain.stages.evaluate import evaluate
 from kftrain.stages.train import train
 
 
@@ -26,3 +30,33 @@ def test_fault_05_a_shard_that_is_gone_ends_the_stage_before_any_job(tmp_path, m
     with pytest.raises(DataError, match=f"{name}: {what}"):
         train(paths.uri, lambda line: None)
     assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "train")
+
+
+def evaluated_run(root, monkeypatch, champion=None):
+    """A run with all its documents, of which one shard is gone; a job would end the test."""
+    paths, _ = finished_run(root)
+    uri = RunShards.model_validate(storage.read_json(paths.shards)).manifest_uri
+    storage.local_path(uri).parent.joinpath("validation-000000.tar").unlink()
+    monkeypatch.setattr(registry, "champion", lambda config: champion)
+    monkeypatch.setattr(jobs, "_run_to_end", lambda *arguments: pytest.fail("a job was started"))
+    return paths
+
+
+def test_a_shard_that_is_gone_ends_the_evaluation_before_its_job(tmp_path, monkeypatch):
+    paths = evaluated_run(tmp_path, monkeypatch)
+    storage.remove(storage.join(paths.uri, "evaluation"))
+    with pytest.raises(DataError, match="validation-000000.tar: missing"):
+        evaluate(paths.uri, lambda line: None)
+    assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "evaluate")
+
+
+def test_a_shard_that_is_gone_ends_the_evaluation_of_a_champion_before_its_job(tmp_path, monkeypatch):
+    other = Champion(7, f"{tmp_path}/store/runs/other", "k" * 64, f"{tmp_path}/store/runs/other/export", "x" * 64)
+    paths = evaluated_run(tmp_path, monkeypatch, other)
+    monkeypatch.setattr("kftrain.stages.evaluate._is_measurable", lambda *arguments: True)
+    with pytest.raises(DataError, match="validation-000000.tar: missing"):
+        evaluate(paths.uri, lambda line: None)
+
+
+def test_what_is_evaluated_already_needs_no_shards(tmp_path, monkeypatch):
+    assert evaluate(evaluated_run(tmp_path, monkeypatch).uri, lambda line: None).metrics["accuracy"] == 0.9
