@@ -45,7 +45,7 @@ def evaluated_run(root, monkeypatch, champion=None):
 def test_a_shard_that_is_gone_ends_the_evaluation_before_its_job(tmp_path, monkeypatch):
     paths = evaluated_run(tmp_path, monkeypatch)
     storage.remove(storage.join(paths.uri, "evaluation"))
-    with pytest.raises(DataError, match="validation-000000.tar: missing"):
+    with pytest.raises(DataError, match=r"validation-000000\.tar: missing"):
         evaluate(paths.uri, lambda line: None)
     assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "evaluate")
 
@@ -54,7 +54,7 @@ def test_a_shard_that_is_gone_ends_the_evaluation_of_a_champion_before_its_job(t
     other = Champion(7, f"{tmp_path}/store/runs/other", "k" * 64, f"{tmp_path}/store/runs/other/export", "x" * 64)
     paths = evaluated_run(tmp_path, monkeypatch, other)
     monkeypatch.setattr("kftrain.stages.evaluate._is_measurable", lambda *arguments: True)
-    with pytest.raises(DataError, match="validation-000000.tar: missing"):
+    with pytest.raises(DataError, match=r"validation-000000\.tar: missing"):
         evaluate(paths.uri, lambda line: None)
 
 
