@@ -15,6 +15,7 @@ import random
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kftrain.credentials import redacted
-from kftrain.errors import StorageError
+from kftrain.errors import KftrainError, StorageError
 from kftrain.progress import Progress, to_log
 
 ANSWERED_SECONDS = 600.0
@@ -58,8 +59,8 @@ _PASSING = frozenset((HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS))
 
 _FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
 
-_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "fsspec")
-"""Packages whose exceptions say that an object store refused or cannot be reached."""
+_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "fsspec")
+"""Packages that speak to object stores."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -90,9 +91,34 @@ def telling_full_disk(where: str) -> Iterator[None]:
         raise full_error(error, where) from error
 
 
+@contextlib.contextmanager
+def plain_errors(where: str, what: str = "") -> Iterator[None]:
+    """Within the block storage fails by two kinds of exceptions only, whatever its driver raises; bugs pass.
+
+    Raises StorageError where it is away for now, which begins with `what` if that is given, and OSError where it
+    answers that this cannot be done.
+    """
+    try:
+        yield
+    except KftrainError:
+        raise
+    except Exception as error:  # drivers of object stores raise what they like
+        if is_outage(error):
+            raise StorageError(f"{what or UNREACHABLE}: {shown(error)}", where=where) from error
+        if isinstance(error, OSError) or not is_of_a_driver(error):
+            raise
+        code = errno.EACCES if is_refusal(error) else errno.EREMOTE
+        raise OSError(code, shown(error), where) from error
+
+
 def is_of_a_driver(error: BaseException) -> bool:
-    """Whether an object store's driver raised it: most of their exceptions are no OSErrors."""
-    return any(kind.__module__.split(".")[0] in _DRIVERS for kind in type(error).__mro__)
+    """Whether an object store's driver raised it: an exception of its own, or another one on the way through it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [
+        *(kind.__module__ for kind in type(error).__mro__),
+        *(str(f.f_globals.get("__name__")) for f, _ in frames),
+    ]
+    return any(module.split(".")[0] in _DRIVERS for module in modules)
 
 
 def is_outage(error: BaseException) -> bool:

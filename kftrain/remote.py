@@ -12,9 +12,7 @@ import contextlib
 import errno
 import inspect
 import io
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import fsspec
 import fsspec.asyn
 
-from kftrain import outages
+from kftrain import outages, threads
 from kftrain.errors import ConfigError
 
 READ_BYTES = 16 << 20
@@ -347,15 +345,7 @@ class _ObjectWriter(io.RawIOBase):
 
 def _in_thread(work: Callable[[], T], seconds: float, where: str) -> T:
     """What `work` returns or raises. Raises TimeoutError at its deadline, and leaves the thread alone."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="storage").start()
+    future = threads.start(work, "storage")
     try:
         return future.result(seconds)
     except FutureTimeoutError as error:

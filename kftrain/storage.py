@@ -25,16 +25,16 @@ from kftrain.errors import ConfigError
 from kftrain.outages import (
     full_error,
     is_full,
-    is_of_a_driver,
     is_outage,
     patience,
     patiently,
+    plain_errors,
     ride_out,
     telling_full_disk,
 )
 from kftrain.remote import RemotePath, version_of
 
-__all__ = ("full_error", "is_full", "is_of_a_driver", "is_outage", "patience", "telling_full_disk", "version_of")
+__all__ = ("full_error", "is_full", "is_outage", "patience", "plain_errors", "telling_full_disk", "version_of")
 """What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20

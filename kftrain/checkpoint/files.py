@@ -23,7 +23,7 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
-    """In place of DCP's own file systems. Raises OSError, which survives the way from process to process."""
+    """In place of DCP's own file systems. Raises OSError and StorageError."""
 
     def __init__(self) -> None:
         self.entries: dict[str, FileEntry] = {}
@@ -136,16 +136,10 @@ class HashingStream:
 
 @contextlib.contextmanager
 def _plain_errors(uri: str) -> Iterator[None]:
-    """Makes errors of a store plain OSErrors: those of drivers do not all survive being pickled for another process."""
+    """Errors that survive being pickled for another process, which those of drivers do not all."""
     try:
-        yield
+        with storage.plain_errors(uri):
+            yield
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or _described(error), uri) from error
-    except Exception as error:
-        if not (storage.is_of_a_driver(error) or storage.is_outage(error)):
-            raise
-        raise OSError(errno.EIO, _described(error), uri) from error
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        described = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise OSError(error.errno or errno.EIO, error.strerror or described, uri) from error

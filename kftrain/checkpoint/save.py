@@ -13,17 +13,16 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kftrain import attempts, storage
+from kftrain import attempts, storage, threads
 from kftrain.checkpoint import commit
 from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.checkpoint.files import CheckpointFiles
@@ -46,8 +45,6 @@ METADATA = ".metadata"
 
 Problem = dict[str, Any]
 """An error as plain data."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,11 +113,10 @@ class CheckpointWriter:
         name = CheckpointName(step, self._identity.attempt)
         staged = self._staging.copy_of(state)
         manifest = self._manifest(name, samples_consumed)
-        self._flight = _Flight(step, time.monotonic(), Future())
+        start, rows = time.monotonic(), list(history)
         context = contextvars.copy_context()  # the caller's patience with storage
-        arguments = (_run_into, self._flight.future, self._write, staged, list(history), name, manifest)
-        # A daemon: nobody waits at the end of the process for a thread whose storage hangs.
-        threading.Thread(target=context.run, args=arguments, daemon=True, name="checkpoint").start()
+        future = threads.start(lambda: context.run(self._write, staged, rows, name, manifest), "checkpoint")
+        self._flight = _Flight(step, start, future)
 
     def wait(self) -> None:
         """Returns when the save in flight is committed.
@@ -177,7 +173,7 @@ class CheckpointWriter:
             gathered: list[Any] = [None] * self._world.size
             dist.all_gather_object(gathered, written, group=self._world.background)
             entries = {key: entry for part in gathered for key, entry in part.items()}
-            outcome = [self._try_to_commit(uri, name, manifest, history, entries) if self._world.is_main else None]
+            outcome = [self._try_to_commit(name, manifest, history, entries) if self._world.is_main else None]
             dist.broadcast_object_list(outcome, src=0, group=self._world.background)
             problem = outcome[0]
         if problem is None:
@@ -200,38 +196,32 @@ class CheckpointWriter:
 
     def _try_to_commit(
         self,
-        uri: str,
         name: CheckpointName,
         manifest: CheckpointManifest,
         history: list[dict[str, Any]],
         files: dict[str, FileEntry],
     ) -> Problem | None:
+        """Commits, and tidies up. On rank 0."""
+        uri = storage.join(self._paths.checkpoints, str(name))
         try:
-            self._commit(uri, name, manifest, history, files)
+            with storage.plain_errors(uri, "the checkpoint could not be committed"):
+                attempts.require_held(self._paths, name.attempt)
+                content = storage.dump_json(history)
+                storage.publish(storage.join(uri, commit.HISTORY), content)
+                files = {**files, commit.HISTORY: commit.entry_of_text(content)}
+                commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
+            self._tidy_up(name, history)
         except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
             return _problem(error, uri, "committed")
         return None
 
-    def _commit(
-        self,
-        uri: str,
-        name: CheckpointName,
-        manifest: CheckpointManifest,
-        history: list[dict[str, Any]],
-        files: dict[str, FileEntry],
-    ) -> None:
-        attempts.require_held(self._paths, name.attempt)
-        content = storage.dump_json(history)
-        storage.publish(storage.join(uri, commit.HISTORY), content)
-        files = {**files, commit.HISTORY: commit.entry_of_text(content)}
-        commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
+    def _tidy_up(self, name: CheckpointName, history: list[dict[str, Any]]) -> None:
+        """After a commit, which counts whatever becomes of this: the next one does it again."""
         try:
-            commit.retire(self._paths, self._keep_last, name.attempt)  # first: it makes room
-            storage.publish_json(self._paths.history, history)
-        except Exception as error:
-            if not _is_of_storage(error):
-                raise
-            # It is committed all the same; the next one tidies up.
+            with storage.plain_errors(self._paths.uri):
+                commit.retire(self._paths, self._keep_last, name.attempt)  # first: it makes room
+                storage.publish_json(self._paths.history, history)
+        except (OSError, RetryableError) as error:
             to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")
 
 
@@ -252,26 +242,15 @@ class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
         return super().prepare_local_plan(plan)
 
 
-def _run_into(future: Future[T], work: Callable[..., T], *arguments: Any) -> None:
-    try:
-        future.set_result(work(*arguments))
-    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-        future.set_exception(error)
-
-
 def _problem(error: BaseException, uri: str, what: str) -> Problem:
     """Why a save failed, as plain data for all processes to raise."""
     if isinstance(error, KftrainError):
         return error.to_dict()
-    if _is_of_storage(error):
+    if isinstance(error, OSError):
         fix = "free some space" if storage.is_full(error) else ""
         return StorageError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
     print_traceback(error)  # a bug: the other processes only get its last frame
     return error_to_dict(error)
-
-
-def _is_of_storage(error: BaseException) -> bool:
-    return isinstance(error, OSError | RetryableError) or storage.is_of_a_driver(error) or storage.is_outage(error)
 
 
 def _cause(error: BaseException) -> str:
@@ -284,9 +263,8 @@ def _cause(error: BaseException) -> str:
 def _remove(uri: str) -> None:
     """Deletes what a failed save has left, unless it is a whole checkpoint all the same."""
     try:
-        if not storage.exists(storage.join(uri, commit.COMMITTED)):
-            storage.remove(uri)
-    except Exception as error:
-        if not _is_of_storage(error):
-            raise
+        with storage.plain_errors(uri):
+            if not storage.exists(storage.join(uri, commit.COMMITTED)):
+                storage.remove(uri)
+    except (OSError, RetryableError) as error:
         to_log(f"warning: {uri} could not be deleted: {_cause(error)}")

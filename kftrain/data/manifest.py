@@ -29,7 +29,7 @@ from kftrain.data.files import list_files
 from kftrain.data.keys import decode_key
 from kftrain.data.npyheader import npy_header, stored_dtype
 from kftrain.data.schema import SPLITS, SampleSchema
-from kftrain.errors import DataError, StorageError
+from kftrain.errors import DataError
 
 FORMAT_VERSION = 1
 """Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again."""
@@ -284,13 +284,9 @@ def reading(uri: str) -> Iterator[None]:
     Storage that is away for now is a StorageError: another attempt may find it.
     """
     try:
-        yield
+        with storage.plain_errors(uri):
+            yield
     except FileNotFoundError as error:
         raise DataError("missing", where=uri, fix=_SHARD_AGAIN) from error
-    except Exception as error:  # drivers of object stores raise what they like
-        if storage.is_outage(error):
-            shown = f"{type(error).__name__}: {error}"
-            raise StorageError(f"storage cannot be reached: {shown}", where=uri) from error
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         raise DataError(f"cannot be read: {error}", where=uri, fix="check the storage and its permissions") from error

@@ -1,8 +1,7 @@
 """Storage that is down for a while: what can go on without it goes on, what cannot is tried again.
 
 `storage` itself rides an outage out. What can go on without it does not wait for that: it has better things to do.
-Drivers of object stores raise whatever their HTTP client raises, so this is the one place that takes any exception.
-Only reading and writing stands inside these blocks.
+What is no failure of storage, nor of what it holds, is a bug, and passes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from kftrain.errors import KftrainError, StorageError
-from kftrain.outages import patience, shown
+from kftrain.outages import patience, plain_errors, shown
 from kftrain.progress import to_log
 
 REPORT_SECONDS = 10.0
@@ -20,20 +19,20 @@ REPORT_SECONDS = 10.0
 
 @contextlib.contextmanager
 def tolerated(what: str, patience_seconds: float = 0.0) -> Iterator[None]:
-    """A block that may fail: a failure is a warning that begins with `what`."""
+    """A block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
     try:
-        with patience(patience_seconds):
+        with patience(patience_seconds), plain_errors(""):
             yield
-    except Exception as error:  # noqa: BLE001 - drivers of object stores raise what they like
-        to_log(f"warning: {what}: {shown(error)}")
+    except (KftrainError, OSError, ValueError) as error:  # ValueError: what was read is damaged
+        why = error.line if isinstance(error, KftrainError) else shown(error)
+        to_log(f"warning: {what}: {why}")
 
 
 @contextlib.contextmanager
 def retryable(what: str, where: str) -> Iterator[None]:
-    """A block whose failure is a StorageError that says `what`; errors of ours pass."""
+    """A block in which a failure of storage is a StorageError that says `what`; errors of ours pass."""
     try:
-        yield
-    except KftrainError:
-        raise
-    except Exception as error:
+        with plain_errors(where, what):
+            yield
+    except OSError as error:
         raise StorageError(f"{what}: {shown(error)}", where=where) from error

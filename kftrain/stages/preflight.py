@@ -7,7 +7,7 @@ import shutil
 
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
-from kftrain.errors import ConfigError, RetryableError
+from kftrain.errors import ConfigError
 from kftrain.models.signature import check_options
 from kftrain.tracking.endpoint import require_private_credentials
 
@@ -63,12 +63,11 @@ def check_writable(config: Config) -> None:
     root = config.run.storage_root
     probe = storage.join(root, f".kftrain-probe-{secrets.token_hex(4)}")
     try:
-        storage.publish(probe, "kftrain\n")
-        found = storage.read_text(probe)
-        storage.remove(probe)
-    except RetryableError:
-        raise
-    except Exception as error:
+        with storage.plain_errors(root):
+            storage.publish(probe, "kftrain\n")
+            found = storage.read_text(probe)
+            storage.remove(probe)
+    except OSError as error:
         raise ConfigError(
             f"the storage root cannot be written: {type(error).__name__}: {error}",
             where="run.storage_root",

@@ -12,7 +12,19 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {
     *("errors", "credentials", "printable", "plain", "section", "layers", "cluster_config", "config", "contracts"),
-    *("plugins", "storage", "remote", "outages", "bootstrap", "processes", "attempts", "progress", "channel", "advice"),
+    *(
+        "plugins",
+        "storage",
+        "remote",
+        "outages",
+        "bootstrap",
+        "processes",
+        "attempts",
+        "progress",
+        "channel",
+        "advice",
+        "threads",
+    ),
 }
 """Modules that every folder may import; they import only each other."""
 

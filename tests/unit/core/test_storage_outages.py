@@ -9,6 +9,7 @@ from s3fs.errors import translate_boto_error
 
 from kftrain import outages
 from kftrain.errors import RetryableError
+from kftrain.launch.outage import retryable, tolerated
 
 URI = "s3://bucket/run/x"
 DOWN = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
@@ -165,3 +166,52 @@ class HttpError(Exception):
 )
 def test_outages_of_all_drivers_are_recognised(error, outage):
     assert outages.is_outage(error) is outage
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (answer("SlowDown", 503), RetryableError),
+        (ReadTimeoutError(endpoint_url="http://x"), RetryableError),
+        (TimeoutError("x"), RetryableError),
+        (ClientError({"Error": {"Code": "InvalidArgument"}}, "GetObject"), OSError),
+        (ClientError({"Error": {"Code": "400"}}, "HeadObject"), PermissionError),
+        (NoCredentialsError(), PermissionError),
+    ],
+)
+def test_storage_fails_by_two_kinds_of_exceptions_whatever_its_driver_raises(error, kind):
+    with pytest.raises(kind) as caught, outages.plain_errors("s3://b/x"):
+        raise error
+    assert "s3://b/x" in str(caught.value) and type(error).__name__ in str(caught.value)
+    assert not (kind is OSError and outages.is_outage(caught.value))
+
+
+def test_what_comes_out_of_a_driver_is_its_own_whatever_it_is():
+    """aiohttp says that its session is closed by a RuntimeError."""
+    drivers = {"__name__": "aiohttp.client", "error": RuntimeError("Session is closed")}
+    exec("def get():\n    raise error", drivers)
+    with pytest.raises(OSError, match="RuntimeError: Session is closed"), outages.plain_errors("s3://b/x"):
+        drivers["get"]()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError("x"), OSError(errno.ENOSPC, "full"), RetryableError("x"), KeyError("a bug"), TypeError("a bug")],
+)
+def test_bugs_and_what_the_file_system_says_pass(error):
+    with pytest.raises(type(error)) as caught, outages.plain_errors("s3://b/x"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [answer("InvalidArgument", 400), TimeoutError("x"), ValueError("no JSON"), OSError()])
+def test_storage_may_fail_where_it_is_not_needed(error, capsys):
+    with tolerated("it could not be read"):
+        raise error
+    assert "warning: it could not be read: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", [tolerated("x"), retryable("x", "s3://b/x")])
+def test_a_bug_in_a_block_that_reads_storage_is_not_taken_for_an_outage(block):
+    with pytest.raises(AttributeError), block:
+        raise AttributeError("a bug")

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import ClientError, EndpointConnectionError
 from helpers.toy_data import shard_toy, text_folder
 from helpers.toy_task import ToyTask
 from hypothesis import HealthCheck, given, settings
@@ -205,6 +205,7 @@ def test_any_byte_of_a_manifest_may_change_without_anything_but_our_errors(
         (EndpointConnectionError(endpoint_url="http://x"), RetryableError),
         (FileNotFoundError("x"), DataError),
         (PermissionError(errno.EACCES, "no"), DataError),
+        (ClientError({"Error": {"Code": "InvalidArgument"}}, "GetObject"), DataError),
         (DataError("of our own"), DataError),
         (ZeroDivisionError("a bug"), ZeroDivisionError),
     ],

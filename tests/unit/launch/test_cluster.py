@@ -218,7 +218,10 @@ def test_a_job_that_had_succeeded_when_it_was_taken_away_is_a_success(
     else:
         with pytest.raises(LaunchError, match="somebody deleted the job"):
             one.finish()
-        assert "warning: what proves the job's success could not be read: ConnectionError" in one.output
+        assert (
+            "warning: what proves the job's success could not be read: storage cannot be reached: ConnectionError"
+            in one.output
+        )
 
 
 def unanswered(uri):

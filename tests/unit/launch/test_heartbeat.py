@@ -2,6 +2,7 @@ import threading
 import time
 
 import pytest
+from botocore.exceptions import ClientError
 
 from kftrain import outages, storage
 from kftrain.contracts import RunPaths
@@ -42,7 +43,7 @@ def test_it_beats_at_every_interval_and_not_after_the_end(paths):
 
 
 def test_a_write_that_fails_is_said_and_tried_again(paths, monkeypatch, capsys):
-    failures = [OSError("no route to the store"), RuntimeError("what a driver raises")]
+    failures = [OSError("no route to the store"), ClientError({"Error": {"Code": "InvalidArgument"}}, "PutObject")]
     publish = storage.publish_json
 
     def sometimes(uri, document):
@@ -172,6 +173,9 @@ def test_storage_that_is_down_never_ends_a_training(paths, monkeypatch, capsys):
             assert not watch.poll()
     clock.now += 1000.0
     assert not watch.poll()
-    assert "could not be read: ConnectionError: the store does not answer" in capsys.readouterr().out
+    assert (
+        "could not be read: storage cannot be reached: ConnectionError: the store does not answer"
+        in capsys.readouterr().out
+    )
     clock.now += 100.0
     assert watch.poll()

@@ -147,7 +147,7 @@ def test_what_could_be_read_before_storage_went_away_is_used(run, monkeypatch, c
 
     monkeypatch.setattr(storage, "publish_json", refuse)
     fail(run, DataError("a shard is damaged"))
-    assert "error.json could not be written: ConnectionError" in capsys.readouterr().out
+    assert "error.json could not be written: storage cannot be reached: ConnectionError" in capsys.readouterr().out
     assert run[3][0][:3] == (run[1].tracking.uri, "m1", "FAILED")
 
 
