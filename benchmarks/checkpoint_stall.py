@@ -30,10 +30,10 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from kftrain import attempts
 from kftrain.checkpoint.save import CheckpointWriter, Identity
-from kftrain.contracts import RunPaths
 from kftrain.parallel.world import World
+from kftrain.run import attempts
+from kftrain.run.documents import RunPaths
 
 NUM_TENSORS = 48
 COLUMNS = 512

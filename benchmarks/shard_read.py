@@ -28,9 +28,9 @@ import webdataset
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
-from kftrain.data.manifest import Manifest, Split, content_digest
-from kftrain.data.plan import BatchPlan, TrainingOrder
-from kftrain.data.shardwriter import SplitWriter
+from kftrain.data.order import BatchPlan, TrainingOrder
+from kftrain.data.shards.manifest import Manifest, Split, content_digest
+from kftrain.data.shards.writer import SplitWriter
 from kftrain.storage import publish_json
 
 BATCH_SIZE = 64

@@ -26,7 +26,7 @@ import numpy as np
 import webdataset
 
 from kftrain.data.schema import Arrays, Block, Field, SampleSchema
-from kftrain.data.shardwriter import SplitWriter
+from kftrain.data.shards.writer import SplitWriter
 
 SHARD_SIZE_BYTES = 64_000_000
 ROWS_PER_BLOCK = 64

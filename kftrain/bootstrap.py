@@ -22,8 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from kftrain.contracts import Interval
 from kftrain.errors import ConfigError, EvaluationError
+from kftrain.run.documents import Interval
 
 KEYS = "keys"
 """The one entry among the statistics that is none: the names of the groups, `[groups]` str."""

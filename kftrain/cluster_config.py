@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from kftrain import __version__
-from kftrain.section import Amount, Count, Section
+from kftrain.settings.section import Amount, Count, Section
 
 Quantity = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
 """As Kubernetes writes them: `2`, `500m`, `4Gi`."""

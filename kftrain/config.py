@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from kftrain import layers, storage
+from kftrain import storage
 from kftrain.cluster_config import KubernetesConfig
 from kftrain.errors import ConfigError
 from kftrain.plain import MAX_INTEGER
-from kftrain.section import Amount, Count, Probability, Section
+from kftrain.settings import layers
+from kftrain.settings.section import Amount, Count, Probability, Section
 
 IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
 """A training identity that names no window has this one: it stays, whatever the default becomes."""

@@ -146,7 +146,7 @@ def shown(error: BaseException) -> str:
     return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-class Patience:
+class RetryPolicy:
     """What is known of the stores that this process uses: which have answered, and which are away."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Patience:
 
 
 _chosen_seconds: ContextVar[float | None] = ContextVar("patience", default=None)
-_patience = Patience()
+_patience = RetryPolicy()
 
 
 @contextlib.contextmanager
@@ -248,7 +248,7 @@ def is_hurried() -> bool:
 
 
 def ride_out(uri: str, kind: str, work: Callable[[], T]) -> T:
-    """`Patience.call` of this process."""
+    """`RetryPolicy.call` of this process."""
     return _patience.call(uri, kind, work)
 
 

@@ -12,10 +12,11 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from kftrain import contracts, storage
+from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths, RunShards
 from kftrain.errors import ConfigError, DataError
+from kftrain.run import documents
+from kftrain.run.documents import RunPaths, RunShards
 
 KINDS_VARIABLE = "KFTRAIN_TRUSTED_KINDS"
 """Kinds that may be built, with commas between them."""
@@ -83,7 +84,7 @@ def read_shards(paths: RunPaths) -> RunShards:
 
     Raises DataError where there is none yet, or where it is elsewhere; nothing is asked of a store for that.
     """
-    shards = contracts.read(RunShards, paths.shards)
+    shards = documents.read(RunShards, paths.shards)
     uri, here = shards.manifest_uri, Trust(roots=(paths.storage_root, *_listed(ROOTS_VARIABLE)))
     if _malformed(uri) or not here._has_place(uri):
         raise DataError(

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from kftrain import contracts, storage
-from kftrain.checkpoint import commit
-from kftrain.checkpoint.commit import FileEntry
+from kftrain import storage
 from kftrain.config import ModelConfig, TaskConfig
-from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, RetryableError
 from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
+from kftrain.run import commit, documents
+from kftrain.run.commit import FileEntry
+from kftrain.run.documents import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.registry import BUILT_IN as TASKS
@@ -47,7 +47,7 @@ MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
 
 
-class Description(contracts.Document):
+class Description(documents.Document):
     """`kftrain.json`: what rebuilds model and task."""
 
     model: dict[str, Any]
@@ -65,7 +65,7 @@ class Recipe:
     model_arguments: dict[str, Any]
 
 
-class ExportManifest(contracts.Document):
+class ExportManifest(documents.Document):
     """`manifest.json` of an export."""
 
     checkpoint_digest: str
@@ -119,7 +119,7 @@ def export_checkpoint(
 def _is_whole(uri: str) -> bool:
     """Whether an export is there with all its files; one with a damaged manifest is none."""
     try:
-        manifest = contracts.read(ExportManifest, storage.join(uri, MANIFEST), CheckpointError)
+        manifest = documents.read(ExportManifest, storage.join(uri, MANIFEST), CheckpointError)
     except CheckpointError:
         return False
     return commit.has_files(uri, manifest.files)
@@ -190,13 +190,13 @@ def _read_manifest(uri: str, digest: str) -> ExportManifest:
     actual = storage.sha256_bytes(content)
     if actual != digest:
         raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
-    return contracts.parse(ExportManifest, content, storage.join(uri, MANIFEST), CheckpointError)
+    return documents.parse(ExportManifest, content, storage.join(uri, MANIFEST), CheckpointError)
 
 
 def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
     """What `kftrain.json` describes. Raises ConfigError for kinds that may not be built here."""
     where = storage.join(uri, DESCRIPTION)
-    found = contracts.parse(Description, _content(uri, manifest, DESCRIPTION), where, CheckpointError)
+    found = documents.parse(Description, _content(uri, manifest, DESCRIPTION), where, CheckpointError)
     try:
         model, task = ModelConfig.model_validate(found.model), TaskConfig.model_validate(found.task)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from torch.distributed.checkpoint import filesystem
 
 from kftrain import storage
-from kftrain.checkpoint.commit import FileEntry
+from kftrain.run.commit import FileEntry
 
 TEMPORARY_SUFFIX = ".tmp"
 """How DCP calls the metadata before it renames it. Object stores cannot rename: until then it is held in memory."""

@@ -14,14 +14,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kftrain import attempts, contracts, storage
-from kftrain.attempts import Claim
-from kftrain.checkpoint import commit, reader
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
+from kftrain import storage
+from kftrain.checkpoint import reader
 from kftrain.checkpoint.staging import State
-from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, KftrainError, RetryableError, StorageError, error_from_dict
 from kftrain.parallel.world import World
+from kftrain.run import attempts, commit, documents
+from kftrain.run.attempts import Claim
+from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
+from kftrain.run.documents import RunPaths
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _lost(paths: RunPaths) -> dict[str, Any] | None:
     if not any(CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)):
         return None
     numbers = range(1, attempts.last_attempt(paths) + 1)
-    step = max((contracts.read(Claim, paths.attempt(number)).start_step for number in numbers), default=0)
+    step = max((documents.read(Claim, paths.attempt(number)).start_step for number in numbers), default=0)
     if step == 0:
         return None
     return CheckpointError(

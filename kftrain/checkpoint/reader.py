@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from kftrain import storage
-from kftrain.checkpoint.commit import FileEntry
 from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.errors import CheckpointError, ConfigError
+from kftrain.run.commit import FileEntry
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 ALLOWED = frozenset(

@@ -22,12 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kftrain import attempts, storage, threads
-from kftrain.checkpoint import commit
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName, FileEntry
+from kftrain import storage, threads
 from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.checkpoint.staging import Staging, State
-from kftrain.contracts import RunPaths
 from kftrain.errors import (
     BUG_CODE,
     KftrainError,
@@ -39,6 +36,9 @@ from kftrain.errors import (
 )
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
+from kftrain.run import attempts, commit
+from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
+from kftrain.run.documents import RunPaths
 
 METADATA = ".metadata"
 """DCP's name of the file that it writes last."""

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from kftrain import storage
-from kftrain.checkpoint import commit
-from kftrain.checkpoint.commit import CheckpointName
 from kftrain.cli.options import echo, json_option
-from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError
+from kftrain.run import commit
+from kftrain.run.commit import CheckpointName
+from kftrain.run.documents import RunPaths
 
 
 @click.group("checkpoints")

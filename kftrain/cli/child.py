@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from kftrain.processes import stop_signals
-from kftrain.stages.lifetime import PARENT_VARIABLE
+from kftrain.process.lifecycle import stop_signals
+from kftrain.process.stage_lifetime import PARENT_VARIABLE
 
 SIGNAL_CODE = 128
 """A program that a signal ended exits with this plus the signal's number."""

@@ -10,12 +10,12 @@ import click
 
 from kftrain import storage
 from kftrain.cli.options import echo, json_option
-from kftrain.contracts import RunPaths
 from kftrain.errors import ConfigError
+from kftrain.run.documents import RunPaths
 from kftrain.stages import resolve
 
 if TYPE_CHECKING:
-    from kftrain.launch.kubernetes_api import Cluster
+    from kftrain.launch.kubernetes.client import Cluster
 
 namespace_option = click.option(
     "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
@@ -50,7 +50,7 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
     if _is_local(run):
         _show_local(RunPaths(storage.absolute(run)), as_json)
         return
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     found = control.status(_cluster(namespace), _run_id(run))
     if as_json:
@@ -86,7 +86,7 @@ def _show_local(paths: RunPaths, as_json: bool) -> None:
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     control.print_logs(_cluster(namespace), run, task, follow, echo)
 
@@ -96,7 +96,7 @@ def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
 @namespace_option
 def cancel_command(run: str, namespace: str) -> None:
     """End the jobs of a RUN: workers commit a checkpoint, then every pod goes."""
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     _say("deleted", control.cancel(_cluster(namespace), run))
 
@@ -106,7 +106,7 @@ def cancel_command(run: str, namespace: str) -> None:
 @namespace_option
 def suspend_command(run: str, namespace: str) -> None:
     """Take the pods of a RUN away after a commit; its launcher waits."""
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     _say("suspended", control.suspend(_cluster(namespace), run))
 
@@ -116,7 +116,7 @@ def suspend_command(run: str, namespace: str) -> None:
 @namespace_option
 def resume_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     _say("resumed", control.resume(_cluster(namespace), run))
 
@@ -136,7 +136,7 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
 
     The pipeline run of a job has ended, or its launcher is gone. The pipeline run of an MLflow run was deleted.
     """
-    from kftrain.launch import control
+    from kftrain.launch.kubernetes import control
 
     cluster = _cluster(namespace)
     found = control.collect_garbage(cluster, dry_run)
@@ -152,7 +152,7 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
 
 
 def _cluster(namespace: str) -> Cluster:
-    from kftrain.launch.kubernetes_api import Cluster
+    from kftrain.launch.kubernetes.client import Cluster
 
     return Cluster(namespace, warn=lambda line: echo(f"warning: {line}", err=True))
 

@@ -13,10 +13,10 @@ from kftrain import config as configuration
 from kftrain import registry, storage
 from kftrain.cli.options import config_options, echo, json_option
 from kftrain.config import Config
-from kftrain.contracts import Interval
 from kftrain.errors import TrackingError
 from kftrain.registry import ComparedVersion
 from kftrain.report import wording
+from kftrain.run.documents import Interval
 from kftrain.stages import resolve
 
 Command = TypeVar("Command", bound=Callable[..., Any])

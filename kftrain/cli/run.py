@@ -15,19 +15,20 @@ from typing import Any, Protocol
 
 import click
 
-from kftrain import channel, storage
 from kftrain import config as configuration
-from kftrain.advice import Place, Situation
-from kftrain.channel import Channel
+from kftrain import storage
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
 from kftrain.errors import BUG_CODE, InterruptedByUser, StorageError
-from kftrain.launch.outage import tolerated
+from kftrain.process import channel
+from kftrain.process.channel import Channel
 from kftrain.progress import unmarked
+from kftrain.run.advice import Place, Situation
+from kftrain.run.best_effort import best_effort
+from kftrain.run.documents import RunPaths
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, parameters, resolve, tracked
 
@@ -163,7 +164,7 @@ def _after_kill(watched: Watched, config: Config) -> None:
     if not watched.run_uri:
         return
     if config.launch.backend == "local":
-        with tolerated("error.json could not be written"):
+        with best_effort("error.json could not be written"):
             storage.publish_json(RunPaths(watched.run_uri).error, failure.document("run", killed))
         tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
     else:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from kftrain.stages import lifetime
+from kftrain.process import stage_lifetime
 
 OWN_PIPELINE = "-"
 
@@ -24,7 +24,7 @@ OWN_PIPELINE = "-"
 def main() -> None:
     """Runs the pipeline; an exception, hence exit code 1, where a task failed."""
     spec, arguments, root = sys.argv[1:]
-    lifetime.end_with_parent()
+    stage_lifetime.end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _note_stop)
     _keep_python3()
@@ -44,7 +44,7 @@ def run(spec: str, arguments: dict[str, object], root: str) -> None:
 
 
 def _note_stop(_number: int, _frame: FrameType | None) -> None:
-    os.environ[lifetime.STOP_VARIABLE] = "1"
+    os.environ[stage_lifetime.STOP_VARIABLE] = "1"
 
 
 def _keep_python3() -> None:

@@ -20,7 +20,7 @@ def shards_command() -> None:
 @json_option
 def show(uri: str, as_json: bool) -> None:
     """Print what the shards hold."""
-    from kftrain.data import manifest
+    from kftrain.data.shards import manifest
 
     described = manifest.describe(manifest.read_manifest(manifest_uri(uri)))
     if as_json:
@@ -40,7 +40,7 @@ def show(uri: str, as_json: bool) -> None:
 @json_option
 def verify(uri: str, quick: bool, as_json: bool) -> None:
     """Compare every shard with the manifest, and its keys; exit code 11 names the first that is wrong."""
-    from kftrain.data import manifest
+    from kftrain.data.shards import manifest
 
     found = manifest_uri(uri)
     manifest.verify_shards(found, "size" if quick else "sha256")
@@ -58,8 +58,8 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
 
 def manifest_uri(uri: str) -> str:
     """The manifest of a dataset, whichever way it was named."""
-    from kftrain.contracts import RunPaths
-    from kftrain.data.manifest import MANIFEST_NAME
+    from kftrain.data.shards.manifest import MANIFEST_NAME
+    from kftrain.run.documents import RunPaths
     from kftrain.stages.dataset import read_shards
 
     absolute = storage.absolute(uri)

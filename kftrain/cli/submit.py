@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from kftrain.cli.compile import fix_for_compiling, launcher_options
-from kftrain.cli.kfp_client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
 from kftrain.cli.options import config_options, echo
 from kftrain.cli.run import resolved
-from kftrain.cli.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
 from kftrain.errors import InterruptedByUser, LaunchError
+from kftrain.kubeflow.client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
+from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
+from kftrain.run.documents import RunPaths
 from kftrain.stages import parameters, remote, resolve
 
 POLL_SECONDS = 5.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain import advice, contracts
-from kftrain.advice import Situation
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, Interval, Registration, RunPaths
-from kftrain.data.manifest import Manifest
+from kftrain.data.shards.manifest import Manifest
 from kftrain.report import wording
+from kftrain.run import advice, documents
+from kftrain.run.advice import Situation
+from kftrain.run.documents import Completion, Evaluation, Interval, Registration, RunPaths
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
 from kftrain.stages.resolve import load_config
@@ -22,8 +22,8 @@ def success_lines(run_uri: str) -> list[str]:
     """What was trained, how good it is, and where it is now."""
     paths = RunPaths(run_uri)
     config = load_config(run_uri)
-    completion = contracts.read(Completion, paths.complete)
-    registration = contracts.read(Registration, paths.registration)
+    completion = documents.read(Completion, paths.complete)
+    registration = documents.read(Registration, paths.registration)
     evaluation = read_evaluation(paths, config, completion)
     _, manifest = read_dataset(paths)
     return [

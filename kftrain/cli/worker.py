@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kftrain.train.supervisor import Share, run_share
+from kftrain.worker.supervisor import NodeSpec, run_node
 
 
 @click.command("worker")
@@ -20,4 +20,4 @@ def worker_command(task: str, run_uri: str, digest: str, processes: int, nodes: 
 
     A job that is complete already ends with 0 at once, however many nodes it has.
     """
-    sys.exit(run_share(Share.from_environment(task, run_uri, digest, processes, nodes)))
+    sys.exit(run_node(NodeSpec.from_environment(task, run_uri, digest, processes, nodes)))

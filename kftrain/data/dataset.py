@@ -15,10 +15,10 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kftrain.data.manifest import Manifest, block_keys, read_manifest, row_bytes, shard_uri
-from kftrain.data.npyheader import stored_dtype
 from kftrain.data.schema import Arrays, SampleSchema
-from kftrain.data.shardreader import ShardReader, read_index
+from kftrain.data.shards.manifest import Manifest, block_keys, read_manifest, row_bytes, shard_uri
+from kftrain.data.shards.npy_header import stored_dtype
+from kftrain.data.shards.reader import ShardReader, read_index
 from kftrain.errors import DataError
 
 MAX_OPEN_SHARDS = 128

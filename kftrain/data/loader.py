@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from kftrain import plugins, storage
 from kftrain.config import Config
-from kftrain.data import manifest as manifests
-from kftrain.data import sources
-from kftrain.data.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.schema import SPLITS, Block, Record, Source
-from kftrain.data.shardwriter import SplitWriter
-from kftrain.data.staging import publish_folder, staging_folder
+from kftrain.data.shards import manifest as manifests
+from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
+from kftrain.data.shards.staging import publish_folder, staging_folder
+from kftrain.data.shards.writer import SplitWriter
+from kftrain.data.sources import resolve_source
 from kftrain.errors import DataError, KftrainError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
     disk is full).
     """
     start = time.monotonic()
-    sharding = _Sharding(config, task, sources.resolve(config.data), progress)
+    sharding = _Sharding(config, task, resolve_source.resolve(config.data), progress)
     pointer = storage.join(config.run.storage_root, "shards", "by-source", f"{sharding.source_digest()}.json")
     manifest = _find(config.run.storage_root, pointer, progress)
     reused = manifest is not None
@@ -169,7 +169,7 @@ class _Sharding:
 
     def _records(self, split: str) -> Iterator[Record]:
         fraction = self._config.data.validation_fraction
-        return (record for record in self._source.records() if sources.split_of(record, fraction) == split)
+        return (record for record in self._source.records() if resolve_source.split_of(record, fraction) == split)
 
     def _baselines(self) -> dict[str, dict[str, float]]:
         with self._task_code():

@@ -14,10 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kftrain import bootstrap, contracts, storage
+from kftrain import bootstrap, storage
 from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
-from kftrain.contracts import (
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
+from kftrain.errors import CheckpointError, ConfigError, EvaluationError, UserCodeError
+from kftrain.evaluate.identity import SPLIT
+from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
+from kftrain.parallel.world import World, join_world
+from kftrain.plugins import user_code
+from kftrain.process.liveness import MARGIN_SECONDS, Liveness
+from kftrain.run import documents
+from kftrain.run.documents import (
     Confusion,
     Evaluation,
     EvaluationRequest,
@@ -27,14 +36,6 @@ from kftrain.contracts import (
     Unmeasured,
     to_be_scored,
 )
-from kftrain.data.dataset import ShardedDataset
-from kftrain.data.manifest import Manifest, read_manifest, verify_shards
-from kftrain.errors import CheckpointError, ConfigError, EvaluationError, UserCodeError
-from kftrain.evaluate.identity import SPLIT
-from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
-from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
-from kftrain.parallel.world import World, join_world
-from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.trust import Trust, read_shards
 
@@ -47,7 +48,7 @@ STATISTICS = "statistics.npz"
 
 def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
-    request = contracts.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
+    request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
         return  # a worker that was started again at the very end must not wait for peers that are done
     manifest_uri = read_shards(paths).manifest_uri
@@ -56,7 +57,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
         dataset = ShardedDataset.open(manifest_uri, SPLIT)
-        with contextlib.closing(Pulse(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as pulse:
+        with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as pulse:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
                 scored = (
@@ -100,7 +101,7 @@ def _score(
     dataset: ShardedDataset,
     config: Config,
     world: World,
-    pulse: Pulse,
+    pulse: Liveness,
 ) -> tuple[Task, Statistics, np.ndarray] | None:
     """The task of an export, the statistics of every sample, and the samples' groups; None where it cannot be loaded.
 

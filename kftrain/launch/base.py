@@ -40,7 +40,7 @@ class Launcher(Protocol):
 def build_launcher(config: Config) -> Launcher:
     """The launcher of `launch.backend`. Raises LaunchError where it cannot run this job."""
     if config.launch.backend == "pytorchjob":
-        from kftrain.launch.cluster import ClusterLauncher
+        from kftrain.launch.kubernetes.launcher import ClusterLauncher
 
         return ClusterLauncher(config)
     if config.launch.nodes != 1:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from kftrain import attempts, contracts, storage
+from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.errors import (
     FIRST_RETRYABLE_CODE,
     FencedError,
@@ -24,9 +23,11 @@ from kftrain.errors import (
     error_from_dict,
 )
 from kftrain.launch.base import Launcher, build_launcher
-from kftrain.launch.completion import keep_config, metrics_uri, read_completion, read_evaluations
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
+from kftrain.run import attempts, documents
+from kftrain.run.completion import keep_config, metrics_uri, read_completion, read_evaluations
+from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
 
 
 def run_training(paths: RunPaths, config: Config, mlflow_run_id: Callable[[], str] = str) -> Completion:
@@ -92,7 +93,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     if code == FencedError.exit_code:  # error.json is of who holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)
-    document = contracts.read_error(paths.error)
+    document = documents.read_error(paths.error)
     if document is None and code == Preempted.exit_code:  # it came before the worker could say so
         return Preempted("stopped before it had started", where=spec.run_uri)
     if document is None:

@@ -9,9 +9,9 @@ import threading
 from types import FrameType
 
 from kftrain.errors import FIRST_RETRYABLE_CODE
-from kftrain.kept import KeptProcess
 from kftrain.launch.spec import JobSpec
-from kftrain.processes import shell_code, stop_signals
+from kftrain.process.kept import KeptProcess
+from kftrain.process.lifecycle import shell_code, stop_signals
 
 
 class LocalLauncher:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
-from kftrain.processes import num_local_gpus
+from kftrain.process.lifecycle import num_local_gpus
+from kftrain.run.documents import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
 """The MLflow run that rank 0 logs to."""

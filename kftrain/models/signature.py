@@ -16,12 +16,12 @@ from typing import Any
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
-from kftrain import section
 from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
 from kftrain.models.options import suggest
 from kftrain.models.registry import BUILT_IN
 from kftrain.plugins import search_current_folder
+from kftrain.settings import section
 
 _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
 """What annotations of our own models' options consist of; one that needs more is not checked here."""

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kftrain.errors import ConfigError
-from kftrain.section import Amount, Count
+from kftrain.settings.section import Amount, Count
 
 FFN_MULTIPLE = 64
 """A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kftrain.errors import ConfigError
-from kftrain.section import Count, Probability
+from kftrain.settings.section import Count, Probability
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial position embedding."""

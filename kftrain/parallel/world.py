@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kftrain.errors import LaunchError
-from kftrain.processes import STORE_ENV
+from kftrain.process.lifecycle import STORE_ENV
 
 SLOW_SECONDS = 7200.0
 """How long one process may read or write files while the others wait. A peer that dies is noticed at once all the same,

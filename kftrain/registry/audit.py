@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.contracts import Interval
 from kftrain.errors import KftrainError, TrackingError
 from kftrain.registry import comparison, lineage
+from kftrain.registry.champion_alias import CHAMPION, ChampionAlias
 from kftrain.registry.journal import champion_version
 from kftrain.registry.reference import require_export
-from kftrain.registry.title import CHAMPION, Title
+from kftrain.run.documents import Interval
 from kftrain.tracking import client
 from kftrain.tracking.client import ModelVersion
 from kftrain.trust import Trust
@@ -44,10 +44,10 @@ def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
 
     `contents`: reads every export in full and checks every byte. Raises TrackingError if MLflow fails.
     """
-    title = Title.of(config)
-    findings = _audit_title(title)
-    for version in client.search_versions(title.uri, title.model_name):
-        findings += [AuditFinding(version.version, problem) for problem in _problems(title, version, contents)]
+    alias = ChampionAlias.of(config)
+    findings = _audit_title(alias)
+    for version in client.search_versions(alias.uri, alias.model_name):
+        findings += [AuditFinding(version.version, problem) for problem in _problems(alias, version, contents)]
     return findings
 
 
@@ -56,40 +56,40 @@ def compare(config: Config, versions: Sequence[int], metrics: Metrics) -> list[C
 
     `metrics`: the task's function from sums to metrics. Raises TrackingError, EvaluationError.
     """
-    title = Title.of(config)
-    aliases = client.get_aliases(title.uri, title.model_name)
-    found = {version.version: version for version in client.search_versions(title.uri, title.model_name)}
+    alias = ChampionAlias.of(config)
+    aliases = client.get_aliases(alias.uri, alias.model_name)
+    found = {version.version: version for version in client.search_versions(alias.uri, alias.model_name)}
     if missing := [number for number in versions if number not in found]:
-        raise TrackingError("there is no such version", where=title.model_name, value=missing)
+        raise TrackingError("there is no such version", where=alias.model_name, value=missing)
     champion = found.get(aliases.get(CHAMPION, -1))
     wanted = versions or sorted(found, reverse=True)
     return [_compared(config, found[number], champion, aliases, metrics) for number in wanted]
 
 
-def _audit_title(title: Title) -> list[AuditFinding]:
+def _audit_title(alias: ChampionAlias) -> list[AuditFinding]:
     try:
-        entries, alias, situation = title.observe()
+        entries, aliased, situation = alias.observe()
     except TrackingError as error:
         return [AuditFinding(None, error.line)]
     findings = []
     if situation != "settled":
-        problem = f"alias champion is {alias}, the journal says {champion_version(entries)} ({situation})"
+        problem = f"alias champion is {aliased}, the journal says {champion_version(entries)} ({situation})"
         findings.append(AuditFinding(None, f"{problem}; the next promotion settles it"))
     end = champion_version(entries)
-    if end is not None and not title.exists(end):
+    if end is not None and not alias.exists(end):
         findings.append(AuditFinding(end, "the champion was deleted from the registry; run: kftrain models rollback"))
     return findings
 
 
-def _problems(title: Title, version: ModelVersion, contents: bool) -> list[str]:
+def _problems(alias: ChampionAlias, version: ModelVersion, contents: bool) -> list[str]:
     problems = []
     try:
-        reference = lineage.of(title.uri, version)
-        if differing := lineage.differing_tags(title.uri, version):
+        reference = lineage.of(alias.uri, version)
+        if differing := lineage.differing_tags(alias.uri, version):
             problems.append(
                 f"tags were changed and differ from its reference.json, which counts: {', '.join(differing)}"
             )
-        title.trust.require_place(reference.export_uri)
+        alias.trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest, contents=contents)
     except KftrainError as error:
         if error.retryable:  # storage is away, which is no finding
@@ -113,7 +113,7 @@ def _compared(
     own, theirs = (comparison.find_measured(each, digest, trust) for each in (reference, rival))
     return ComparedVersion(
         version=version.version,
-        aliases=tuple(sorted(alias for alias, number in aliases.items() if number == version.version)),
+        aliases=tuple(sorted(aliased for aliased, number in aliases.items() if number == version.version)),
         run_uri=reference.run_uri if reference else "",
         evaluation_digest=digest,
         metrics=own.evaluation.metrics if own else {},

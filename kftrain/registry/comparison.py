@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kftrain import bootstrap, contracts, storage
+from kftrain import bootstrap, storage
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.contracts import Evaluation, Interval, RunPaths, Unmeasured
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
+from kftrain.run import documents
+from kftrain.run.documents import Evaluation, Interval, RunPaths, Unmeasured
 from kftrain.trust import Trust
 
 RESAMPLING_SEED = 0
@@ -36,7 +37,7 @@ class Measured:
 
 def read_measured(folder: str) -> Measured:
     """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
-    evaluation = contracts.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
+    evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
     where = storage.join(folder, "statistics.npz")
     try:
         content = storage.read_bytes(where)
@@ -71,7 +72,7 @@ def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) 
     """Why the evaluation of a run could not score the champion's export; empty where it says nothing of that."""
     if not storage.exists(paths.unmeasured):
         return ""
-    found = contracts.read(Unmeasured, paths.unmeasured, EvaluationError)
+    found = documents.read(Unmeasured, paths.unmeasured, EvaluationError)
     is_ours = (found.evaluation_digest, found.export_digest) == (evaluation_digest, export_digest)
     return found.reason if is_ours else ""
 

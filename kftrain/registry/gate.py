@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kftrain.bootstrap import Goal
-from kftrain.contracts import Interval
 from kftrain.errors import ConfigError
+from kftrain.run.documents import Interval
 
 Value = TypeVar("Value")
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
 
-from kftrain import contracts, storage
-from kftrain.contracts import Interval
+from kftrain import storage
 from kftrain.errors import RetryableError, TrackingError
+from kftrain.run import documents
+from kftrain.run.documents import Interval
 
 BEAT_SECONDS = 5.0
 """How often a writer changes its mark."""
@@ -36,7 +37,7 @@ done by then: no call to MLflow takes longer than a minute."""
 Kind = Literal["promote", "rollback", "external"]
 
 
-class Entry(contracts.Document):
+class Entry(documents.Document):
     """`<n>.json`: a change of champion."""
 
     number: int
@@ -78,7 +79,7 @@ class Journal:
             raise TrackingError(
                 "an entry of the promotion journal is missing", where=folder, value=lost, fix="restore it"
             )
-        return [contracts.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
+        return [documents.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
 
     def append(self, entry: Entry) -> None:
         """Adds an entry. Raises FileExistsError if somebody was faster."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from kftrain import storage
-from kftrain.contracts import SCHEMA_VERSION
 from kftrain.errors import TrackingError
 from kftrain.registry.reference import EVALUATION_DIGEST_TAG, FILE_NAME, LOGGED_MODEL_TAG, Reference
+from kftrain.run.documents import SCHEMA_VERSION
 from kftrain.tracking import client
 from kftrain.tracking.client import LoggedModel, ModelVersion
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from kftrain import storage
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, Interval, Registration, RunPaths
 from kftrain.errors import ConfigError, EvaluationError, TrackingError
 from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, journal, lineage
+from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import Measured
 from kftrain.registry.gate import Decision, decide, metric_of
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
 from kftrain.registry.register import RegisteredVersion, require_same_export
-from kftrain.registry.title import Title
+from kftrain.run.documents import Completion, Evaluation, Interval, Registration, RunPaths
 from kftrain.tracking import client, endpoint
 
 NO_EVALUATION = "has no evaluation on the same data with the same settings"
@@ -63,12 +63,12 @@ def champion(config: Config) -> Champion | None:
 
     None if there is none, or it was not registered by kftrain. Raises TrackingError.
     """
-    title = Title.of(config)
-    entries, alias, situation = title.observe()
-    number = alias if situation == "external" else champion_version(entries)
+    alias = ChampionAlias.of(config)
+    entries, aliased, situation = alias.observe()
+    number = aliased if situation == "external" else champion_version(entries)
     if number is not None:
-        return _described(number, title.reference(entries, number))
-    found = ((entry.version, title.reference(entries, entry.version)) for entry in former_champions(entries))
+        return _described(number, alias.reference(entries, number))
+    found = ((entry.version, alias.reference(entries, entry.version)) for entry in former_champions(entries))
     return next((_described(number, reference) for number, reference in found if number and reference), None)
 
 
@@ -102,12 +102,12 @@ def gate_and_promote(
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
     challenger = _Challenger(paths, registered, _read_challenger(paths, evaluation))
-    title = Title.of(config)
+    alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[_Verdict, Entry | None]:
         if champion_version(entries) == registered.version:
-            return _standing(config, title, entries, challenger), None
-        verdict = _judge(config, title, entries, challenger, metrics)
+            return _standing(config, alias, entries, challenger), None
+        verdict = _judge(config, alias, entries, challenger, metrics)
         if not verdict.decision.promote:
             return verdict, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
@@ -121,7 +121,7 @@ def gate_and_promote(
             registered.export_digest,
         )
 
-    registration = _registration(config, paths, registered, evaluation, title.transact(propose))
+    registration = _registration(config, paths, registered, evaluation, alias.transact(propose))
     _record(config, registration)
     storage.publish_json(paths.registration, registration.to_dict())
     return registration
@@ -129,8 +129,8 @@ def gate_and_promote(
 
 def promote(config: Config, version: int, reason: str) -> Entry:
     """Makes a version champion because a person wants it, whatever the gate says. Raises TrackingError."""
-    title = Title.of(config)
-    export_digest = _require_version(title, version)
+    alias = ChampionAlias.of(config)
+    export_digest = _require_version(alias, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
         if champion_version(entries) == version:
@@ -138,7 +138,7 @@ def promote(config: Config, version: int, reason: str) -> Entry:
         entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
-    return title.transact(propose)
+    return alias.transact(propose)
 
 
 def rollback(config: Config) -> Entry:
@@ -146,20 +146,20 @@ def rollback(config: Config) -> Entry:
 
     Versions that were deleted, or whose export is gone, are passed over. Raises TrackingError if none is left.
     """
-    title = Title.of(config)
+    alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
-            export_digest = _usable(title, version) if title.holds(entries, version) else None
+            export_digest = _usable(alias, version) if alias.holds(entries, version) else None
             if export_digest is not None:
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry
         raise TrackingError(
-            "there is no earlier champion to go back to", where=title.model_name, fix="promote a version"
+            "there is no earlier champion to go back to", where=alias.model_name, fix="promote a version"
         )
 
-    return title.transact(propose)
+    return alias.transact(propose)
 
 
 def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
@@ -167,23 +167,25 @@ def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
 
     Until then a change of the alias by hand is overwritten. That MLflow is down is told, and left to the next one.
     """
-    title = Title.of(config)
-    if title.journal.writers():
+    alias = ChampionAlias.of(config)
+    if alias.journal.writers():
         progress(f"another promotion is under way or died: watching it for up to {journal.WATCH_SECONDS:.0f} s")
     try:
-        title.remove_dead_writers()
+        alias.remove_dead_writers()
     except TrackingError as error:
         progress(f"warning: {error.line}")
 
 
-def _judge(config: Config, title: Title, entries: list[Entry], challenger: _Challenger, metrics: Metrics) -> _Verdict:
+def _judge(
+    config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger, metrics: Metrics
+) -> _Verdict:
     """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
     registered, own = challenger.registered, challenger.measured
     formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
     if registered.identical and registered.version in formers:
         reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
         return _Verdict(Decision(False, reason), champion_version(entries), None, None)
-    rival, measured, obstacle = _rival(title, entries, challenger)
+    rival, measured, obstacle = _rival(alias, entries, challenger)
     improvement = comparison.improvement(config, metrics, own, measured) if measured else None
     settings, metric = config.registry, config.registry.metric
     theirs = metric_of(measured.evaluation.metrics, metric) if measured else None
@@ -206,7 +208,9 @@ def _judge(config: Config, title: Title, entries: list[Entry], challenger: _Chal
     return _Verdict(Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former)
 
 
-def _rival(title: Title, entries: list[Entry], challenger: _Challenger) -> tuple[int | None, Measured | None, str]:
+def _rival(
+    alias: ChampionAlias, entries: list[Entry], challenger: _Challenger
+) -> tuple[int | None, Measured | None, str]:
     """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
 
     A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
@@ -214,12 +218,12 @@ def _rival(title: Title, entries: list[Entry], challenger: _Challenger) -> tuple
     """
     number = champion_version(entries)
     if number is not None:
-        measured = _measured(title, entries, number, challenger)
-        return number, measured, "" if measured else _obstacle(title, entries, number, challenger)
+        measured = _measured(alias, entries, number, challenger)
+        return number, measured, "" if measured else _obstacle(alias, entries, number, challenger)
     own = challenger.registered.version
     formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
     for former in formers:
-        measured = _measured(title, entries, former, challenger)
+        measured = _measured(alias, entries, former, challenger)
         if measured is not None:
             return former, measured, ""
     if not any(entry.version for entry in entries):
@@ -227,21 +231,21 @@ def _rival(title: Title, entries: list[Entry], challenger: _Challenger) -> tuple
     return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
 
 
-def _obstacle(title: Title, entries: list[Entry], champion: int, challenger: _Challenger) -> str:
+def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: _Challenger) -> str:
     """Why the champion has no figures to compare with, as far as the evaluation has said."""
-    reference, digest = title.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
+    reference, digest = alias.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
     export_digest = reference.export_digest if reference else ""
     reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
     return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")
 
 
-def _standing(config: Config, title: Title, entries: list[Entry], challenger: _Challenger) -> _Verdict:
+def _standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger) -> _Verdict:
     """The verdict on the champion itself: the one that made it champion, if this is a repetition."""
     entry, registered = entries[-1], challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
         return _Verdict(Decision(False, reason), registered.version, None, None)
-    measured = _measured(title, entries, entry.previous, challenger)
+    measured = _measured(alias, entries, entry.previous, challenger)
     theirs = measured.evaluation.metrics.get(config.registry.metric) if measured else None
     return _Verdict(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
 
@@ -254,12 +258,14 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
     return measured
 
 
-def _measured(title: Title, entries: list[Entry], version: int | None, challenger: _Challenger) -> Measured | None:
+def _measured(
+    alias: ChampionAlias, entries: list[Entry], version: int | None, challenger: _Challenger
+) -> Measured | None:
     """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
     try:
-        reference = title.reference(entries, version)
+        reference = alias.reference(entries, version)
         digest = challenger.measured.evaluation.evaluation_digest
-        return comparison.find_measured(reference, digest, title.trust)
+        return comparison.find_measured(reference, digest, alias.trust)
     except (EvaluationError, ConfigError):
         return None
 
@@ -297,21 +303,21 @@ def _record(config: Config, registration: Registration) -> None:
     client.set_tags(uri, registration.mlflow_run_id, {**outcome, **version})
 
 
-def _require_version(title: Title, number: int) -> str:
+def _require_version(alias: ChampionAlias, number: int) -> str:
     """The digest of a version's export, every byte of which was checked; empty for a version of another program."""
-    version = client.get_version(title.uri, title.model_name, number)
+    version = client.get_version(alias.uri, alias.model_name, number)
     if version is None:
-        raise TrackingError("there is no such version", where=title.model_name, value=number)
+        raise TrackingError("there is no such version", where=alias.model_name, value=number)
     if not lineage.logged_model_id(version):
         return ""
-    reference = lineage.of(title.uri, version)
-    title.trust.require_place(reference.export_uri)
+    reference = lineage.of(alias.uri, version)
+    alias.trust.require_place(reference.export_uri)
     require_export(reference.export_uri, reference.export_digest, contents=True)
     return reference.export_digest
 
 
-def _usable(title: Title, number: int) -> str | None:
+def _usable(alias: ChampionAlias, number: int) -> str | None:
     try:
-        return _require_version(title, number)
+        return _require_version(alias, number)
     except (TrackingError, ConfigError):
         return None

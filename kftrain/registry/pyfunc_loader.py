@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kftrain import contracts
 from kftrain.errors import CheckpointError, DataError
 from kftrain.registry.reference import Reference
+from kftrain.run import documents
 
 if TYPE_CHECKING:
     import pandas
@@ -86,6 +86,6 @@ def _not_understood(inputs: Any) -> DataError:
 def _load_pyfunc(path: str) -> ExportedModel:
     from kftrain.checkpoint.export import load_export
 
-    reference = contracts.read(Reference, path, CheckpointError)
+    reference = documents.read(Reference, path, CheckpointError)
     loaded = load_export(reference.export_uri, reference.export_digest)
     return ExportedModel(loaded.model, loaded.task)

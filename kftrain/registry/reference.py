@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from kftrain import contracts, storage
-from kftrain.checkpoint.commit import Files
+from kftrain import storage
 from kftrain.errors import TrackingError
+from kftrain.run import documents
+from kftrain.run.commit import Files
 
 FILE_NAME = "reference.json"
 
@@ -26,7 +27,7 @@ PROMOTED_TAG = "kftrain.promoted"
 GATE_TAG = "kftrain.gate"
 
 
-class Reference(contracts.Document):
+class Reference(documents.Document):
     """`reference.json` of a registered version."""
 
     export_uri: str

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, RunPaths
 from kftrain.errors import EvaluationError, KftrainError, TrackingError
 from kftrain.registry import lineage
+from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.reference import (
     EVALUATION_DIGEST_TAG,
     EXPORT_DIGEST_TAG,
@@ -27,7 +27,7 @@ from kftrain.registry.reference import (
     Reference,
     require_export,
 )
-from kftrain.registry.title import Title
+from kftrain.run.documents import Completion, Evaluation, RunPaths
 from kftrain.tracking import client, runs
 from kftrain.tracking.client import ModelVersion
 from kftrain.trust import Trust
@@ -68,7 +68,8 @@ def register(
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     uri, name = config.tracking.uri, config.model_name
-    Title.of(config).claim(f"Trained by kftrain. The gate compares {config.registry.metric} ({config.registry.goal}).")
+    about = f"Trained by kftrain. The gate compares {config.registry.metric} ({config.registry.goal})."
+    ChampionAlias.of(config).claim(about)
     reference = _reference(paths, completion, evaluation)
     own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
     found = own.find() or own.create(completion.step, _description(paths, completion, evaluation))

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kftrain.advice import Situation
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, Registration
 from kftrain.report import evaluation as _evaluation
 from kftrain.report import failure as _failure
 from kftrain.report import finish as _finish
@@ -21,6 +19,8 @@ from kftrain.report import run as _run
 from kftrain.report import shards as _shards
 from kftrain.report import training as _training
 from kftrain.report.content import Fact
+from kftrain.run.advice import Situation
+from kftrain.run.documents import Completion, Evaluation, Registration
 
 __all__ = [
     "run_html",

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from kftrain.config import Config
-from kftrain.contracts import Confusion, Evaluation, Interval
 from kftrain.report import content, wording
-from kftrain.report.confusion_chart import MAX_CLASSES, confusion_chart, mistakes
+from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
+from kftrain.report.charts.interval import Row, SliceRow, interval_chart, slice_chart
 from kftrain.report.content import Chart, Fact, Section, Table
-from kftrain.report.interval_chart import Row, SliceRow, interval_chart, slice_chart
+from kftrain.run.documents import Confusion, Evaluation, Interval
 
 MAX_SLICES = 30
 """Slices that are drawn; of more, two thirds worst and one third best."""

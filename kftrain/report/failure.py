@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain import advice
-from kftrain.advice import Advice, Situation
 from kftrain.errors import BUG_CODE
 from kftrain.report import wording
 from kftrain.report.content import Fact, Section
+from kftrain.run import advice
+from kftrain.run.advice import Advice, Situation
 
 
 def section(error: Mapping[str, Any], stage: str, situation: Situation) -> Section:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kftrain.config import Config
-from kftrain.contracts import Interval, Registration
 from kftrain.report import wording
+from kftrain.report.charts.interval import Guide, Row, interval_chart
 from kftrain.report.content import Chart, Fact, Section, Table
 from kftrain.report.evaluation import direction
-from kftrain.report.interval_chart import Guide, Row, interval_chart
+from kftrain.run.documents import Interval, Registration
 
 
 def section(config: Config, registration: Registration) -> Section:

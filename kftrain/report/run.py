@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, Registration
 from kftrain.report import content, evaluation, registration, shards, training, wording
 from kftrain.report.content import Fact, Section
 from kftrain.report.page import Page
+from kftrain.run.documents import Completion, Evaluation, Registration
 
 
 def page(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kftrain.config import Config
-from kftrain.contracts import Completion
 from kftrain.report import content, wording
+from kftrain.report.charts.line import Reference, Series, is_logarithmic, line_chart
 from kftrain.report.content import Chart, Fact, Section, Table
-from kftrain.report.line_chart import Reference, Series, is_logarithmic, line_chart
+from kftrain.run.documents import Completion
 
 VALIDATION = "validation/"
 MAX_VALIDATION_CHARTS = 8

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from kftrain import storage, tracking
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
 from kftrain.errors import TrackingError
 from kftrain.progress import Progress
+from kftrain.run.documents import RunPaths
 from kftrain.stages import tracked
 
 

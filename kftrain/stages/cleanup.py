@@ -12,11 +12,11 @@ from typing import Any
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
-from kftrain.launch import ownership
-from kftrain.launch.adoption import delete_own
-from kftrain.launch.kubernetes_api import Cluster
-from kftrain.launch.pytorchjob import KFP_RUN_LABEL, RUN_LABEL, label_value, started_for
+from kftrain.launch.kubernetes import ownership
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.kinds.pytorchjob import KFP_RUN_LABEL, RUN_LABEL, label_value, started_for
+from kftrain.launch.kubernetes.lease import delete_own
+from kftrain.run.documents import RunPaths
 
 STALE_SECONDS = 3600.0
 """A temporary file that nobody has touched for so long belongs to a process that is gone."""

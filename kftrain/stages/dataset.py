@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kftrain.contracts import RunPaths, RunShards
-from kftrain.data.manifest import Manifest, read_manifest
+from kftrain.data.shards.manifest import Manifest, read_manifest
+from kftrain.run.documents import RunPaths, RunShards
 from kftrain.trust import read_shards as read_shards
 
 

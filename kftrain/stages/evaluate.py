@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kftrain import contracts, launch, registry, report, storage, tracking
+from kftrain import launch, registry, report, storage, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
-from kftrain.data.manifest import check_listing
+from kftrain.data.shards.manifest import check_listing
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
-from kftrain.launch.completion import metrics_uri
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
+from kftrain.run import documents
+from kftrain.run.completion import metrics_uri
+from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
 from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.outcome import Outcome, finite
@@ -42,7 +43,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
         storage.remove(paths.unmeasured)
         evaluation = launch.run_evaluation(paths, config, digest, own, others)[0]
         if champion and storage.exists(paths.unmeasured):
-            reason = contracts.read(Unmeasured, paths.unmeasured, EvaluationError).reason
+            reason = documents.read(Unmeasured, paths.unmeasured, EvaluationError).reason
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
         _log(paths, config, evaluation, completion.step)
         return _outcome(paths, config, evaluation, progress)
@@ -50,7 +51,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
 
 def read_complete(paths: RunPaths, config: Config) -> Completion:
     """What a run was completed with. Raises LaunchError where it is not, ConfigError where it names a foreign place."""
-    completion = contracts.read(Completion, paths.complete, LaunchError)
+    completion = documents.read(Completion, paths.complete, LaunchError)
     Trust.of(config).require_place(completion.export_uri)
     return completion
 
@@ -59,7 +60,7 @@ def read_evaluation(paths: RunPaths, config: Config, completion: Completion) -> 
     """The evaluation of a run's own export. Raises EvaluationError where there is none yet."""
     digest = evaluation_digest(config, completion.dataset_digest)
     uri = storage.join(paths.evaluation(completion.checkpoint_digest, digest), "metrics.json")
-    return contracts.read(Evaluation, uri, EvaluationError)
+    return documents.read(Evaluation, uri, EvaluationError)
 
 
 def _own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:

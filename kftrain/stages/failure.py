@@ -16,14 +16,16 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from kftrain import channel, contracts, errors, storage
+from kftrain import errors, storage
 from kftrain.config import Config
-from kftrain.contracts import FailureSummary, RunPaths
 from kftrain.errors import FencedError, KftrainError
-from kftrain.launch.outage import REPORT_SECONDS, tolerated
-from kftrain.launch.termination import leave_step_message
+from kftrain.process import channel, stage_lifetime
+from kftrain.process.termination import leave_step_message
 from kftrain.progress import ERROR_LINE, Progress
-from kftrain.stages import lifetime, tracked
+from kftrain.run import documents
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort
+from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.stages import tracked
 
 KFP_RUNTIME_ENV = "_KFP_RUNTIME"
 """Set where kfp's executor calls a component."""
@@ -39,16 +41,16 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
-            with lifetime.signals_as_errors(), storage.telling_full_disk(paths.uri):
+            with stage_lifetime.signals_as_errors(), storage.telling_full_disk(paths.uri):
                 yield
         except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
             raise
         except BaseException as error:
             found = None
-            with tolerated("what the launcher found out could not be read"):
+            with best_effort("what the launcher found out could not be read"):
                 if storage.exists(paths.failure):
-                    found = contracts.read(FailureSummary, paths.failure).to_dict()
-            with tolerated("error.json could not be written", REPORT_SECONDS):
+                    found = documents.read(FailureSummary, paths.failure).to_dict()
+            with best_effort("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
             tracked.mark_failed(paths, config, error, found, progress)
             raise
@@ -57,13 +59,13 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 @contextlib.contextmanager
 def announced(stage: str, progress: Progress) -> Iterator[None]:
     """Runs what needs no run's folder: a failure, a signal too, reaches the log and the pod's termination message."""
-    with _announced(stage, progress), lifetime.signals_as_errors(), storage.telling_full_disk(""):
+    with _announced(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_full_disk(""):
         yield
 
 
 @contextlib.contextmanager
 def _announced(stage: str, progress: Progress) -> Iterator[None]:
-    lifetime.end_with_parent()
+    stage_lifetime.end_with_parent()
     try:
         yield
     except BaseException as error:
@@ -91,4 +93,4 @@ def document(stage: str, error: BaseException) -> dict[str, Any]:
 
 def read(paths: RunPaths) -> dict[str, Any] | None:
     """What error.json says, or None where there is none."""
-    return contracts.read_error(paths.error)
+    return documents.read_error(paths.error)

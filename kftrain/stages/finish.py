@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from kftrain import errors, launch, report, storage
-from kftrain.advice import FailureClass, Situation
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
 from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
-from kftrain.launch.outage import REPORT_SECONDS, retryable, tolerated
 from kftrain.progress import Progress, to_log
+from kftrain.run.advice import FailureClass, Situation
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
+from kftrain.run.documents import RunPaths
 from kftrain.stages import cleanup, failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
@@ -59,7 +59,7 @@ def finish(
     if explained is not None and explained["exit_code"] == FencedError.exit_code:
         return _failed(explained, paths.uri, url)  # job, folder and MLflow run are those of who is at work there
     error_document = None
-    with tolerated("error.json could not be read"):
+    with best_effort("error.json could not be read"):
         error_document = failure.read(paths)
     error_document = error_document or explained
     # The report comes before the clean-up: whatever that meets, the reason of the failure is there.
@@ -77,7 +77,7 @@ def finish(
 
 def _is_opened_by(paths: RunPaths, job_id: str) -> bool:
     """See `resolve.is_opened_by`; where that cannot be read, the run is taken for ours."""
-    with tolerated("who has opened the run could not be read"):
+    with best_effort("who has opened the run could not be read"):
         return resolve.is_opened_by(paths, job_id)
     return True
 
@@ -97,7 +97,7 @@ def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) 
 def _leave_report(paths: RunPaths, error: dict[str, Any], url: str) -> bool | None:
     """Writes the failure report into the run's folder; False where nobody has opened that, None where it is unknown."""
     is_open = None
-    with tolerated("the failure report could not be written", REPORT_SECONDS):
+    with best_effort("the failure report could not be written", REPORT_SECONDS):
         is_open = storage.exists(paths.config)
         if is_open:
             storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri, url).html)

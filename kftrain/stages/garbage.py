@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kftrain import tracking
-from kftrain.launch.control import ENDED_PHASES
-from kftrain.launch.kubernetes_api import Cluster
-from kftrain.launch.pytorchjob import RUN_LABEL, label_value
-from kftrain.launch.workflow import PLACE_TAG, WORKFLOW_TAG, place_of
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.control import ENDED_PHASES
+from kftrain.launch.kubernetes.kinds.pytorchjob import RUN_LABEL, label_value
+from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, place_of
 from kftrain.tracking.runs import RUN_ID_TAG
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kftrain.contracts import Confusion
+from kftrain.run.documents import Confusion
 
 NO_CLASSES = "This task has no classes, so there is no confusion matrix.\n"
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
-from kftrain import layers, plain, storage
+from kftrain import plain, storage
 from kftrain.config import Config
 from kftrain.errors import ConfigError
-from kftrain.launch.outage import retryable
+from kftrain.run.best_effort import retryable
+from kftrain.settings import layers
 
 TEXT, OBJECT = "config", "config_json"
 """Names of the two parameters."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
+from kftrain.run.documents import RunPaths
 
 
 class TaskConfig(Protocol):

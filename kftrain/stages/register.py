@@ -7,16 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from kftrain import config as configuration
-from kftrain import contracts, registry, report, storage, tracking
+from kftrain import registry, report, storage, tracking
 from kftrain.bootstrap import Metrics
-from kftrain.checkpoint.commit import differences
 from kftrain.config import Config
-from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
-from kftrain.data.manifest import Manifest
+from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.plugins import user_code
 from kftrain.progress import Progress, to_log
 from kftrain.report import environment
+from kftrain.run import documents
+from kftrain.run.commit import differences
+from kftrain.run.documents import Completion, Evaluation, Registration, RunPaths
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_complete, read_evaluation
@@ -41,7 +42,7 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
         saved = resolve.load_config(run_uri)
         config = configuration.parse(saved.to_yaml(), overrides, where=paths.config)
         require_only_registry(saved, config)
-        contracts.read(Registration, paths.registration, TrackingError)
+        documents.read(Registration, paths.registration, TrackingError)
     return _register("gate", paths, config, progress)
 
 

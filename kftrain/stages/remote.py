@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kftrain import credentials, launch, storage
 from kftrain.config import Config
-from kftrain.data.sources import BUILT_IN
+from kftrain.data.sources.resolve_source import BUILT_IN
 from kftrain.errors import LaunchError
-from kftrain.launch.reachable import require_remote_storage, require_tracking_server
+from kftrain.launch.kubernetes.reachable import require_remote_storage, require_tracking_server
 from kftrain.plugins import is_plugin
 
 STEPS = "the pipeline's steps"

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kftrain import attempts, credentials, storage
 from kftrain import config as configuration
-from kftrain.checkpoint import commit
-from kftrain.checkpoint.commit import differences
+from kftrain import credentials, storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths
-from kftrain.data.sources import BUILT_IN
-from kftrain.data.webdataset_source import is_shard_pattern
+from kftrain.data.sources.resolve_source import BUILT_IN
+from kftrain.data.sources.webdataset import is_shard_pattern
 from kftrain.errors import ConfigError, OtherTrainingError
-from kftrain.launch.outage import retryable
 from kftrain.plugins import is_plugin
+from kftrain.run import attempts, commit
+from kftrain.run.best_effort import retryable
+from kftrain.run.commit import differences
+from kftrain.run.documents import RunPaths
 from kftrain.stages import parameters
 
 Knobs = dict[str, str | int | float]

@@ -8,13 +8,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kftrain import attempts, contracts, storage
-from kftrain.attempts import Claim
-from kftrain.checkpoint import commit
+from kftrain import storage
 from kftrain.config import Config
-from kftrain.contracts import Completion, Registration, RunPaths
 from kftrain.errors import KftrainError, TrackingError
 from kftrain.registry.journal import Journal, champion_version
+from kftrain.run import attempts, commit, documents
+from kftrain.run.attempts import Claim
+from kftrain.run.documents import Completion, Registration, RunPaths
 from kftrain.stages import failure, resolve
 
 UNREADABLE = "unreadable"
@@ -116,5 +116,5 @@ def _is_champion(paths: RunPaths, registration: Registration) -> bool:
     return False
 
 
-def _if_there(kind: type[contracts.DocumentType], uri: str) -> contracts.DocumentType | None:
-    return contracts.read(kind, uri) if storage.exists(uri) else None
+def _if_there(kind: type[documents.DocumentType], uri: str) -> documents.DocumentType | None:
+    return documents.read(kind, uri) if storage.exists(uri) else None

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain import channel, report, storage
+from kftrain import report, storage
 from kftrain.config import Config
-from kftrain.contracts import RunPaths, RunShards
-from kftrain.data import manifest, sharding
-from kftrain.data.manifest import Manifest
+from kftrain.data import sharding
+from kftrain.data.shards import manifest
+from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
+from kftrain.process import channel
 from kftrain.progress import Progress, to_log
+from kftrain.run.documents import RunPaths, RunShards
 from kftrain.stages import failure, preflight, remote, resolve
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome

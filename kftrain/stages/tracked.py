@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from kftrain import contracts, errors, launch, storage, tracking
+from kftrain import errors, launch, storage, tracking
 from kftrain.config import Config
-from kftrain.contracts import Document, RunPaths, RunShards
-from kftrain.data.manifest import Manifest
+from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preempted, TrackingError
-from kftrain.launch.outage import tolerated
 from kftrain.progress import Progress, to_log
+from kftrain.run import documents
+from kftrain.run.best_effort import best_effort
+from kftrain.run.documents import Document, RunPaths, RunShards
 from kftrain.tracking import DatasetLineage
 
 
@@ -29,7 +30,7 @@ def uri(paths: RunPaths) -> str:
 
 def read(paths: RunPaths) -> str:
     """MLflow id of a run; empty where nothing was tracked yet."""
-    return contracts.read(Tracked, uri(paths)).mlflow_run_id if storage.exists(uri(paths)) else ""
+    return documents.read(Tracked, uri(paths)).mlflow_run_id if storage.exists(uri(paths)) else ""
 
 
 def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest, progress: Progress = to_log) -> str:
@@ -84,13 +85,13 @@ def mark_failed(
 
     One that is shown as FINISHED stays as it is: its training is complete and registered, whatever failed after that.
 
-    `failure`: what the launcher found out about a job, see `contracts.FailureSummary`.
+    `failure`: what the launcher found out about a job, see `documents.FailureSummary`.
     """
     tags = {"kftrain.error": str(errors.error_to_dict(error)["line"])}
     if failure:
         tags["kftrain.failure_class"] = str(failure["failure_class"])
     mlflow_run_id = ""
-    with tolerated("the MLflow run to mark as failed is not known"):
+    with best_effort("the MLflow run to mark as failed is not known"):
         mlflow_run_id = read(paths)
     try:
         if mlflow_run_id and tracking.status_of(config.tracking.uri, mlflow_run_id) != "FINISHED":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kftrain import contracts, launch, report, storage
+from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.contracts import Completion, RunPaths
-from kftrain.data.manifest import check_listing
+from kftrain.data.shards.manifest import check_listing
 from kftrain.errors import CheckpointError, OtherTrainingError
-from kftrain.launch.completion import has_export
 from kftrain.progress import Progress, to_log
+from kftrain.run import documents
+from kftrain.run.completion import has_export
+from kftrain.run.documents import Completion, RunPaths
 from kftrain.stages import backfill, failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome, finite
@@ -45,7 +46,7 @@ def _existing(paths: RunPaths, config: Config) -> Completion | None:
     """The completion of a run that has one. Raises OtherTrainingError where it is of another training."""
     if not storage.exists(paths.complete):
         return None
-    completion = contracts.read(Completion, paths.complete, CheckpointError)
+    completion = documents.read(Completion, paths.complete, CheckpointError)
     if completion.training_digest != config.training_digest(read_shards(paths).dataset_digest):
         raise OtherTrainingError(
             "COMPLETE.json is of another training",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field as Limits
 
-from kftrain.data.decoding import load_library
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
+from kftrain.data.sources.decoding import load_library
 from kftrain.errors import ConfigError, DataError
-from kftrain.section import Count
+from kftrain.settings.section import Count
 
 if TYPE_CHECKING:
     import pandas

@@ -24,7 +24,7 @@ import numpy as np
 
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.errors import DataError
-from kftrain.section import Count
+from kftrain.settings.section import Count
 from kftrain.tasks.compression import MAX_BYTES, compression_baselines
 from kftrain.tasks.tokenizers import build_tokenizer
 

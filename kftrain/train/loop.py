@@ -21,12 +21,12 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DivergedError, Preempted
 from kftrain.evaluate.score import score, total_metrics
-from kftrain.parallel.pulse import Pulse
 from kftrain.parallel.world import World
+from kftrain.process.liveness import Liveness
+from kftrain.process.stop_request import StopRequest
 from kftrain.train.optimizer import learning_rate, set_learning_rate
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
-from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper, seed_step
 
 
@@ -55,7 +55,7 @@ class Loop:
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
-        pulse: Pulse,
+        pulse: Liveness,
     ) -> None:
         self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
         self._validation, self._recorder, self._stop = validation, recorder, stop

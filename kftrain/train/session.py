@@ -20,35 +20,36 @@ import numpy as np
 import torch
 from torch import nn
 
-from kftrain import attempts, storage, tracking
-from kftrain.checkpoint import commit, export, load, reader
+from kftrain import storage, tracking
+from kftrain.checkpoint import export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
-from kftrain.contracts import Completion, RunPaths, read
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
-from kftrain.data.manifest import Manifest, read_manifest, verify_shards
-from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.data.order import BatchPlan, TrainingOrder
+from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
 from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, error_from_dict
-from kftrain.launch.completion import has_export
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.models.modes import begin_training
 from kftrain.parallel import blocks, wrap
-from kftrain.parallel.pulse import MARGIN_SECONDS, Pulse
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
+from kftrain.process.liveness import MARGIN_SECONDS, Liveness
+from kftrain.process.stop_request import StopRequest
 from kftrain.progress import VERIFYING, to_log
+from kftrain.run import attempts, commit
+from kftrain.run.completion import has_export
+from kftrain.run.documents import Completion, RunPaths, read
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train import probe
-from kftrain.train.failing import leave
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
-from kftrain.train.signals import StopRequest
 from kftrain.train.step import Stepper
 from kftrain.trust import read_shards
+from kftrain.worker.error_report import leave
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
     loader, validation = _data(training, world)
-    pulse = Pulse(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
+    pulse = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with pulse.watched():
         stepper, described = build(config, training.task, loader, world)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())

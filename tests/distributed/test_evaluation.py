@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from helpers import jobs
 
-from kftrain import contracts, storage
+from kftrain import storage
 from kftrain.checkpoint.export import load_export
-from kftrain.contracts import Completion, Evaluation, EvaluationRequest, EvaluationTarget
 from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.launch import run_evaluation
+from kftrain.run import documents
+from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def trained(tmp_path_factory):
     paths, resolved = jobs.make_run(tmp_path_factory.mktemp("trained"))
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
-    return paths, resolved, contracts.read(Completion, paths.complete)
+    return paths, resolved, documents.read(Completion, paths.complete)
 
 
 def target_of(completion, output_uri):
@@ -58,7 +59,7 @@ def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_
     overrides = ["task.kind=helpers.scripted_task:ScriptedTask", "train.steps=5", "optimizer.warmup_steps=1"]
     paths, resolved = jobs.make_run(tmp_path, overrides)
     assert jobs.run_worker(paths, resolved).returncode == 0
-    job = paths, resolved, contracts.read(Completion, paths.complete)
+    job = paths, resolved, documents.read(Completion, paths.complete)
     undisturbed = evaluate(job, storage.join(paths.uri, "undisturbed"), 2)
     target = target_of(job[2], storage.join(paths.uri, "killed"))
     digest = evaluation_digest(resolved, job[2].dataset_digest)
@@ -77,7 +78,7 @@ def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_
 def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained, tmp_path):
     paths, _, completion = trained
     evaluate(trained, str(tmp_path / "out"), 2)
-    evaluation = contracts.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
+    evaluation = documents.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
     loaded = load_export(completion.export_uri, completion.export_digest)
     dataset = ShardedDataset.open(storage.read_json(paths.shards)["manifest_uri"], "validation")
     arrays, _ = dataset.read_range(0, dataset.num_samples)

@@ -4,11 +4,12 @@ import pytest
 import torch
 from helpers import jobs
 
-from kftrain import contracts, storage
-from kftrain.checkpoint import commit, export
+from kftrain import storage
+from kftrain.checkpoint import export
 from kftrain.checkpoint.export import group_by_size, load_export
-from kftrain.contracts import Completion
 from kftrain.errors import CheckpointError
+from kftrain.run import commit, documents
+from kftrain.run.documents import Completion
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ def completion(tmp_path_factory):
     paths, resolved = jobs.make_run(tmp_path_factory.mktemp("export"), ["train.steps=5"])
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
-    return contracts.read(Completion, paths.complete)
+    return documents.read(Completion, paths.complete)
 
 
 def test_transformers_loads_it_and_gives_our_logits(completion):
@@ -54,7 +55,7 @@ def test_an_export_that_was_never_finished_is_written_anew(completion, tmp_path,
     """A process that is killed while files go to an object store leaves some of them, but never the manifest."""
     found = storage.read_json(storage.join(completion.export_uri, "kftrain.json"))
     description = export.Description.model_validate(found)
-    paths = contracts.RunPaths(str(tmp_path))
+    paths = documents.RunPaths(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish_json", killed)
         with pytest.raises(KeyboardInterrupt):

@@ -7,9 +7,9 @@ import time
 import pytest
 from helpers import jobs
 
-from kftrain import attempts, storage
-from kftrain.checkpoint import commit
+from kftrain import storage
 from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
+from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow
 

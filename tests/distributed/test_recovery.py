@@ -6,8 +6,8 @@ import psutil
 import pytest
 from helpers import jobs
 
-from kftrain import attempts, config, storage
-from kftrain.checkpoint import commit
+from kftrain import config, storage
+from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow
 

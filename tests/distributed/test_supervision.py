@@ -10,11 +10,11 @@ import psutil
 import pytest
 from helpers import jobs
 
-from kftrain import config, contracts, storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import Completion
-from kftrain.launch.heartbeat import Heartbeat
+from kftrain import config, storage
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
+from kftrain.run import commit, documents
+from kftrain.run.documents import Completion
+from kftrain.run.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_sigterm_during_the_export_does_not_keep_the_job_from_completing(run):
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=150)[0]
     assert process.returncode == 0, output
-    assert contracts.read(Completion, paths.complete).step == 20
+    assert documents.read(Completion, paths.complete).step == 20
 
 
 def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(run, two_processes):
@@ -162,7 +162,7 @@ def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(ru
     assert not storage.exists(paths.complete)
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert contracts.read(Completion, paths.complete).attempt == 2
+    assert documents.read(Completion, paths.complete).attempt == 2
     assert jobs.losses(paths) == two_processes[1]
 
 
@@ -204,7 +204,7 @@ def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers
 def is_rank(process):
     """Whether it is a training process: forked from the agent, it has the agent's command line."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return all("kftrain.train.agent" in each.cmdline() for each in (process, process.parent()))
+        return all("kftrain.worker.agent" in each.cmdline() for each in (process, process.parent()))
     return False
 
 

@@ -8,9 +8,9 @@ import torch
 from helpers import jobs
 from safetensors.torch import load_file
 
-from kftrain import attempts, contracts, storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import Completion
+from kftrain import storage
+from kftrain.run import attempts, commit, documents
+from kftrain.run.documents import Completion
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_any_layout_gives_the_curve_of_one_process(tmp_path, reference, processe
 
 def test_completion_states_what_was_reached(two_processes):
     paths, losses = two_processes
-    completion = contracts.read(Completion, paths.complete)
+    completion = documents.read(Completion, paths.complete)
     assert (completion.step, completion.samples_consumed, completion.world_size, completion.attempt) == (20, 160, 2, 1)
     assert completion.metrics["loss"] == losses[20]
     manifest, digest = commit.read_manifest(completion.checkpoint_uri)
@@ -98,7 +98,7 @@ def test_a_model_that_each_process_draws_anew_is_that_of_rank_0_and_goes_on_afte
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on after step 10" in done.stdout
-    export = storage.local_path(contracts.read(Completion, paths.complete).export_uri)
+    export = storage.local_path(documents.read(Completion, paths.complete).export_uri)
     tensors = load_file(export / "model.safetensors")
     assert torch.equal(tensors["first"], tensors["second"]) and tensors["first"].unique().numel() == 4
 

@@ -5,8 +5,8 @@ from e2e.commands import kftrain, options
 from e2e.kfp_step import delete_workflow, terminate_workflow
 from e2e.namespace import wait_until
 
-from kftrain import attempts, contracts
-from kftrain.contracts import Completion, RunPaths
+from kftrain.run import attempts, documents
+from kftrain.run.documents import Completion, RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,7 +35,7 @@ def test_the_train_step_creates_the_job_and_ends_well(kfp_steps, run_uri):
     (job,) = jobs_of(kfp_steps.namespace, run_uri)
     assert job["metadata"]["ownerReferences"][0]["uid"] == kfp_steps.workflow["metadata"]["uid"]
     assert "step 60/60" in kfp_steps.finish(pod)
-    assert contracts.read(Completion, RunPaths(run_uri).complete).step == 60
+    assert documents.read(Completion, RunPaths(run_uri).complete).step == 60
     assert jobs_of(kfp_steps.namespace, run_uri) == []
 
 

@@ -5,9 +5,10 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
-from kftrain import attempts, contracts, storage
-from kftrain.contracts import FailureSummary, RunPaths
-from kftrain.data.manifest import read_manifest, shard_uri
+from kftrain import storage
+from kftrain.data.shards.manifest import read_manifest, shard_uri
+from kftrain.run import attempts, documents
+from kftrain.run.documents import FailureSummary, RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -18,7 +19,7 @@ def start(pairs, folder):
 
 def summary(run_uri, folder):
     """What the launcher found out; it stays in the folder, beside the command's output."""
-    found = contracts.read(FailureSummary, RunPaths(run_uri).failure)
+    found = documents.read(FailureSummary, RunPaths(run_uri).failure)
     (folder / "failure.json").write_text(storage.dump_json(found.to_dict()))
     return found
 

@@ -7,8 +7,8 @@ from e2e.commands import kftrain, options, running
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
-from kftrain import attempts
-from kftrain.contracts import RunPaths
+from kftrain.run import attempts
+from kftrain.run.documents import RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 

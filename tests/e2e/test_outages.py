@@ -8,8 +8,8 @@ import pytest
 from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 
-from kftrain import attempts
-from kftrain.contracts import RunPaths
+from kftrain.run import attempts
+from kftrain.run.documents import RunPaths
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

@@ -7,8 +7,8 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
-from kftrain import attempts, contracts
-from kftrain.contracts import Registration, RunPaths
+from kftrain.run import attempts, documents
+from kftrain.run.documents import Registration, RunPaths
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -33,7 +33,7 @@ def test_two_nodes_train_evaluate_register_and_equal_the_laptop(settings, namesp
         command.finish()
     assert losses(paths) == laptop_losses
     assert {name.rsplit("-", 1)[-1] for name in names} == {"train", "evaluate"}
-    registration = contracts.read(Registration, paths.registration)
+    registration = documents.read(Registration, paths.registration)
     assert registration.promoted and registration.metric == "bits_per_byte"
     assert namespace.jobs() == {} and wait_until(lambda: not namespace.workers(), 60, "the end of the pods")
 
@@ -57,4 +57,4 @@ def test_a_users_image_trains_a_users_model(settings, images, builder, tmp_path,
     with running("run", "--config", ROOT / "examples/own_task/diabetes.yaml", *overrides, folder=tmp_path) as command:
         paths = RunPaths(command.wait_for(" in s3://").split()[-1])
         command.finish()
-    assert contracts.read(Registration, paths.registration).metric == "rmse"
+    assert documents.read(Registration, paths.registration).metric == "rmse"

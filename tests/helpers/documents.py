@@ -4,9 +4,9 @@ import hashlib
 import json
 
 from kftrain import config, storage
-from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, RunPaths, RunShards
 from kftrain.data.sharding import shard_dataset
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, RunPaths, RunShards
 from kftrain.stages import resolve
 from kftrain.tasks import build_task
 

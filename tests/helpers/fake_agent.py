@@ -2,8 +2,8 @@
 
 import os
 
-from kftrain.kept import Reporter
-from kftrain.processes import die_with_parent
+from kftrain.process.kept import Reporter
+from kftrain.process.lifecycle import die_with_parent
 
 die_with_parent()
 Reporter().begin()

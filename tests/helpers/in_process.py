@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from kftrain import config, storage
-from kftrain.contracts import RunPaths
 from kftrain.data.sharding import shard_dataset
 from kftrain.parallel.world import join_world
+from kftrain.process.stop_request import StopRequest
+from kftrain.run.documents import RunPaths
 from kftrain.tasks import build_task
 from kftrain.train import session
-from kftrain.train.signals import StopRequest
 
 
 def prepare(root, text, overrides=(), run_id="r"):

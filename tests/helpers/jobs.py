@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from kftrain import config, contracts, storage
-from kftrain.contracts import Completion, EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain import config, storage
 from kftrain.data.sharding import shard_dataset
+from kftrain.run import documents
+from kftrain.run.documents import Completion, EvaluationRequest, EvaluationTarget, RunPaths
 from kftrain.tasks import build_task
 
 TINY = """
@@ -58,7 +59,7 @@ def make_run(root, overrides=(), run_id="r"):
 
 def request_evaluation(paths):
     """Asks for the evaluation of a complete run's model."""
-    completion = contracts.read(Completion, paths.complete)
+    completion = documents.read(Completion, paths.complete)
     target = EvaluationTarget(
         export_uri=completion.export_uri,
         export_digest=completion.export_digest,
@@ -135,7 +136,7 @@ def losses(paths):
 
 def ranks_of(process):
     """The training processes below a supervisor."""
-    (agent,) = [child for child in psutil.Process(process.pid).children() if "kftrain.train.agent" in child.cmdline()]
+    (agent,) = [child for child in psutil.Process(process.pid).children() if "kftrain.worker.agent" in child.cmdline()]
     return agent.children()
 
 

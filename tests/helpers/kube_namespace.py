@@ -13,9 +13,9 @@ import threading
 import time
 from datetime import datetime, timezone
 
-from kftrain.launch.kubernetes_api import JOB_NAME_LABEL, WORKLOAD_JOB_LABEL
-from kftrain.launch.observation import INDEX_LABEL
-from kftrain.launch.pytorchjob import QUEUE_LABEL
+from kftrain.launch.kubernetes.client import JOB_NAME_LABEL, WORKLOAD_JOB_LABEL
+from kftrain.launch.kubernetes.kinds.pytorchjob import QUEUE_LABEL
+from kftrain.launch.kubernetes.observation import INDEX_LABEL
 
 NAME = "train"
 KINDS = ("pytorchjobs", "pods", "events", "workloads", "workflows", "nodes")

@@ -3,9 +3,9 @@
 import threading
 import time
 
-from kftrain.contracts import RunPaths
-from kftrain.launch import adoption, cluster, follower, kubernetes_api, logs, patience, terminate
-from kftrain.launch.cluster import ClusterLauncher
+from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, terminate, watcher
+from kftrain.launch.kubernetes.launcher import ClusterLauncher
+from kftrain.run.documents import RunPaths
 
 JOB = "r-train"
 """The job of run `r`."""
@@ -13,13 +13,13 @@ JOB = "r-train"
 WORKERS = [f"{JOB}-worker-0", f"{JOB}-worker-1"]
 
 FAST = {
-    adoption: {"POLL_SECONDS": 0.02, "OWNER_SECONDS": 0.05},
-    cluster: {"POLL_SECONDS": 0.02},
-    follower: {"EXPLAIN_SECONDS": 0.0, "WATCH_PAUSE_SECONDS": 0.02, "ANNOTATE_SECONDS": 0.05},
-    kubernetes_api: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
+    lease: {"POLL_SECONDS": 0.02, "OWNER_SECONDS": 0.05},
+    launcher: {"POLL_SECONDS": 0.02},
+    watcher: {"EXPLAIN_SECONDS": 0.0, "WATCH_PAUSE_SECONDS": 0.02, "ANNOTATE_SECONDS": 0.05},
+    client: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
     logs: {"RECONNECT_SECONDS": 0.02, "JOIN_SECONDS": 2.0},
     terminate: {"POLL_SECONDS": 0.02},
-    patience: {
+    retry: {
         "FIRST_DELAY_SECONDS": 0.01,
         "MAX_DELAY_SECONDS": 0.05,
         "SAID_AFTER_SECONDS": 0.0,

@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 
-from kftrain.checkpoint import commit, export
+from kftrain.checkpoint import export
+from kftrain.run import commit
 from kftrain.tasks.language_modeling import LanguageModeling
 
 

@@ -12,16 +12,16 @@ import numpy as np
 from helpers.toy_data import toy_config
 
 from kftrain.config import DataConfig
-from kftrain.data import sources
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Record
 from kftrain.data.sharding import shard_dataset
+from kftrain.data.sources import resolve_source
 from kftrain.tasks.base import Task
 from kftrain.tasks.tokenizers import ByteTokenizer
 
 
-def resolve(source: object, **settings: Any) -> sources.Source:
-    return sources.resolve(DataConfig(source=str(source), **settings))
+def resolve(source: object, **settings: Any) -> resolve_source.Source:
+    return resolve_source.resolve(DataConfig(source=str(source), **settings))
 
 
 def records(source: object, **settings: Any) -> list[Record]:

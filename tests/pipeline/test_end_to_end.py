@@ -7,8 +7,9 @@ import sys
 import pytest
 from helpers.documents import DIGITS
 
-from kftrain import contracts, storage
-from kftrain.contracts import Registration, RunPaths
+from kftrain import storage
+from kftrain.run import documents
+from kftrain.run.documents import Registration, RunPaths
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp
     assert resumed.returncode == 0, resumed.stderr
     assert "was already trained" in resumed.stderr
     assert f"run {run.name} is complete" in resumed.stdout and "tiny version 1, champion" in resumed.stdout
-    assert contracts.read(Registration, paths.registration).promoted
+    assert documents.read(Registration, paths.registration).promoted
     assert storage.read_json_if_exists(paths.error) is None
     assert "<html" in storage.read_text(paths.report)
     assert not list(tmp_path.glob("runs/*/**/.tmp-*"))

@@ -11,8 +11,8 @@ from helpers.jobs import losses
 from helpers.object_store import BUCKET, ObjectStore
 
 from kftrain import storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import Registration, RunPaths, read
+from kftrain.run import commit
+from kftrain.run.documents import Registration, RunPaths, read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

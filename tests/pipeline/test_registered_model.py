@@ -10,10 +10,11 @@ from helpers import jobs
 from helpers.documents import DIGITS
 from helpers.mlflow_server import Server
 
-from kftrain import contracts, storage
+from kftrain import storage
 from kftrain.config import DataConfig
-from kftrain.contracts import Evaluation, RunPaths
-from kftrain.data import sources
+from kftrain.data.sources import resolve_source
+from kftrain.run import documents
+from kftrain.run.documents import Evaluation, RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -44,7 +45,7 @@ def run_pipeline(folder, text, *overrides):
 def evaluation_of(paths):
     found = list(storage.local_path(paths.uri).glob("evaluation/*/*/metrics.json"))
     assert len(found) == 1
-    return contracts.read(Evaluation, str(found[0]))
+    return documents.read(Evaluation, str(found[0]))
 
 
 def predict(tracking_uri, model_name, inputs, elsewhere):
@@ -71,8 +72,8 @@ def test_the_language_model_answers_with_evaluations_own_number_through_a_server
         paths = run_pipeline(tmp_path, text, f"tracking.uri={server.uri}", "train.steps=10")
         records = [
             record
-            for record in sources.resolve(DataConfig(source=str(source))).records()
-            if sources.split_of(record, 0.2) == "validation"
+            for record in resolve_source.resolve(DataConfig(source=str(source))).records()
+            if resolve_source.split_of(record, 0.2) == "validation"
         ]
         inputs = {"text": [record.fields["text"].decode() for record in records]}
         answer = predict(server.uri, "tiny", inputs, tmp_path / "elsewhere")
@@ -87,7 +88,7 @@ def test_the_language_model_answers_with_evaluations_own_number_through_a_server
 def test_the_image_classifier_answers_with_class_probabilities_on_sqlite(tmp_path):
     paths = run_pipeline(tmp_path, DIGITS, "train.steps=40", "registry.promotion=auto")
     data = DataConfig(source="digits", validation_fraction=0.1)
-    records = [r for r in sources.resolve(data).records() if sources.split_of(r, 0.1) == "validation"]
+    records = [r for r in resolve_source.resolve(data).records() if resolve_source.split_of(r, 0.1) == "validation"]
     inputs = {"image": [record.fields["image"].tolist() for record in records]}
     answer = predict(f"sqlite:///{tmp_path}/mlflow.db", "tiny", inputs, tmp_path / "elsewhere")
     rows = list(zip(*answer.values(), strict=True))

@@ -23,8 +23,8 @@ def work(folder: str, seconds: float) -> str:
     from pathlib import Path
 
     from kftrain.config import Config
-    from kftrain.contracts import RunPaths
     from kftrain.progress import to_log
+    from kftrain.run.documents import RunPaths
     from kftrain.stages.failure import reported
 
     with reported("work", RunPaths(folder), Config(), to_log):

@@ -53,7 +53,7 @@ ONE_PLACE = {
     "kubernetes": {"launch/"},
     "kfp": {"cli/", "components/", "pipelines/"},
     "rich": {"cli/"},
-    "click": {"cli/", "train/rank.py"},
+    "click": {"cli/", "worker/rank.py"},
 }
 """A library -> the only places that may import it."""
 
@@ -64,7 +64,7 @@ def sources():
 
 
 def place(path):
-    """`data/plan.py` for a module of the package, wherever its folder stands in the repository."""
+    """`data/order.py` for a module of the package, wherever its folder stands in the repository."""
     return path.relative_to(ROOT).as_posix().removeprefix("kftrain/")
 
 

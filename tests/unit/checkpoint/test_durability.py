@@ -10,10 +10,10 @@ import stat
 import pytest
 from helpers import checkpoints
 
-from kftrain import attempts, storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import RunPaths
-from kftrain.data import staging
+from kftrain import storage
+from kftrain.data.shards import staging
+from kftrain.run import attempts, commit
+from kftrain.run.documents import RunPaths
 
 
 class Disk:

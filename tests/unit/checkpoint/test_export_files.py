@@ -7,10 +7,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from kftrain import storage
-from kftrain.checkpoint import commit, export
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
-from kftrain.contracts import RunPaths
+from kftrain.checkpoint import export
 from kftrain.errors import CheckpointError, RetryableError
+from kftrain.run import commit
+from kftrain.run.commit import CheckpointManifest, CheckpointName
+from kftrain.run.documents import RunPaths
 
 DESCRIPTION = export.Description(model={}, task={}, model_arguments={})
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from kftrain import attempts, storage
-from kftrain.checkpoint import commit, load
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
-from kftrain.contracts import RunPaths
+from kftrain import storage
+from kftrain.checkpoint import load
 from kftrain.errors import CheckpointError, FencedError, RetryableError
+from kftrain.run import attempts, commit
+from kftrain.run.commit import CheckpointManifest, CheckpointName
+from kftrain.run.documents import RunPaths
 
 IDENTITY = {"seed": 0}
 

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 from kftrain import storage
-from kftrain.checkpoint import commit, load, reader
+from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.reader import ALLOWED
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.run import commit
 
 STATE = {
     "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),

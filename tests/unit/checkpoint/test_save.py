@@ -7,10 +7,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import checkpoints
 
-from kftrain import attempts, storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import RunPaths
+from kftrain import storage
 from kftrain.errors import DataError, error_to_dict
+from kftrain.run import attempts, commit
+from kftrain.run.documents import RunPaths
 
 
 def driver_error():

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from helpers import checkpoints, full_disk
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from kftrain import attempts, storage
-from kftrain.checkpoint import commit
-from kftrain.contracts import RunPaths
+from kftrain import storage
 from kftrain.errors import FencedError, RetryableError
+from kftrain.run import attempts, commit
+from kftrain.run.documents import RunPaths
 
 
 @pytest.fixture

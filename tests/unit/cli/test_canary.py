@@ -12,13 +12,13 @@ from helpers.toy_data import text_folder
 from kftrain import cli, config, plugins
 from kftrain.config import TrackingConfig
 from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
-from kftrain.launch.diagnosis import diagnose
-from kftrain.launch.outage import tolerated
-from kftrain.launch.reachable import require_tracking_server
+from kftrain.launch.kubernetes.diagnosis import diagnose
+from kftrain.launch.kubernetes.reachable import require_tracking_server
+from kftrain.run.best_effort import best_effort
 from kftrain.stages import failure, preflight, remote, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
 from kftrain.tracking.runs import flatten
-from kftrain.train import rank
+from kftrain.worker import rank
 
 CANARY = "caNAry@1/2"
 QUOTED = "caNAry%401%2F2"
@@ -167,7 +167,7 @@ def test_what_workers_and_drivers_said_last_holds_none(
         found = diagnose("train", error, [], {0: ["step 1", said]})
         assert found.last_lines[0] == "step 1" and "postgresql://" in found.last_lines[1]
         assert "caNAry" not in str(found.to_dict())
-    with tolerated("the attempts could not be read"):
+    with best_effort("the attempts could not be read"):
         raise OSError(str(drivers_error()))
     shown = capsys.readouterr().out
     assert "could not be read: OSError: no answer of postgresql://" in shown and "caNAry" not in shown

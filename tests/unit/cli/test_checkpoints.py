@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from kftrain import storage
-from kftrain.checkpoint import commit
-from kftrain.checkpoint.commit import CheckpointManifest, CheckpointName
 from kftrain.cli import cli
-from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError
+from kftrain.run import commit
+from kftrain.run.commit import CheckpointManifest, CheckpointName
+from kftrain.run.documents import RunPaths
 
 
 @pytest.fixture

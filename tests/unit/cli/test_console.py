@@ -6,7 +6,7 @@ import pytest
 from kftrain import progress
 from kftrain.cli.console import PlainDisplay, TerminalDisplay, show_step
 from kftrain.errors import KftrainError
-from kftrain.launch import logs
+from kftrain.launch.kubernetes import logs
 from kftrain.printable import printable
 from kftrain.progress import PREFIX, to_log, unmarked
 

@@ -8,9 +8,9 @@ import yaml
 from helpers.documents import opened_run
 
 from kftrain import cli, config
-from kftrain.contracts import RunPaths
-from kftrain.launch import pytorchjob
+from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, evaluate_job, train_job
+from kftrain.run.documents import RunPaths
 from kftrain.stages import resolve, tracked
 
 CLUSTER = """

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from helpers.documents import opened_run
 
-from kftrain import channel, config, storage, tracking
-from kftrain.advice import Place, Situation
+from kftrain import config, storage, tracking
 from kftrain.cli import log, run
-from kftrain.contracts import RunPaths
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.process import channel
 from kftrain.progress import to_log
+from kftrain.run.advice import Place, Situation
+from kftrain.run.documents import RunPaths
 from kftrain.stages import failure, tracked
 
 HERE = Situation(Place.LAPTOP, log="x.log")

@@ -12,8 +12,9 @@ from helpers import kfp_server
 from helpers.kfp_server import RUN_ID, run
 
 from kftrain import cli, config
-from kftrain.cli import submission, submit
-from kftrain.cli.submission import RunState
+from kftrain.cli import submit
+from kftrain.kubeflow import submission
+from kftrain.kubeflow.submission import RunState
 from kftrain.pipelines.compile import compiled, version_name
 
 CONFIG = """

@@ -1,9 +1,9 @@
 from helpers.documents import finished_run, interval
 
 from kftrain import storage
-from kftrain.advice import Place, Situation
 from kftrain.cli import summary
-from kftrain.contracts import Registration, read
+from kftrain.run.advice import Place, Situation
+from kftrain.run.documents import Registration, read
 
 
 def test_the_end_of_a_run_says_what_was_trained_how_good_it_is_and_where_it_is(tmp_path):

@@ -10,10 +10,10 @@ from helpers.documents import digits_config, opened_run
 import kftrain.cli
 from kftrain import progress, registry, storage
 from kftrain.cli import cli, jobs, shards
-from kftrain.contracts import Interval
-from kftrain.data import manifest
-from kftrain.launch import control
+from kftrain.data.shards import manifest
+from kftrain.launch.kubernetes import control
 from kftrain.registry import AuditFinding, ComparedVersion
+from kftrain.run.documents import Interval
 from kftrain.stages import failure
 
 HOSTILE = "caf\u00e9\x1b[2J\x1b]0;owned\x07\x1b[1A\r\x9b31m\u202e!"

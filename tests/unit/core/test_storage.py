@@ -13,9 +13,10 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
-from kftrain import attempts, outages, storage
-from kftrain.contracts import RunPaths
+from kftrain import outages, storage
 from kftrain.errors import ConfigError, RetryableError
+from kftrain.run import attempts
+from kftrain.run.documents import RunPaths
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -160,7 +161,7 @@ class Time:
         self.now += max(seconds, 0.001)
 
     def patience(self):
-        return outages.Patience(self.said.append, lambda: self.now, self.sleep)
+        return outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from s3fs.errors import translate_boto_error
 
 from kftrain import outages
 from kftrain.errors import RetryableError
-from kftrain.launch.outage import retryable, tolerated
+from kftrain.run.best_effort import best_effort, retryable
 
 URI = "s3://bucket/run/x"
 DOWN = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
@@ -30,7 +30,7 @@ class Store:
 
     def __init__(self):
         self.now, self.said, self.calls, self.trouble, self.until = 0.0, [], 0, None, 0.0
-        self.patience = outages.Patience(self.said.append, lambda: self.now, self.sleep)
+        self.patience = outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
         self.now += max(seconds, 0.001)
@@ -206,12 +206,12 @@ def test_bugs_and_what_the_file_system_says_pass(error):
 
 @pytest.mark.parametrize("error", [answer("InvalidArgument", 400), TimeoutError("x"), ValueError("no JSON"), OSError()])
 def test_storage_may_fail_where_it_is_not_needed(error, capsys):
-    with tolerated("it could not be read"):
+    with best_effort("it could not be read"):
         raise error
     assert "warning: it could not be read: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("block", [tolerated("x"), retryable("x", "s3://b/x")])
+@pytest.mark.parametrize("block", [best_effort("x"), retryable("x", "s3://b/x")])
 def test_a_bug_in_a_block_that_reads_storage_is_not_taken_for_an_outage(block):
     with pytest.raises(AttributeError), block:
         raise AttributeError("a bug")

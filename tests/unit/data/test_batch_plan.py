@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.data.plan import BatchPlan
+from kftrain.data.order import BatchPlan
 from kftrain.errors import ConfigError
 
 

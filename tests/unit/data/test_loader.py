@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kftrain.data import dataset as datasets
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
-from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.errors import DataError
 
 

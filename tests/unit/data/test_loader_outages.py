@@ -12,9 +12,9 @@ from helpers.toy_data import shard_toy, text_folder
 from kftrain import outages, remote, storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
-from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.errors import RetryableError
-from kftrain.train import failing, rank
+from kftrain.worker import error_report, rank
 
 SHORT = remote.Deadline(base_seconds=0.5, hurried_seconds=0.5, bytes_per_second=float(1 << 30))
 TROUBLES = [503, "stall", "cut", 500, "silent", "drip", "cut", 429]
@@ -37,7 +37,7 @@ def server(manifest_uri, monkeypatch):
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(outages, "_patience", outages.Patience())
+    monkeypatch.setattr(outages, "_patience", outages.RetryPolicy())
     monkeypatch.setattr(outages, "FIRST_DELAY_SECONDS", 0.01)
     storage.read_bytes(MANIFEST_URI)  # makes a client, which takes longer than a short deadline
     monkeypatch.setattr(remote, "deadline", SHORT)
@@ -70,7 +70,7 @@ def test_fault_16_a_training_reads_on_through_a_store_that_fails(server, manifes
 
 @pytest.mark.parametrize("what", ["stall", 503])
 def test_fault_12_a_read_that_never_returns_names_shard_and_rank(server, monkeypatch, tmp_path, what):
-    monkeypatch.setenv(failing.ERROR_FILE_ENV, str(tmp_path / "error.json"))
+    monkeypatch.setenv(error_report.ERROR_FILE_ENV, str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "3")
     with steps_of(MANIFEST_URI, 2) as steps:
         next(steps)

@@ -13,8 +13,8 @@ from helpers.toy_task import ToyTask
 
 from kftrain import storage
 from kftrain.data import dataset as datasets
-from kftrain.data import manifest as manifests
 from kftrain.data.dataset import ShardedDataset
+from kftrain.data.shards import manifest as manifests
 from kftrain.errors import DataError
 
 

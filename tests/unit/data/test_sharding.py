@@ -15,12 +15,12 @@ from helpers.toy_task import ToyTask
 
 from kftrain import storage
 from kftrain.config import TaskConfig
-from kftrain.data import manifest as manifests
-from kftrain.data import staging
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.manifest import read_manifest, verify_shards
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.data.sharding import shard_dataset
+from kftrain.data.shards import manifest as manifests
+from kftrain.data.shards import staging
+from kftrain.data.shards.manifest import read_manifest, verify_shards
 from kftrain.errors import DataError, RetryableError, UserCodeError
 
 
@@ -249,7 +249,7 @@ def test_a_faster_process_with_the_same_data_wins_quietly(source: Path, tmp_path
 
 def test_sharding_and_reading_import_no_torch() -> None:
     code = (
-        "import sys; import kftrain.data.sharding, kftrain.data.loader, kftrain.data.sources; "
+        "import sys; import kftrain.data.sharding, kftrain.data.loader, kftrain.data.sources.resolve_source; "
         "assert not {'torch', 'sklearn', 'pandas', 'mlflow', 'kfp', 'webdataset'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

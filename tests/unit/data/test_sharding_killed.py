@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.toy_data import shard_toy, text_folder
 
-from kftrain.data.manifest import MANIFEST_NAME, verify_shards
+from kftrain.data.shards.manifest import MANIFEST_NAME, verify_shards
 
 FILE_OPERATIONS = frozenset(
     ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.listdir", "os.scandir")

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.data.plan import BatchPlan, TrainingOrder
+from kftrain.data.order import BatchPlan, TrainingOrder
 
 SHARDS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 

@@ -3,10 +3,11 @@
 import pytest
 from helpers.documents import digits_config, publish_described_export
 
-from kftrain import contracts, storage
-from kftrain.contracts import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
+from kftrain import storage
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.evaluate import session
+from kftrain.run import documents
+from kftrain.run.documents import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
 
 
 class FakeWorld:
@@ -37,7 +38,7 @@ def load(tmp_path, world, *, required=False, output="champion", kind="vision_tra
 
 def test_a_champion_that_is_damaged_is_left_out_with_the_reason(tmp_path):
     loaded, paths, digest = load(tmp_path, FakeWorld())
-    found = contracts.read(Unmeasured, paths.unmeasured)
+    found = documents.read(Unmeasured, paths.unmeasured)
     assert loaded is None and (found.evaluation_digest, found.export_digest) == ("e", digest)
     assert "the export has no config.json" in found.reason
 
@@ -46,13 +47,13 @@ def test_a_champion_that_is_damaged_is_left_out_with_the_reason(tmp_path):
 def test_a_champion_that_is_not_allowed_is_left_out_with_the_reason(tmp_path, output, kind):
     loaded, paths, _ = load(tmp_path, FakeWorld(), output=output, kind=kind)
     assert loaded is None
-    assert "registry.trusted_" in contracts.read(Unmeasured, paths.unmeasured).reason
+    assert "registry.trusted_" in documents.read(Unmeasured, paths.unmeasured).reason
 
 
 def test_what_one_process_cannot_load_is_scored_by_none(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "load_export", lambda *arguments: "a model")
     loaded, paths, _ = load(tmp_path, FakeWorld(others="its disk is full"))
-    assert loaded is None and contracts.read(Unmeasured, paths.unmeasured).reason == "its disk is full"
+    assert loaded is None and documents.read(Unmeasured, paths.unmeasured).reason == "its disk is full"
     storage.remove(paths.unmeasured)
     assert load(tmp_path, FakeWorld(is_main=False, others="its disk is full"))[0] is None
     assert not storage.exists(paths.unmeasured)

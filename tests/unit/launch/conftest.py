@@ -5,8 +5,9 @@ from helpers.api_server import ApiServer
 from helpers.launching import FAST, JOB, Launch, threads, wait_until
 
 from kftrain import config
-from kftrain.contracts import RunPaths
-from kftrain.launch import kubernetes_api, spec
+from kftrain.launch import spec
+from kftrain.launch.kubernetes import client
+from kftrain.run.documents import RunPaths
 
 TEXT = """
 tracking: {uri: "http://mlflow:5000"}
@@ -26,7 +27,7 @@ def fast(monkeypatch):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The API server that the launcher finds through KUBECONFIG."""
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
+    monkeypatch.setattr(client, "SERVICE_ACCOUNT", tmp_path / "none")
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
     with ApiServer() as api_server:
         monkeypatch.setenv("KUBECONFIG", api_server.write_kubeconfig(tmp_path / "kubeconfig"))

@@ -1,12 +1,13 @@
 import pytest
 from helpers.documents import publish_export
 
-from kftrain import attempts, config, storage
-from kftrain.contracts import Completion, RunPaths
+from kftrain import config, storage
 from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError, StorageError
 from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher
-from kftrain.launch.completion import load_config
+from kftrain.run import attempts
+from kftrain.run.completion import load_config
+from kftrain.run.documents import Completion, RunPaths
 
 
 class ScriptedLauncher:

@@ -12,7 +12,7 @@ pytest.importorskip("mlflow")
 
 from kftrain import bootstrap, registry, storage, tracking
 from kftrain.config import Config, parse
-from kftrain.contracts import Completion, Evaluation, Registration, RunPaths
+from kftrain.run.documents import Completion, Evaluation, Registration, RunPaths
 from kftrain.tracking import client
 
 NUM_GROUPS = 60

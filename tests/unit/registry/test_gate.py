@@ -2,9 +2,9 @@
 
 import pytest
 
-from kftrain.contracts import Interval
 from kftrain.errors import ConfigError
 from kftrain.registry.gate import Decision, decide, metric_of
+from kftrain.run.documents import Interval
 
 
 def interval(low, value, high):

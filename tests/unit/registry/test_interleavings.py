@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from kftrain.registry import journal, lineage, title
+from kftrain.registry import champion_alias, journal, lineage
+from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.journal import Journal, champion_version, next_entry
-from kftrain.registry.title import Title
 from kftrain.tracking.client import ModelVersion, RegisteredModel
 from kftrain.trust import Trust
 
@@ -68,12 +68,12 @@ class World:
         self.turn()
         return ModelVersion(name, number, "", "", {}) if number in self.versions else None
 
-    def set_alias(self, uri, name, alias, version):
+    def set_alias(self, uri, name, aliased, version):
         self.turn()
         if version is None:
-            self.aliases.pop(alias, None)
+            self.aliases.pop(aliased, None)
         elif version in self.versions:  # MLflow refuses others
-            self.aliases[alias] = version
+            self.aliases[aliased] = version
 
 
 class Process(threading.Thread):
@@ -105,7 +105,7 @@ class Process(threading.Thread):
 def play(tmp_path, monkeypatch, seed, edits, kills):
     world = World(seed, edits, kills)
     for name in ("get_registered_model", "get_version", "set_alias"):
-        monkeypatch.setattr(title.client, name, getattr(world, name))
+        monkeypatch.setattr(champion_alias.client, name, getattr(world, name))
     monkeypatch.setattr(lineage, "find", lambda uri, version: None)
     monkeypatch.setattr(journal, "BEAT_SECONDS", 1000.0)
     for name in ("entries", "writers", "append"):
@@ -116,7 +116,7 @@ def play(tmp_path, monkeypatch, seed, edits, kills):
             return original(self, *arguments)
 
         monkeypatch.setattr(Journal, name, stepped)
-    book = Title("", "toy", Journal(str(tmp_path / str(seed))), Trust())
+    book = ChampionAlias("", "toy", Journal(str(tmp_path / str(seed))), Trust())
     for pair in ((1, 3), (2, 5), (6, 4)):
         processes = [Process(world, book, version) for version in pair]
         world.alive = len(processes)

@@ -3,11 +3,11 @@
 import pytest
 
 from kftrain import registry, storage
-from kftrain.contracts import Unmeasured
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
+from kftrain.registry.champion_alias import JOURNAL_TAG
 from kftrain.registry.journal import Journal
-from kftrain.registry.title import JOURNAL_TAG
+from kftrain.run.documents import Unmeasured
 from kftrain.tracking import client
 
 

@@ -5,11 +5,12 @@ import threading
 import numpy as np
 import pytest
 
-from kftrain import contracts, registry, storage
-from kftrain.contracts import Registration
+from kftrain import registry, storage
 from kftrain.errors import ConfigError, EvaluationError, TrackingError
 from kftrain.registry import journal
 from kftrain.registry.journal import Journal
+from kftrain.run import documents
+from kftrain.run.documents import Registration
 from kftrain.tracking import client
 
 
@@ -25,7 +26,7 @@ def test_the_first_model_becomes_champion_and_says_so(config, finished, aliases)
     run = finished("one", 0.6)
     registration = run.submit()
     assert registration.promoted and registration.reason.startswith("first model: accuracy 0.6")
-    assert contracts.read(Registration, run.paths.registration) == registration
+    assert documents.read(Registration, run.paths.registration) == registration
     assert aliases() == {"champion": 1}
     champion = registry.champion(config)
     assert (champion.version, champion.run_uri, champion.export_uri) == (1, run.paths.uri, run.completion.export_uri)
@@ -187,11 +188,11 @@ def test_a_slow_writer_cannot_leave_an_old_alias(config, finished, aliases, monk
     original = client.set_alias
     overtaken = []
 
-    def overtake(uri, name, alias, version):
+    def overtake(uri, name, aliased, version):
         if not overtaken:
             overtaken.append(True)
             assert fast.gate(fast_version).promoted
-        original(uri, name, alias, version)
+        original(uri, name, aliased, version)
 
     monkeypatch.setattr(client, "set_alias", overtake)
     assert slow.gate(slow_version).promoted

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kftrain import registry, storage
-from kftrain.checkpoint import commit
 from kftrain.errors import EvaluationError, TrackingError
 from kftrain.registry.reference import require_export
+from kftrain.run import commit
 from kftrain.tracking import client
 
 

@@ -8,7 +8,7 @@ import pytest
 from report_documents import DIGESTS, make_history
 
 from kftrain import config
-from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, Slice
+from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, Slice
 
 
 @pytest.fixture

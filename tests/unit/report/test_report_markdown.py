@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from kftrain import config, report
-from kftrain.advice import Place, Situation
-from kftrain.contracts import Completion, Evaluation, Registration, Slice
 from kftrain.errors import DataError
 from kftrain.report.content import Fact, Section, Table
 from kftrain.report.markdown import escape, render
 from kftrain.report.wording import clean
+from kftrain.run.advice import Place, Situation
+from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 
 HOSTILE = "a|b`c`<script>x</script>\n# head\n[l](http://e) ![i](x) **b** &amp; \\ ~~s~~ | --- |"
 special = st.text(alphabet="ab1.-+=#|`*_<>[]()!~\\&{}$^: \n\t", max_size=25)

@@ -11,9 +11,9 @@ import pytest
 from report_documents import DIGESTS, make_history
 
 from kftrain import config, report
-from kftrain.advice import Place, Situation
-from kftrain.contracts import Completion, Confusion, Evaluation, Interval, Registration, Slice
 from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError, error_to_dict
+from kftrain.run.advice import Place, Situation
+from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, Slice
 
 AT_HOME = Situation(Place.LAPTOP, "/data/runs/stdlib-lm-1", log="/data/logs/1.log")
 HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from kftrain import config, report
-from kftrain.contracts import Completion, Evaluation, Registration, Slice
 from kftrain.report import environment
-from kftrain.report.line_chart import Reference, Series, line_chart
+from kftrain.report.charts.line import Reference, Series, line_chart
+from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 
 WIDTH_PX, HEIGHT_PX = 330, 120
 

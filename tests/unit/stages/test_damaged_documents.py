@@ -4,9 +4,9 @@ import pytest
 from helpers.documents import digits_config, finished_run, sharded_run
 
 from kftrain import storage, tracking
-from kftrain.contracts import RunPaths
 from kftrain.errors import DataError, KftrainError
-from kftrain.launch import completion
+from kftrain.run import completion
+from kftrain.run.documents import RunPaths
 from kftrain.stages import resolve, tracked
 from kftrain.stages.dataset import read_shards
 from kftrain.stages.finish import finish

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from kftrain import errors, storage, tracking
-from kftrain.contracts import RunPaths
 from kftrain.errors import (
     DataError,
     FencedError,
@@ -18,8 +17,9 @@ from kftrain.errors import (
     TrackingError,
     error_from_dict,
 )
-from kftrain.launch import termination
-from kftrain.stages import failure, lifetime, tracked
+from kftrain.process import stage_lifetime, termination
+from kftrain.run.documents import RunPaths
+from kftrain.stages import failure, tracked
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_ctrl_c_becomes_an_error_that_is_reported(run):
 
 def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monkeypatch):
     paths, config, lines, _ = run
-    monkeypatch.setenv(lifetime.STOP_VARIABLE, "1")
+    monkeypatch.setenv(stage_lifetime.STOP_VARIABLE, "1")
     with pytest.raises(Preempted), failure.reported("evaluate", paths, config, lines.append):
         pytest.fail("the stage ran")
     assert failure.read(paths)["exit_code"] == errors.Preempted.exit_code

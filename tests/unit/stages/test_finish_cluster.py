@@ -6,11 +6,13 @@ from helpers.documents import DIGITS
 from helpers.kube_namespace import NAME
 
 from kftrain import config, storage, tracking
-from kftrain.contracts import RunPaths
 from kftrain.errors import DataError
-from kftrain.launch import kubernetes_api, ownership, pytorchjob, spec
-from kftrain.launch import workflow as workflow_module
-from kftrain.launch.kubernetes_api import Cluster
+from kftrain.launch import spec
+from kftrain.launch.kubernetes import client, ownership
+from kftrain.launch.kubernetes import workflow as workflow_module
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.run.documents import RunPaths
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 
@@ -28,7 +30,7 @@ KFP_LABEL = pytorchjob.KFP_RUN_LABEL
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The API server that the exit handler finds."""
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
+    monkeypatch.setattr(client, "SERVICE_ACCOUNT", tmp_path / "none")
     monkeypatch.delenv(ownership.POD_NAME_ENV, raising=False)
     with ApiServer() as api_server:
         monkeypatch.setenv("KUBECONFIG", api_server.write_kubeconfig(tmp_path / "kubeconfig"))

@@ -8,9 +8,9 @@ from helpers.kube_namespace import NAME
 
 from kftrain import config, tracking
 from kftrain.cli.jobs import gc_command
-from kftrain.launch import kubernetes_api
-from kftrain.launch.kubernetes_api import Cluster
-from kftrain.launch.workflow import PLACE_TAG, RUN_TAG, URL_TAG, WORKFLOW_TAG, place_of
+from kftrain.launch.kubernetes import client
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.workflow import PLACE_TAG, RUN_TAG, URL_TAG, WORKFLOW_TAG, place_of
 from kftrain.stages import garbage
 from kftrain.tracking import DatasetLineage
 
@@ -19,7 +19,7 @@ LINEAGE = DatasetLineage(name="texts", digest="d" * 64, uri="s3://b/m.json")
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
+    monkeypatch.setattr(client, "SERVICE_ACCOUNT", tmp_path / "none")
     with ApiServer() as api_server:
         monkeypatch.setenv("KUBECONFIG", api_server.write_kubeconfig(tmp_path / "kubeconfig"))
         yield api_server

@@ -4,10 +4,10 @@ import pytest
 from helpers.documents import finished_run, sharded_run
 
 from kftrain import launch, registry, storage
-from kftrain.contracts import RunShards
 from kftrain.errors import DataError
 from kftrain.launch import jobs
 from kftrain.registry import Champion
+from kftrain.run.documents import RunShards
 from kftrain.stages import failure
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.train import train

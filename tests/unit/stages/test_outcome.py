@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from kftrain.contracts import Confusion
+from kftrain.run.documents import Confusion
 from kftrain.stages.outcome import Outcome, finite, save
 
 

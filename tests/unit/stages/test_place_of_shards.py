@@ -4,7 +4,7 @@ import pytest
 from helpers.documents import sharded_run
 
 from kftrain import storage, trust
-from kftrain.data import manifest
+from kftrain.data.shards import manifest
 from kftrain.errors import DataError
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.train import session as training

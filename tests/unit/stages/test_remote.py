@@ -7,7 +7,7 @@ from helpers.api_server import ApiServer
 
 from kftrain import config
 from kftrain.errors import LaunchError
-from kftrain.launch import kubernetes_api, ownership
+from kftrain.launch.kubernetes import client, ownership
 from kftrain.stages import remote
 from kftrain.stages.shard import shard_from_pipeline
 
@@ -21,7 +21,7 @@ launch: {backend: pytorchjob, nodes: 2}
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The API server of the cluster whose step this process is."""
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", tmp_path / "none")
+    monkeypatch.setattr(client, "SERVICE_ACCOUNT", tmp_path / "none")
     monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
     monkeypatch.chdir(tmp_path)
     with ApiServer() as api_server:

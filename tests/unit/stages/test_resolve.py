@@ -5,9 +5,10 @@ from helpers.documents import opened_run, publish_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import attempts, config, storage
-from kftrain.contracts import RunPaths
+from kftrain import config, storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
+from kftrain.run import attempts
+from kftrain.run.documents import RunPaths
 from kftrain.stages import resolve
 
 

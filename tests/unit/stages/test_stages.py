@@ -16,9 +16,8 @@ from helpers.documents import (
     sharded_run,
 )
 
-from kftrain import contracts, launch, registry, storage, tracking
+from kftrain import launch, registry, storage, tracking
 from kftrain.config import parse
-from kftrain.contracts import RunPaths
 from kftrain.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +28,8 @@ from kftrain.errors import (
     TrackingError,
 )
 from kftrain.registry import Champion
+from kftrain.run import documents
+from kftrain.run.documents import RunPaths
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
@@ -262,7 +263,7 @@ def test_a_run_without_shards_says_which_stage_comes_first(tmp_path, calls):
 def scored(tmp_path, calls, monkeypatch):
     """Evaluates the finished run beside a champion; returns the targets of the job."""
     paths, config = finished_run(tmp_path)
-    completion = contracts.read(contracts.Completion, paths.complete)
+    completion = documents.read(documents.Completion, paths.complete)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
 
     def run_evaluation(paths, config, digest, own, others):
@@ -334,7 +335,7 @@ def test_a_champion_that_cannot_be_scored_is_left_out_with_the_reason(tmp_path, 
     champion = champion_of(tmp_path, **options)
     assert len(score(champion)[1]) == 1
     assert any(re.search(reason, line) and "version 1" in line for line in calls.lines)
-    found = contracts.read(contracts.Unmeasured, paths.unmeasured)
+    found = documents.read(documents.Unmeasured, paths.unmeasured)
     assert re.search(reason, found.reason)
     assert (found.evaluation_digest, found.export_digest) == (calls.scored[-1][0], champion.export_digest)
 
@@ -358,7 +359,7 @@ def test_what_the_configuration_lists_is_scored(tmp_path, scored, calls, options
 @pytest.mark.parametrize("stage", [evaluate, register])
 def test_a_completion_that_names_a_foreign_place_is_refused(tmp_path, calls, monkeypatch, stage):
     paths, _ = finished_run(tmp_path)
-    completion = contracts.read(contracts.Completion, paths.complete)
+    completion = documents.read(documents.Completion, paths.complete)
     foreign = completion.model_copy(update={"export_uri": "http://169.254.169.254/export"})
     storage.publish_json(paths.complete, foreign.to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, run: "RUNNING")
@@ -375,7 +376,7 @@ def test_what_the_job_found_out_about_the_champion_is_said(tmp_path, scored, cal
     run_evaluation = launch.run_evaluation
 
     def given_up(paths, config, digest, own, others):
-        found = contracts.Unmeasured(
+        found = documents.Unmeasured(
             evaluation_digest=digest, export_digest=champion.export_digest, reason="a file is damaged"
         )
         evaluations = run_evaluation(paths, config, digest, own, others)
@@ -452,7 +453,7 @@ def test_the_exit_handler_of_a_run_that_succeeded_says_so(tmp_path, calls, state
 
 def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
-    paths = contracts.RunPaths(run.run_uri)
+    paths = documents.RunPaths(run.run_uri)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
     outcome = finish_of(tmp_path, "FAILED", calls)
@@ -464,7 +465,7 @@ def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls)
 
 def test_a_step_that_was_killed_without_a_word_still_fails_the_mlflow_run(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
-    storage.publish_json(tracked.uri(contracts.RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(tracked.uri(documents.RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     assert "RUNNING" in finish_of(tmp_path, "RUNNING", calls).summary["result"]
     assert calls.finished == [("m-1", "FAILED")]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kftrain import config
-from kftrain.data.sources import resolve, split_of
+from kftrain.data.sources.resolve_source import resolve, split_of
 from kftrain.models import build_model
 from kftrain.tasks import build_task
 
@@ -77,7 +77,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from kftrain import config
-from kftrain.data.sources import resolve
+from kftrain.data.sources.resolve_source import resolve
 from kftrain.tasks import build_task
 loaded = config.load("diabetes.yaml")
 task = build_task(loaded.task)

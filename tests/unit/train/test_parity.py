@@ -8,10 +8,11 @@ import torch
 from helpers import in_process, jobs, regression
 from safetensors.torch import load_file
 
-from kftrain import contracts, storage
-from kftrain.contracts import Completion
+from kftrain import storage
 from kftrain.errors import DivergedError, Preempted
-from kftrain.train.signals import StopRequest
+from kftrain.process.stop_request import StopRequest
+from kftrain.run import documents
+from kftrain.run.documents import Completion
 
 STEPS, BATCH, MICRO = 50, 10, 4
 
@@ -69,7 +70,7 @@ def steps_of(folder, num_steps=STEPS):
 
 
 def exported(paths):
-    uri = contracts.read(Completion, paths.complete).export_uri
+    uri = documents.read(Completion, paths.complete).export_uri
     return load_file(storage.local_path(uri) / "model.safetensors")
 
 

@@ -5,22 +5,23 @@ from types import SimpleNamespace
 import pytest
 from helpers import jobs
 
-from kftrain import attempts, contracts, storage
+from kftrain import storage
 from kftrain.checkpoint import load
-from kftrain.contracts import Completion, RunPaths
 from kftrain.errors import CheckpointError, FencedError
-from kftrain.launch.completion import has_export
+from kftrain.run import attempts, documents
+from kftrain.run.completion import has_export
+from kftrain.run.documents import Completion, RunPaths
 from kftrain.train import session
 
 
 def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
     paths, resolved = jobs.make_run(tmp_path, ["train.steps=4"])
     assert jobs.run_worker(paths, resolved, processes=1).returncode == 0
-    before = contracts.read(Completion, paths.complete)
+    before = documents.read(Completion, paths.complete)
     storage.remove(before.export_uri)
     done = jobs.run_worker(paths, resolved, processes=1)
     assert done.returncode == 0, done.stdout + done.stderr
-    after = contracts.read(Completion, paths.complete)
+    after = documents.read(Completion, paths.complete)
     assert has_export(after) and (after.attempt, before.attempt) == (2, 1)
     assert (after.checkpoint_digest, after.export_digest) == (before.checkpoint_digest, before.export_digest)
     assert "going on after step 4" in done.stdout and "step 4/4" not in done.stdout

@@ -1,0 +1,1 @@
+"""Shards: written once, named by their digest, read by position."""

@@ -1,0 +1,118 @@
+"""Data sets that Hugging Face's `datasets` wrote with `save_to_disk`; mapped into memory, never loaded into it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kftrain import storage
+from kftrain.data.schema import Record
+from kftrain.data.sources.decoding import held_out_name, load_library, parse_json
+from kftrain.data.sources.listing import FileEntry, list_files, reading_source
+from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
+from kftrain.errors import DataError
+
+SPLITS_NAME = "dataset_dict.json"
+"""The file that makes a folder a `DatasetDict`."""
+
+DATASET_NAMES = frozenset({"state.json", "dataset_info.json"})
+"""The files that make a folder a `Dataset`."""
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What `datasets` raises for files that are missing, damaged or of a later version."""
+
+
+class HuggingFaceSource:
+    """A saved `Dataset` or `DatasetDict`: one record per row, key = `<row>` or `<split>:<row>`, from 0 on.
+
+    Of a `DatasetDict`, `train` is trained on and `validation` is our validation split or, if there is none,
+    `val` or `test`; what is left over (`test` beside `validation`) is left out. With `train` alone, as for a
+    `Dataset`, a hash of the key decides.
+
+    Nothing is asked of the hub. What lies in an object store is copied to a temporary folder by `datasets`.
+    Raises ConfigError where `datasets` is not installed.
+    """
+
+    def __init__(self, uri: str, text_field: str) -> None:
+        self._uri, self._text_field = uri, text_field
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Names, sizes and times or versions of the files of all parts that are used. Raises DataError."""
+        return [
+            replace(entry, name=f"{part.name}/{entry.name}" if part.name else entry.name).to_dict()
+            for part in self._parts
+            for entry in _files(part.uri)
+        ]
+
+    def records(self) -> Iterator[Record]:
+        """All columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
+
+        Raises DataError naming the folder and the row.
+        """
+        for part, dataset in self._datasets:
+            columns = find_columns(dataset.data.schema, self._text_field, part.uri)
+            for number, row in _rows(dataset, part.uri):
+                key = f"{part.name}:{number}" if part.name else f"{number}"
+                yield Record(key, columns.fields(row, f"{part.uri}:{number}"), part.split)
+
+    @functools.cached_property
+    def _parts(self) -> list[_Part]:
+        uri = storage.join(self._uri, SPLITS_NAME)
+        if not storage.exists(uri):
+            return [_Part(self._uri, "", "")]
+        with reading_source(uri):
+            document = parse_json(storage.read_bytes(uri), uri)
+        names = document.get("splits") if isinstance(document, dict) else None
+        if not isinstance(names, list) or "train" not in names:
+            raise DataError("the saved data set has no split 'train'", where=uri, value=names, fix="rename one")
+        held_out = held_out_name(names)
+        if held_out is None:
+            return [_Part(storage.join(self._uri, "train"), "train", "")]
+        splits = {"train": "train", held_out: "validation"}
+        return [_Part(storage.join(self._uri, name), name, split) for name, split in splits.items()]
+
+    @functools.cached_property
+    def _datasets(self) -> list[tuple[_Part, Any]]:
+        """Opened once: the library copies a remote data set each time."""
+        return [(part, _load(part.uri)) for part in self._parts]
+
+
+class _Part(NamedTuple):
+    uri: str
+    name: str
+    """What the data set calls it; '' for a `Dataset`."""
+    split: str
+
+
+def is_saved_dataset(names: Collection[str]) -> bool:
+    """Whether a folder with these files is what `save_to_disk` writes."""
+    return SPLITS_NAME in names or DATASET_NAMES.issubset(names)
+
+
+def _files(uri: str) -> list[FileEntry]:
+    """The files of a `Dataset` without those that `datasets` puts beside them while it works."""
+    return list_files(uri, lambda name: not name.rsplit("/", 1)[-1].startswith(("cache-", "tmp")))
+
+
+def _load(uri: str) -> Any:
+    datasets = load_library("datasets")
+    try:
+        return datasets.load_from_disk(uri, keep_in_memory=False)
+    except (*_UNREADABLE, load_library("pyarrow").ArrowException) as error:
+        raise DataError(f"cannot be read as a saved data set: {error}", where=uri, fix="save it again") from error
+
+
+def _rows(dataset: Any, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and values of each row. What is damaged is found before a value is taken from it."""
+    arrow, first = load_library("pyarrow"), 0
+    size = batch_rows(dataset.data.nbytes, len(dataset))
+    for batch in dataset.with_format("arrow").iter(size):
+        try:
+            batch.validate(full=True)
+        except arrow.ArrowInvalid as error:
+            raise DataError(f"the rows are damaged: {error}", where=f"{where}:{first}", fix="save it again") from error
+        yield from python_rows(batch, first, lambda number: f"{where}:{number}")
+        first += batch.num_rows

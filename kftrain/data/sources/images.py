@@ -1,0 +1,105 @@
+"""Folders of images, one folder for each class, as torchvision's `ImageFolder` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kftrain import storage
+from kftrain.data.schema import Record
+from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, decode_image, held_out_name, is_image
+from kftrain.data.sources.file_source import FileSource
+from kftrain.data.sources.listing import FileEntry, reading_source
+from kftrain.errors import DataError
+
+_LAYOUT = "put each image below a folder that is named after its class"
+
+
+class ImageFolderSource(FileSource):
+    """`<class>/<image>`, or `train/<class>/<image>` beside `validation`, `val` or `test`: one record per image.
+
+    Key = path in the folder. Classes are numbered in the order of their names. Where the folder is split
+    already, `validation` comes before `val` before `test`: the first that is there is our validation split and
+    the others are left out.
+    """
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri, is_image, f"images ({' '.join(IMAGE_SUFFIXES)})")
+
+    def entries(self) -> list[FileEntry]:
+        """The images of the splits that are used, sorted by name.
+
+        Raises DataError where there are none, and for an image without a class.
+        """
+        return [image.entry for image in self._images()]
+
+    def records(self) -> Iterator[Record]:
+        """`{"image": uint8 [height, width, channels], "label": int, "class_names": all of them}`, sorted by key.
+
+        Raises DataError naming the file.
+        """
+        images = self._images()
+        class_names = _class_names(images)
+        numbers = {name: number for number, name in enumerate(class_names)}
+        for image in images:
+            with reading_source(image.entry.uri):
+                content = storage.read_bytes(image.entry.uri)
+            pixels = decode_image(content, image.entry.uri)
+            fields = {"image": pixels, "label": numbers[image.class_name], "class_names": class_names}
+            yield Record(image.entry.name, fields, image.split)
+
+    def _images(self) -> list[_Image]:
+        entries = super().entries()
+        held_out = _held_out_folder({_top(entry.name) for entry in entries}, self.uri)
+        if held_out is None:
+            return [_located(entry, "") for entry in entries]
+        splits = {"train": "train", held_out: "validation"}
+        return [_located(entry, splits[_top(entry.name)]) for entry in entries if _top(entry.name) in splits]
+
+
+class _Image(NamedTuple):
+    entry: FileEntry
+    split: str
+    class_name: str
+
+
+def _held_out_folder(folders: set[str], where: str) -> str | None:
+    """The folder that is our validation split; None where the folders are classes.
+
+    Raises DataError for a lone `train`, which would be the only class.
+    """
+    if "train" not in folders or not folders <= {"train", *HELD_OUT_NAMES}:
+        return None
+    if folders == {"train"}:
+        raise DataError(
+            "the folder has 'train' and nothing beside it",
+            where=where,
+            fix=f"name {storage.join(where, 'train')}, or add {' or '.join(HELD_OUT_NAMES)}",
+        )
+    return held_out_name(folders)
+
+
+def _located(entry: FileEntry, split: str) -> _Image:
+    folders = entry.name.split("/")[bool(split) : -1]
+    if not folders:
+        raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)
+    return _Image(entry, split, folders[0])
+
+
+def _class_names(images: list[_Image]) -> tuple[str, ...]:
+    """The classes that are trained on. Raises DataError for an image of any other."""
+    names = {image.class_name for image in images if image.split != "validation"}
+    for image in images:
+        if image.class_name not in names:
+            raise DataError(
+                f"the class '{image.class_name}' is not among those in 'train'",
+                where=image.entry.uri,
+                value=sorted(names),
+                fix="add it there, or leave it out here",
+            )
+    return tuple(sorted(names))
+
+
+def _top(name: str) -> str:
+    """The first folder of a path; '' for a file that is in none."""
+    return name.partition("/")[0] if "/" in name else ""

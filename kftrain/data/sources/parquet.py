@@ -1,0 +1,92 @@
+"""Parquet files, read in batches of rows: memory holds a batch and a share of each column's compressed bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from kftrain import storage
+from kftrain.data.schema import Record
+from kftrain.data.sources.decoding import load_library
+from kftrain.data.sources.file_source import FileSource
+from kftrain.data.sources.listing import FileEntry, reading_source
+from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
+from kftrain.errors import DataError
+
+READ_BYTES = 32 << 20
+"""What is read ahead of a file, all columns together; a row group may be far larger."""
+
+MIN_COLUMN_READ_BYTES = 1 << 16
+
+
+class ParquetSource(FileSource):
+    """A `.parquet` file or a folder of them: one record per row, key = `<file>:<row number>`, from 1 on.
+
+    Raises ConfigError where pyarrow is not installed.
+    """
+
+    def __init__(self, uri: str, text_field: str) -> None:
+        super().__init__(uri, is_parquet, "Parquet files (*.parquet)")
+        self._text_field = text_field
+
+    def records(self) -> Iterator[Record]:
+        """All columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
+
+        Raises DataError naming file and row.
+        """
+        for entry in self.entries():
+            with reading_source(entry.uri), storage.open_read(entry.uri, read_ahead=False) as stream:
+                yield from self._records(entry, stream)
+
+    def _records(self, entry: FileEntry, stream: BinaryIO) -> Iterator[Record]:
+        def where(number: int) -> str:
+            return f"{entry.uri}:{number}"
+
+        with _decoding(entry.uri):
+            file, rows_per_batch = _parquet_file(stream)
+            schema, batches = file.schema_arrow, file.iter_batches(rows_per_batch, use_threads=False)
+        columns = find_columns(schema, self._text_field, entry.uri)
+        first = 1
+        while True:
+            with _decoding(where(first)):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for number, row in python_rows(batch, first, where):
+                yield Record(f"{entry.name}:{number}", columns.fields(row, where(number)))
+            first += batch.num_rows
+
+
+def is_parquet(name: str) -> bool:
+    """Whether a file counts as Parquet, by its suffix."""
+    return name.lower().endswith(".parquet")
+
+
+def _parquet_file(stream: BinaryIO) -> tuple[Any, int]:
+    """The opened `pyarrow.parquet.ParquetFile` and how many of its rows make a batch."""
+    parquet = load_library("pyarrow.parquet")
+    metadata = parquet.read_metadata(stream)
+    file = parquet.ParquetFile(
+        stream,
+        metadata=metadata,
+        buffer_size=max(MIN_COLUMN_READ_BYTES, READ_BYTES // max(1, metadata.num_columns)),
+        pre_buffer=False,  # or all that was read stays until the end
+        page_checksum_verification=True,
+    )
+    num_bytes = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    return file, batch_rows(num_bytes, metadata.num_rows)
+
+
+@contextlib.contextmanager
+def _decoding(where: str) -> Iterator[None]:
+    """Makes what pyarrow raises for damaged content a DataError; the operating system's own errors pass."""
+    arrow = load_library("pyarrow")
+    try:
+        yield
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(
+            f"cannot be read as Parquet: {error}", where=where, fix="it is damaged or cut off: write it again"
+        ) from error

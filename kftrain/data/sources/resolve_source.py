@@ -1,0 +1,119 @@
+"""Where raw data comes from: `resolve` turns `data.source` into something that lists and yields records.
+
+    stdlib          the running Python's standard library, one record per module      {"text": bytes}
+    digits          scikit-learn's 8 x 8 images of digits                             {"image": uint8, "label": int}
+    module:attr     a user's function or iterable                                     whatever it gives
+    text files      by suffix (`text_sources.TEXT_SUFFIXES`), one record per file     {"text": bytes}
+    *.jsonl         JSON lines, one record per line                                   {"text": bytes, …}
+    *.parquet       one record per row: a text, or an image and a label               as JSON lines or images, …
+    *.tar           WebDataset shards, one record per sample; shard-{000..012}.tar    by the members' extensions
+    images          `<class>/<image>`, or so below `train` and `validation`           {"image": uint8, "label": int, …}
+    a saved data set of Hugging Face's `datasets` (`save_to_disk`), one per row       as Parquet
+
+The files of each kind are named one by one or by a folder, which may be local or anything storage knows (`s3://…`). A
+folder with a built-in's name is written `./stdlib`.
+
+Every source streams: memory holds a record or a batch of them and the list of files, never the data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kftrain import plugins, storage
+from kftrain.config import DataConfig
+from kftrain.data.schema import SPLITS, Record, Source
+from kftrain.data.sources.decoding import is_image
+from kftrain.data.sources.digits import DigitsSource
+from kftrain.data.sources.huggingface import HuggingFaceSource, is_saved_dataset
+from kftrain.data.sources.images import ImageFolderSource
+from kftrain.data.sources.listing import list_files
+from kftrain.data.sources.parquet import ParquetSource, is_parquet
+from kftrain.data.sources.text import JsonLinesSource, StdlibSource, TextFolderSource, is_json_lines, is_text
+from kftrain.data.sources.user import UserSource
+from kftrain.data.sources.webdataset import WebDatasetSource, is_shard, is_shard_pattern
+from kftrain.errors import ConfigError, DataError
+
+BUILT_IN: dict[str, Callable[[], Source]] = {"stdlib": StdlibSource, "digits": DigitsSource}
+
+
+class FileKind(NamedTuple):
+    """A kind of files that a source may consist of."""
+
+    name: str
+    matches: Callable[[str], bool]
+    open: Callable[[DataConfig], Source]
+
+
+IMAGES = FileKind("images", is_image, lambda data: ImageFolderSource(data.source))
+TEXT = FileKind("text files", is_text, lambda data: TextFolderSource(data.source))
+
+FILE_KINDS = (
+    FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field)),
+    FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field)),
+    FileKind("WebDataset shards", is_shard, lambda data: WebDatasetSource(data.source, data.text_field)),
+    IMAGES,
+    TEXT,
+)
+
+KNOWN = "text files, .jsonl, .parquet, .tar, images in folders of their class, a saved Hugging Face data set"
+"""What a path may lead to, for messages."""
+
+
+def resolve(data: DataConfig) -> Source:
+    """The source that `data.source` names.
+
+    Raises ConfigError for an unknown name, DataError for a path where nothing is, or nothing of one known kind.
+    """
+    name = data.source
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    if plugins.is_plugin(name):
+        return UserSource(name)
+    if not storage.exists(name):
+        if is_shard_pattern(name):
+            return WebDatasetSource(name, data.text_field)
+        raise _missing(name)
+    names = [entry.name for entry in list_files(name, lambda _: True)]
+    if is_saved_dataset(names):
+        return HuggingFaceSource(name, data.text_field)
+    return _only_kind(names, name).open(data)
+
+
+def split_of(record: Record, validation_fraction: float) -> str:
+    """The record's own split or, where it has none, one by the sha256 of its key: other records do not move it."""
+    if record.split:
+        if record.split not in SPLITS:
+            raise DataError("a record's split is 'train' or 'validation'", where=record.key, value=record.split)
+        return record.split
+    digest = hashlib.sha256(record.key.encode("utf-8", "surrogatepass")).digest()
+    return "validation" if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else "train"
+
+
+def _only_kind(names: list[str], where: str) -> FileKind:
+    """The kind of the files. Pictures beside text illustrate it; any other mixture is refused."""
+    found = {kind: name for kind in FILE_KINDS if (name := next(filter(kind.matches, names), None))}
+    if TEXT in found:
+        found.pop(IMAGES, None)
+    if not found:
+        raise DataError("the source has no files of a known kind", where=where, fix=f"known: {KNOWN}")
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise DataError(
+            f"the folder holds both {one.name} ({first}) and {other.name} ({second})",
+            where=where,
+            fix="name a file, or a folder with one kind only",
+        )
+    return next(iter(found))
+
+
+def _missing(name: str) -> ConfigError | DataError:
+    if "/" in name or any(kind.matches(name) for kind in FILE_KINDS):
+        return DataError("there is no such file or folder", where="data.source", value=name, fix="check the path")
+    near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+    known = f"known: {', '.join(BUILT_IN)}, module:attr, or a path to {KNOWN}"
+    hint = f"did you mean '{near[0]}'?" if near else known
+    return ConfigError("no such source", where="data.source", value=name, fix=hint)

@@ -1,0 +1,1 @@
+"""The Kubeflow Pipelines client: submission of runs."""

@@ -1,0 +1,300 @@
+"""Kubeflow Pipelines as `kftrain submit` sees it, through kfp's own client. Only this talks to its API server.
+
+Of the client we take how it connects (tokens, cookies, Google's proxies, namespaces) and the API that it carries;
+its convenience methods have no timeouts, print to stdout, and wait for ever on a run that was canceled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kftrain.errors import ConfigError, LaunchError
+from kftrain.kubeflow.submission import RunState, Submission, run_state
+
+READ_TIMEOUT_SECONDS = (10, 30)
+WRITE_TIMEOUT_SECONDS = (10, 120)
+"""To connect, and to wait for the answer."""
+
+NOT_FOUND, CONFLICT, FIRST_SERVER_ERROR = 404, 409, 500
+EQUALS = 1
+
+TOKEN_ENV = "KFP_EXISTING_TOKEN"
+"""Where kfp's own command line takes a bearer token from."""
+
+NO_NAMESPACE = "kubeflow"
+"""What kfp's client takes for "none given": then the one in ~/.config/kfp/context.json counts."""
+
+UI_ENDPOINT_ENV = "KF_PIPELINES_UI_ENDPOINT"
+"""Where the UI is, if not at the API's address: kfp's own variable."""
+
+
+class UnavailableError(LaunchError):
+    """Kubeflow Pipelines cannot be reached or is not well: it may be in a moment."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Where the API server is, and as whom to talk to it."""
+
+    host: str
+    namespace: str
+    """Of the user; a multi-user installation wants one."""
+    existing_token_env: str
+    """The environment variable that holds a bearer token, if there is one."""
+    ca_file: str | None
+    """Certificates to trust; None: the public ones."""
+
+
+class Pipelines:
+    """A Kubeflow Pipelines installation. Every method raises LaunchError for what the API server refuses."""
+
+    def __init__(self, connection: Connection) -> None:
+        _require_url(connection.host)
+        self._host = connection.host.rstrip("/")
+        with _asked(self._host):
+            self._client = _connect(connection)
+            self._models = self._client.api_models
+            health = self._client.get_kfp_healthz()
+        self._namespace = self._own_namespace(connection.namespace, bool(health.multi_user))
+
+    def ensure_pipeline(self, name: str, description: str) -> str:
+        """Id of the pipeline; one is created if there is none of this name."""
+        pipeline = self._models.V2beta1Pipeline(
+            name=name, display_name=name, description=description, namespace=self._namespace
+        )
+        create = functools.partial(self._client.pipelines.pipeline_service_create_pipeline, pipeline=pipeline)
+        return str(self._find_or_create(lambda: self._find_pipeline(name), create)[0].pipeline_id)
+
+    def ensure_version(self, pipeline_id: str, name: str, text: str) -> tuple[str, bool]:
+        """Id of a version, and whether it was uploaded now; one that is there already has the same content."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "pipeline.yaml"
+            path.write_text(text)
+            upload = functools.partial(
+                self._client.pipeline_uploads.upload_pipeline_version, str(path), name=name, pipelineid=pipeline_id
+            )
+            version, created = self._find_or_create(lambda: self._find_version(pipeline_id, name), upload)
+        return str(version.pipeline_version_id), created
+
+    def ensure_experiment(self, name: str) -> str:
+        """Id of the experiment; one is created if there is none of this name."""
+        experiment = self._models.V2beta1Experiment(display_name=name, namespace=self._namespace)
+        create = functools.partial(self._client.experiments.experiment_service_create_experiment, experiment=experiment)
+        return str(self._find_or_create(lambda: self._find_experiment(name), create)[0].experiment_id)
+
+    def start_run(self, submission: Submission, pipeline_id: str, version_id: str, experiment_id: str) -> str:
+        """Starts a run of a version; returns its id."""
+        run = self._models.V2beta1Run(
+            display_name=submission.run_name,
+            experiment_id=experiment_id,
+            pipeline_version_reference=self._models.V2beta1PipelineVersionReference(
+                pipeline_id=pipeline_id, pipeline_version_id=version_id
+            ),
+            runtime_config=self._models.V2beta1RuntimeConfig(parameters=submission.parameters),
+        )
+        try:
+            with _asked(self._host):
+                started = self._client.runs.run_service_create_run(run=run, _request_timeout=WRITE_TIMEOUT_SECONDS)
+        except UnavailableError as error:
+            fix = f"look for {submission.run_name} in the UI before you submit again"
+            raise LaunchError(
+                f"the run may have been started or not: {error.what}", where=self._host, fix=fix
+            ) from error
+        return str(started.run_id)
+
+    def read_run(self, run_id: str, steps: frozenset[str]) -> RunState:
+        """A run as it is now. Raises UnavailableError where another try may succeed."""
+        with _asked(self._host):
+            run = self._client.runs.run_service_get_run(run_id=run_id, _request_timeout=READ_TIMEOUT_SECONDS)
+        details = run.run_details.task_details if run.run_details else None
+        history = [entry.state for entry in run.state_history or []]
+        rows = [(row.display_name or "", row.state) for row in details or []]
+        return run_state(run.state or "PENDING", history, rows, steps)
+
+    def run_url(self, run_id: str) -> str:
+        """Where the UI shows a run."""
+        return f"{ui_url(self._host)}/#/runs/details/{run_id}"
+
+    def terminate_url(self, run_id: str) -> str:
+        """Where a POST ends a run."""
+        return f"{self._host}/apis/v2beta1/runs/{run_id}:terminate"
+
+    def _own_namespace(self, asked: str, multi_user: bool) -> str | None:
+        """The namespace to name in requests; None where there is one only, because there it is refused."""
+        if not multi_user and asked:
+            raise ConfigError(
+                "this installation is not multi-user", where="--namespace", value=asked, fix="leave it out"
+            )
+        if multi_user and not (asked or self._client.get_user_namespace()):
+            raise ConfigError("this installation is multi-user", where="--namespace", fix="name yours")
+        return (asked or str(self._client.get_user_namespace())) if multi_user else None
+
+    def _find_or_create(self, find: Callable[[], Any], create: Callable[..., Any]) -> tuple[Any, bool]:
+        """What is there, or what we create; another one who creates it at the same time is as good."""
+        with _asked(self._host):
+            found = find()
+            if found is not None:
+                return found, False
+            try:
+                return create(_request_timeout=WRITE_TIMEOUT_SECONDS), True
+            except _api_exception() as error:
+                found = find() if error.status == CONFLICT else None
+                if found is None:
+                    raise
+                return found, False
+
+    def _find_pipeline(self, name: str) -> Any:
+        try:
+            return self._client.pipelines.pipeline_service_get_pipeline_by_name(
+                name, **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
+            )
+        except _api_exception() as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    def _find_version(self, pipeline_id: str, name: str) -> Any:
+        answer = self._client.pipelines.pipeline_service_list_pipeline_versions(
+            pipeline_id, filter=_named(name), _request_timeout=READ_TIMEOUT_SECONDS
+        )
+        return next(iter(answer.pipeline_versions or []), None)
+
+    def _find_experiment(self, name: str) -> Any:
+        answer = self._client.experiments.experiment_service_list_experiments(
+            filter=_named(name), **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
+        )
+        return next(iter(answer.experiments or []), None)
+
+    def _scope(self) -> dict[str, str]:
+        return {"namespace": self._namespace} if self._namespace else {}
+
+
+def ui_url(host: str) -> str:
+    """Where people open the UI of the installation at `host`."""
+    return os.environ.get(UI_ENDPOINT_ENV, host).rstrip("/")
+
+
+def _require_url(host: str) -> None:
+    try:
+        parts = urlsplit(host)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            "not the URL of Kubeflow Pipelines", where="--host", value=host, fix="e.g. https://host/pipeline"
+        )
+
+
+def _connect(connection: Connection) -> Any:
+    """The client of kfp. It asks the API server for its health while it is made, so this can fail like a request."""
+    import kfp
+
+    class Client(kfp.Client):  # type: ignore[misc]
+        """Asks for health once and soon; the original does it five times and logs five tracebacks."""
+
+        def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
+            answer = self.healthzs.healthz_service_get_healthz(
+                _preload_content=False, _request_timeout=READ_TIMEOUT_SECONDS
+            )
+            return self.api_models.V2beta1GetHealthzResponse(multi_user=_multi_user(answer.data, connection.host))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipelines v2"
+        return Client(
+            host=connection.host,
+            namespace=connection.namespace or NO_NAMESPACE,
+            existing_token=_token(connection.existing_token_env),
+            credentials=_volume_credentials(),
+            ssl_ca_cert=connection.ca_file,
+        )
+
+
+def _token(variable: str) -> str | None:
+    """The bearer token in a variable. Raises ConfigError where one was named that is not set."""
+    token = os.environ.get(variable)
+    if not token and variable != TOKEN_ENV:
+        raise ConfigError("this environment variable is not set", where="--existing-token-env", value=variable)
+    return token
+
+
+def _volume_credentials() -> Any:
+    """The token that Kubernetes mounts into a pod for Kubeflow Pipelines and renews; None where there is none."""
+    from kfp import client
+
+    path = os.environ.get(client.KF_PIPELINES_SA_TOKEN_ENV, client.KF_PIPELINES_SA_TOKEN_PATH)
+    return client.ServiceAccountTokenVolumeCredentials(path) if os.path.exists(path) else None
+
+
+def _multi_user(answer: bytes, host: str) -> bool:
+    """What the API server says of itself. Raises LaunchError where something else answers, such as a login page."""
+    try:
+        return bool(json.loads(answer).get("multi_user"))
+    except (ValueError, AttributeError) as error:
+        raise LaunchError(
+            "something answers there, but not Kubeflow Pipelines: a login page?",
+            where=host,
+            fix="check --host; a bearer token is taken from the variable that --existing-token-env names",
+        ) from error
+
+
+@contextlib.contextmanager
+def _asked(host: str) -> Iterator[None]:
+    """Makes a LaunchError of whatever the API server or the network has against a request."""
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except _api_exception() as error:
+        raise _refusal(host, error) from error
+    except HTTPError as error:
+        reason = getattr(error, "reason", None) or error
+        raise UnavailableError(
+            f"Kubeflow Pipelines cannot be reached: {reason}", where=host, fix="check --host and the network"
+        ) from error
+
+
+def _api_exception() -> Any:
+    """What the client raises for an answer that is an error."""
+    import kfp_server_api  # type: ignore[import-untyped]
+
+    return kfp_server_api.ApiException
+
+
+def _refusal(host: str, error: Any) -> LaunchError:
+    what = f"Kubeflow Pipelines answered {error.status} {error.reason}: {_message(error.body)}".rstrip(": ")
+    if error.status >= FIRST_SERVER_ERROR:
+        return UnavailableError(what, where=host, fix="try again, or look at the log of ml-pipeline")
+    fixes = {
+        401: "log in: a bearer token is taken from the variable that --existing-token-env names",
+        403: "check your rights and --namespace",
+        NOT_FOUND: "check --host",
+    }
+    return LaunchError(what, where=host, fix=fixes.get(error.status, ""))
+
+
+def _message(body: str | bytes | None) -> str:
+    """The API server's own words, of an error's body."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else body or ""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return "" if "<html" in text.lower() else text[:300]
+    if not isinstance(document, dict):
+        return text[:300]
+    return str(document.get("message") or document.get("error_message") or document.get("error") or "")[:300]
+
+
+def _named(name: str) -> str:
+    """The filter for things of this name, as the API takes it."""
+    return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})

@@ -1,0 +1,1 @@
+"""Jobs on Kubernetes: created or adopted, watched to their end, deleted."""

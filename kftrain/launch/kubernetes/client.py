@@ -1,0 +1,396 @@
+"""The cluster as the launcher sees it: jobs, their pods, events, logs. Only this talks to an API server.
+
+Every call has a timeout. What passes (429, 5xx, connections that break, an API server that is restarted, the training
+operator's webhook without an endpoint) is waited out for ten minutes, with one line when it begins and one when it
+ends. What does not pass becomes a LaunchError; a missing object is None. Sources that only explain (events, Kueue's
+Workloads, nodes, logs) may be forbidden: that costs one warning that names the verb, and the launcher goes on without.
+
+Answers are plain JSON; `observation.py` makes something of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kftrain.errors import LaunchError
+from kftrain.launch.kubernetes import ownership
+from kftrain.launch.kubernetes.kinds.pytorchjob import API_VERSION
+from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, message_of
+from kftrain.progress import Progress, to_log
+
+JOBS = (*API_VERSION.split("/"), "pytorchjobs")
+WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
+WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
+JOB_NAME_LABEL = "training.kubeflow.org/job-name"
+WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
+LIST_WORKLOADS = "list workloads.kueue.x-k8s.io"
+PATCH_JOBS = "patch pytorchjobs"
+CONTAINER = "pytorch"
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+STREAM_TIMEOUT_SECONDS = (5.0, 60.0)
+EXPLAIN_OUTAGE_SECONDS = 5.0
+"""How long a source that only explains is asked again: it must not hold up what matters."""
+
+MAX_LINE_BYTES = 16_384
+"""Of a longer line of a log the beginning is kept."""
+
+FORBIDDEN, NOT_FOUND, CONFLICT = 403, 404, 409
+
+Object = dict[str, Any]
+
+
+class Cluster:
+    """One namespace of a cluster, by the kubeconfig or, in a pod, by its service account."""
+
+    def __init__(self, namespace: str = "", warn: Progress = to_log) -> None:
+        from kubernetes import client
+
+        configuration, default_namespace = _connect()
+        self.namespace = namespace or default_namespace
+        self.identity = ownership.identity_of(configuration)
+        """What tells this cluster from others: of the certificate of its API server, else of its address."""
+        self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
+        """That of the pod this runs in; empty outside a cluster."""
+        api_client = client.ApiClient(configuration)
+        self._custom, self._core = client.CustomObjectsApi(api_client), client.CoreV1Api(api_client)
+        self._access = client.AuthorizationV1Api(api_client)
+        self._api_exception = client.exceptions.ApiException
+        self.patience = RetryPolicy(self._api_exception, warn)
+        self._call, self._warn, self._lock = self.patience.call, warn, threading.Lock()
+        self._forbidden: set[str] = set()
+        self._refused_since: dict[str, float] = {}
+        """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""
+        self._silent: set[str] = set()
+        self._said: set[str] = set()
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def create_job(self, document: Object) -> str | None:
+        """Creates a job; its uid, or None where one of this name exists. Unknown fields are refused.
+
+        Raises LaunchError.
+
+        Where the answer to a creation is lost, the repeated call finds the job: the caller adopts it.
+        """
+        create = self._custom.create_namespaced_custom_object
+        try:
+            created = self._call(create, *JOBS[:2], self.namespace, JOBS[2], document, field_validation="Strict")
+        except self._api_exception as error:
+            if error.status == CONFLICT:
+                return None
+            raise self._refused("the API server refused the job", error) from error
+        return str(created["metadata"]["uid"])
+
+    def knows_jobs(self) -> bool:
+        """Whether the API server has this kind of job. Raises LaunchError."""
+        try:
+            found = self._call(self._custom.get_api_resources, *JOBS[:2])
+        except self._api_exception as error:
+            if error.status == NOT_FOUND:
+                return False
+            raise self._refused("the API server does not say what it knows", error) from error
+        return any(resource.name == JOBS[2] for resource in found.resources)
+
+    def may(self, verb: str) -> bool:
+        """Whether this account may do that with jobs; True where the API server does not say. Raises LaunchError."""
+        asked = {"namespace": self.namespace, "verb": verb, "group": JOBS[0], "resource": JOBS[2]}
+        create = self._json(self._access.create_self_subject_access_review)
+        answer = self._explain("review access", None, create, {"spec": {"resourceAttributes": asked}})
+        return answer is None or bool((answer.get("status") or {}).get("allowed"))
+
+    def read_job(self, name: str) -> Object | None:
+        """A job as it is now. Raises LaunchError."""
+        return self._read("the job cannot be read", self._custom.get_namespaced_custom_object, *self._at(JOBS), name)
+
+    def list_jobs(self, selector: str) -> list[Object]:
+        """Jobs with these labels. Raises LaunchError."""
+        return self._list("jobs", self._custom.list_namespaced_custom_object, *self._at(JOBS), label_selector=selector)
+
+    def delete_job(self, name: str, uid: str = "", version: str = "") -> None:
+        """Deletes a job; its pods get SIGTERM and their grace.
+
+        Of several of one name the one with this `uid`, and only as it was read in this resource `version`. Nothing
+        happens where there is none such. Raises LaunchError.
+        """
+        options: Object = {"propagationPolicy": "Background"}
+        conditions = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
+        if conditions:
+            options["preconditions"] = conditions
+        try:
+            self._call(self._custom.delete_namespaced_custom_object, *self._at(JOBS), name, body=options)
+        except self._api_exception as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                raise self._refused("the job cannot be deleted", error) from error
+
+    def patch_job(self, name: str, patch: Object) -> bool:
+        """Merges into a job; False where it is gone. Raises LaunchError."""
+        return self._patch("the job cannot be changed", JOBS, name, patch)
+
+    def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
+        """Leaves something for people to read on a job, where that is possible now: nothing depends on it."""
+        patch = {"metadata": {"annotations": dict(annotations)}}
+        method = self._custom.patch_namespaced_custom_object
+        self._explain(PATCH_JOBS, 0.0, method, *self._at(JOBS), name, patch)
+
+    def take_over_job(self, name: str, metadata: Object) -> bool:
+        """Merges into what says whose a job is; False where that may not be changed.
+
+        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`. Raises
+        LaunchError after an outage.
+        """
+        method = self._custom.patch_namespaced_custom_object
+        return self._explain(PATCH_JOBS, None, method, *self._at(JOBS), name, {"metadata": metadata}) is not None
+
+    def patch_workload(self, name: str, patch: Object) -> bool:
+        """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
+        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
+
+    # -- pods ---------------------------------------------------------------------------------------------------------
+
+    def list_pods(self, job_name: str) -> list[Object]:
+        """The job's pods. Raises LaunchError."""
+        listing = self._json(self._core.list_namespaced_pod)
+        return self._list("pods", listing, self.namespace, label_selector=f"{JOB_NAME_LABEL}={job_name}")
+
+    def watch_pods(self, job_name: str) -> Iterator[Object]:
+        """The job's pods as they are, then as they change, for a minute or until the connection breaks."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        query = [("labelSelector", f"{JOB_NAME_LABEL}={job_name}"), ("watch", "true"), ("timeoutSeconds", "55")]
+        with contextlib.suppress(ConnectionError):
+            for line in self._stream("watch pods", path, query):
+                try:
+                    event = json.loads(line)
+                except ValueError:  # torn
+                    return
+                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    yield event["object"]
+
+    def read_pod(self, name: str, namespace: str = "") -> Object | None:
+        """A pod as it is now, of the jobs' namespace unless another one is named. Raises LaunchError."""
+        reading = self._json(self._core.read_namespaced_pod)
+        return self._read(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
+
+    def force_delete_pod(self, name: str, uid: str) -> bool:
+        """Takes a pod off the API server without asking its node, which must be known to be dead.
+
+        False: that is forbidden, or somebody was faster.
+        """
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+        delete = self._json(self._core.delete_namespaced_pod)
+        return self._explain("delete pods", EXPLAIN_OUTAGE_SECONDS, delete, name, self.namespace, body=body) is not None
+
+    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
+        """Lines of a pod's log with their times, from the time `since` on, until the log ends.
+
+        Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or
+        any more). Raises ConnectionError where the connection breaks, or where nothing comes for a minute.
+        """
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod_name}/log"
+        query = [("container", CONTAINER), ("follow", str(follow).lower()), ("timestamps", "true")]
+        query += [("sinceTime", since)] if since else []
+        yield from self._stream("get pods/log", path, query, MAX_LINE_BYTES)
+
+    # -- what explains ------------------------------------------------------------------------------------------------
+
+    def list_warnings(self) -> list[Object]:
+        """Warning events of the namespace; empty where they may not be read."""
+        listing = self._json(self._core.list_namespaced_event)
+        selector = {"field_selector": "type=Warning"}
+        return self._explain("list events", EXPLAIN_OUTAGE_SECONDS, listing, self.namespace, **selector) or []
+
+    def find_workload(self, job_uid: str) -> Object | None:
+        """Kueue's Workload of a job; None where there is none or it may not be read."""
+        selector = f"{WORKLOAD_JOB_LABEL}={job_uid}"
+        listing = self._custom.list_namespaced_custom_object
+        found = self._explain(
+            LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._at(WORKLOADS), label_selector=selector
+        )
+        return found[0] if found else None
+
+    @property
+    def sees_workloads(self) -> bool:
+        """Whether the last answer about Workloads says something: they may be read, and there was an answer."""
+        return LIST_WORKLOADS not in self._forbidden and LIST_WORKLOADS not in self._silent
+
+    def read_node(self, name: str) -> Object | None:
+        """A node; None where it is gone or may not be read."""
+        answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
+        return answer if isinstance(answer, dict) else None
+
+    def read_workflow(self, name: str, patiently: bool = True) -> Object | None:
+        """An Argo Workflow of this namespace; None where it is gone or may not be read.
+
+        An outage raises LaunchError; whoever is not patient gets None after seconds.
+        """
+        reading, seconds = self._custom.get_namespaced_custom_object, None if patiently else EXPLAIN_OUTAGE_SECONDS
+        answer = self._explain("get workflows", seconds, reading, *self._at(WORKFLOWS), name)
+        return answer if isinstance(answer, dict) else None
+
+    @property
+    def sees_workflows(self) -> bool:
+        """Whether the last answer about a Workflow says something, as above."""
+        return not {"get workflows"} & (self._forbidden | self._silent)
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _at(self, kind: tuple[str, ...]) -> tuple[str, str, str, str]:
+        return kind[0], kind[1], self.namespace, kind[2]
+
+    def _read(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
+        try:
+            found = self._call(method, *arguments)
+        except self._api_exception as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise self._refused(what, error) from error
+        assert isinstance(found, dict)
+        return found
+
+    def _list(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Object]:
+        try:
+            found = self._call(method, *arguments, **options)
+        except self._api_exception as error:
+            raise self._refused(f"the {what} cannot be listed", error) from error
+        return list(found["items"])
+
+    def _patch(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
+        try:
+            self._call(self._custom.patch_namespaced_custom_object, *self._at(kind), name, patch)
+        except self._api_exception as error:
+            if error.status == NOT_FOUND:
+                return False
+            raise self._refused(what, error) from error
+        return True
+
+    def _explain(
+        self, verb: str, seconds: float | None, method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """What a source says that may be forbidden, absent or silent: None then.
+
+        It is asked for so many seconds, and in a hurry not at all. None: as long as what matters, and its silence
+        raises LaunchError like that.
+        """
+        if verb in self._forbidden or (seconds is not None and self.patience.hurried()):
+            return None
+        self._silent.discard(verb)
+        try:
+            if seconds is None:
+                found = self._call(method, *arguments, **options)
+            else:
+                found = self.patience.call_for(seconds, method, *arguments, **options)
+        except self._api_exception as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                self._silent.add(verb)
+                self._say_forbidden(verb, error)
+            return None
+        except LaunchError:
+            self._silent.add(verb)
+            if seconds is None:
+                raise
+            return None
+        self._worked(verb)
+        return found.get("items", found)
+
+    def _worked(self, verb: str) -> None:
+        with self._lock:
+            self._refused_since[verb] = float("inf")
+
+    def _say_forbidden(self, verb: str, error: Any) -> None:
+        """Warns once; what is forbidden is not asked again, except for what tells others that this launcher lives.
+
+        What was allowed before is asked again for a minute: an API server that has just started, a webhook.
+        """
+        with self._lock:
+            since = self._refused_since.get(verb, float("-inf"))
+            self._refused_since[verb] = min(since, time.monotonic())
+            if error.status == FORBIDDEN and time.monotonic() - self._refused_since[verb] < FORBIDDEN_SECONDS:
+                return
+            known = verb in self._said
+            self._said.add(verb)
+            if error.status == FORBIDDEN and verb != PATCH_JOBS:
+                self._forbidden.add(verb)
+        if not known:
+            why = "may not" if error.status == FORBIDDEN else f"{message_of(error)}: cannot"
+            self._warn(f"{why} {verb} in namespace {self.namespace}: some of what happens stays unknown")
+
+    def _json(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A typed call of the client, with its answer as JSON."""
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return json.loads(method(*arguments, _preload_content=False, **options).data)
+
+        return call
+
+    def _stream(self, verb: str, path: str, query: list[tuple[str, str]], limit: int | None = None) -> Iterator[bytes]:
+        """Lines of an answer that goes on, until it ends. Raises ConnectionError: whoever reads asks again."""
+        import urllib3
+
+        if verb in self._forbidden:
+            return
+        try:
+            with self._raw_get(path, query) as response:
+                self._worked(verb)
+                yield from _lines(response, limit)
+        except self._api_exception as error:
+            if error.status == FORBIDDEN:
+                self._say_forbidden(verb, error)
+            elif error.status == UNAUTHORIZED or error.status in PASSING:
+                raise ConnectionError(message_of(error)) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ConnectionError(f"{verb}: {type(error).__name__}") from error
+
+    def _raw_get(self, path: str, query: list[tuple[str, str]]) -> Any:
+        return self._core.api_client.call_api(
+            path,
+            "GET",
+            query_params=query,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _return_http_data_only=True,
+            _request_timeout=STREAM_TIMEOUT_SECONDS,
+        )
+
+    def _refused(self, what: str, error: Any) -> LaunchError:
+        return LaunchError(f"{what}: {message_of(error)}", where=f"namespace {self.namespace}")
+
+
+def _lines(response: Any, limit: int | None) -> Iterator[bytes]:
+    """Lines with their newlines, each cut to `limit` bytes; what has no newline at the end comes without."""
+    rest = b""
+    for chunk in response.stream():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line[:limit] + b"\n"
+        rest = rest[:limit]  # of a line without an end, no more than what is shown is kept
+    if rest:
+        yield rest
+
+
+def _connect() -> tuple[Any, str]:
+    """How to reach the API server, and the namespace to use. Raises LaunchError."""
+    from kubernetes import client, config
+
+    configuration = client.Configuration()
+    configuration.retries = False  # urllib3 would repeat calls unseen, and sleep as long as a server asks for
+    try:
+        if SERVICE_ACCOUNT.exists():
+            config.load_incluster_config(client_configuration=configuration)
+            return configuration, SERVICE_ACCOUNT.read_text().strip()
+        path = os.environ.get("KUBECONFIG") or None  # the client itself reads the variable only when it is imported
+        config.load_kube_config(path, client_configuration=configuration)
+        _, context = config.list_kube_config_contexts(path)
+    except config.ConfigException as error:
+        raise LaunchError(
+            f"no cluster: {error}", where="launch.backend", value="pytorchjob", fix="set KUBECONFIG"
+        ) from error
+    return configuration, context["context"].get("namespace") or "default"

@@ -1,0 +1,184 @@
+"""The cluster launcher: a job as a PyTorchJob, created or adopted, followed until it has ended, and deleted.
+
+The operator restarts pods by their exit codes but neither counts nor times anything reliably; that is done here. A
+launcher that is killed leaves the job: the next one adopts it. One that ends in any other way deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted, StorageError
+from kftrain.launch.kubernetes import diagnosis, ownership
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.failures import JobFailedError, lacked_storage
+from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.lease import Lease, any_pods, create_or_adopt, delete_held
+from kftrain.launch.kubernetes.states import State
+from kftrain.launch.kubernetes.terminate import TerminateWatch
+from kftrain.launch.kubernetes.watcher import Watcher
+from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
+from kftrain.process.lifecycle import stop_signals
+from kftrain.progress import to_log
+from kftrain.run import documents
+from kftrain.run.advice import FailureClass
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort
+from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.run.heartbeat import Heartbeat
+
+POLL_SECONDS = 1.0
+GOING_SECONDS = 300.0
+LAUNCHER_TIMEOUT_SECONDS = 1800
+"""A job whose launcher has been silent for so long commits and ends; only where the launcher runs in the cluster."""
+
+
+class ClusterLauncher:
+    """Runs jobs on the cluster of the kubeconfig or, in a pod, of its service account."""
+
+    def __init__(self, config: Config, cluster: Cluster | None = None) -> None:
+        self.interrupted = False
+        self._is_terminated = False
+        """Whether the pipeline run is being terminated: then this process has seconds."""
+        self._config = config
+        self._cluster = cluster or Cluster(config.launch.kubernetes.namespace)
+        self._wake = threading.Event()
+
+    def run(self, spec: JobSpec) -> int:
+        """See `Launcher.run`. The job is deleted when this returns or raises.
+
+        Raises LaunchError, StorageError where the attempts were used up because storage is full or away, and
+        FencedError where another launch holds the job, or one with another specification: that one is left.
+        """
+        self._cluster.patience.hurried = lambda: self.interrupted
+        with self._signals():
+            try:
+                return self._run(spec)
+            except JobFailedError as failed:
+                raise failed.error from None
+            except LaunchError as error:
+                if not self.interrupted:
+                    raise
+                to_log(f"warning: {error.line}")
+                return Preempted.exit_code
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Nothing is prepared: a pod that waits would hold its GPUs."""
+
+    def close(self) -> None:
+        """Nothing is kept: pods are new for each attempt."""
+
+    def _run(self, spec: JobSpec) -> int:
+        paths = RunPaths(spec.run_uri)
+        owner, kfp_run_id = ownership.find_owner(self._cluster)
+        if self._cluster.own_namespace:
+            timeout = {LAUNCHER_TIMEOUT_ENV: str(LAUNCHER_TIMEOUT_SECONDS)}
+            spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
+        document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
+        name = document["metadata"]["name"]
+        with Heartbeat(paths), TerminateWatch(self._cluster, owner, self._on_terminate):
+            hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
+            if hold is None:
+                return Preempted.exit_code
+            follower, code = None, 0
+            where = f"job {name} in namespace {self._cluster.namespace}"
+            try:
+                to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
+                follower = Watcher(self._cluster, self._config, spec, hold, self._wake)
+                code = self._follow(follower, spec, paths)
+            finally:
+                is_own = self._end(hold)
+                if follower is not None:  # only now: workers that commit have something to say
+                    follower.close(patiently=not self._is_terminated)
+        if code and not is_own:
+            raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
+        if code and self._is_terminated:
+            raise self._terminated(spec, paths)
+        return code
+
+    def _terminated(self, spec: JobSpec, paths: RunPaths) -> KftrainError:
+        error = Preempted("somebody terminated the run in the Kubeflow UI", where=paths.uri)
+        _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
+        return error
+
+    def _follow(self, follower: Watcher, spec: JobSpec, paths: RunPaths) -> int:
+        try:
+            while not self.interrupted:
+                state = follower.look()
+                if state is State.SUCCEEDED:
+                    return 0
+                if state is State.FAILED:
+                    summary = follower.diagnose()
+                    if summary.exit_code == FencedError.exit_code:
+                        raise FencedError(FencedError.BY_ATTEMPT, where=paths.uri)
+                    _publish_failure(paths, summary)
+                    return summary.exit_code
+                self._wake.wait(POLL_SECONDS)
+                self._wake.clear()
+        except JobFailedError as failed:
+            _publish_failure(paths, diagnosis.of_launch(spec.task, failed.kind, failed.error, failed.found))
+            raise
+        return Preempted.exit_code
+
+    def _end(self, hold: Lease) -> bool:
+        """Deletes the job and waits until its pods are gone: the next attempt must not meet them.
+
+        Where the pipeline run is being terminated there is no time to wait, and no next attempt.
+
+        False: another launch holds it by now.
+        """
+        try:
+            if not delete_held(self._cluster, hold):
+                return False
+            deadline = time.monotonic() + GOING_SECONDS
+            while not self._is_terminated and any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        except KftrainError as error:  # what ended the job is the better error
+            to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
+        return True
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM, Ctrl-C and a closed terminal end the job; handlers can be set in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *stop_signals())}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_terminate(self) -> None:
+        self._is_terminated = self.interrupted = True
+        self._wake.set()
+        to_log("the pipeline run is being terminated: its job is deleted now")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Takes no lock: it may have interrupted the one who holds it."""
+        self.interrupted = True
+
+
+def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
+    """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
+    with best_effort("why the job failed could not be written", REPORT_SECONDS):
+        storage.publish_json(paths.failure, summary.to_dict())
+        error = documents.read_error(paths.error)
+        if error is None or error["line"] != summary.line:
+            storage.publish_json(paths.error, _error_document(summary))
+    to_log(f"failed: {summary.failure_class}: {summary.line}")
+
+
+def _error_document(summary: FailureSummary) -> dict[str, Any]:
+    if lacked_storage(summary):
+        return StorageError(summary.line).to_dict()
+    return {"kind": "", "exit_code": summary.exit_code, "line": summary.line}

@@ -1,0 +1,258 @@
+"""Create a job or adopt the one that is there: at most one live job for each run and task, whoever asks how often.
+
+The name follows from run and task alone, so the API server itself lets only one be created. What stands under that
+name decides: the very same specification is adopted, a job that is being deleted or has ended is waited for and
+replaced, and any other one is refused with the difference.
+
+A launch that fails on the way leaves nothing behind: what it has created it deletes, also where the answer to the
+creation was lost. A job bears the mark of the launch that holds it; who adopts it puts its own there, and from then on
+the launch before, which may only have been cut off, leaves it alone.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kftrain.errors import LaunchError, OtherJobError
+from kftrain.launch.kubernetes.annotations import LAUNCH_ANNOTATION
+from kftrain.launch.kubernetes.kinds.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
+from kftrain.launch.kubernetes.observation import parse_workers
+from kftrain.progress import to_log
+
+POLL_SECONDS = 1.0
+GOING_SECONDS = 900.0
+"""How long an older job and its pods may take to go: a pod has its grace, and its node may be slow."""
+
+OWNER_SECONDS = 0.5
+"""How long the garbage collector takes to find a job whose owner does not exist: some 20 ms on a quiet cluster."""
+
+SUSPEND = "spec.runPolicy.suspend:"
+"""Queues and people change it: no difference of ours."""
+
+MAX_SHOWN = 8
+MAX_CHARACTERS = 160
+
+
+class Jobs(Protocol):
+    """What is asked of the cluster."""
+
+    namespace: str
+
+    def create_job(self, document: dict[str, Any]) -> str | None: ...  # noqa: D102
+    def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
+    def delete_job(self, name: str, uid: str = "", version: str = "") -> None: ...  # noqa: D102
+    def list_pods(self, job_name: str) -> list[dict[str, Any]]: ...  # noqa: D102
+    def take_over_job(self, name: str, metadata: dict[str, Any]) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A job, and the mark of the launch that holds it."""
+
+    name: str
+    mark: str
+    uid: str = ""
+    """Empty: the answer to the creation or adoption was lost; the mark says which it is."""
+
+    def is_lost(self, job: Mapping[str, Any]) -> bool:
+        """Whether another launch has adopted or created this job of the hold's name."""
+        return mark_of(job) != self.mark
+
+
+def mark_of(job: Mapping[str, Any]) -> str:
+    """Which launch holds a job."""
+    return str((job["metadata"].get("annotations") or {}).get(LAUNCH_ANNOTATION, ""))
+
+
+def create_or_adopt(
+    cluster: Jobs, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
+) -> Lease | None:
+    """The one live job of this specification, created now or found. Raises LaunchError.
+
+    None: `is_stopped` said so while an older job was still going. Raises FencedError where a job of another
+    specification holds the run.
+    """
+    creation = _Creation(cluster, document)
+    try:
+        return _create_or_adopt(cluster, creation, is_stopped)
+    except LaunchError as error:
+        try:
+            creation.take_back()
+        except LaunchError as away:
+            raise _left_behind(creation.document, error) from away
+        raise
+
+
+def delete_held(cluster: Jobs, hold: Lease) -> bool:
+    """Deletes the job as long as it is held; False where another launch holds the name. Raises LaunchError."""
+    return delete_own(cluster, hold.name, lambda job: not hold.is_lost(job))
+
+
+def delete_own(cluster: Jobs, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
+    """Deletes the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
+
+    The job changes all the time, so it may take several looks until nothing comes between look and deletion.
+    """
+    while True:
+        found = cluster.read_job(name)
+        if found is not None and not is_own(found):
+            return False
+        if found is None or "deletionTimestamp" in found["metadata"]:
+            return True
+        cluster.delete_job(name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
+
+
+def any_pods(cluster: Jobs, name: str) -> bool:
+    """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
+    return cluster.read_job(name) is None and _pods_at_work(cluster, name)
+
+
+class _Creation:
+    """How this launch comes to its job, which it knows by a mark: the answer may be lost."""
+
+    def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
+        metadata = document["metadata"]
+        self._hold = Lease(metadata["name"], uuid.uuid4().hex)
+        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._hold.mark}
+        self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
+        self._cluster, self._was_sent = cluster, False
+        """Whether there may be a job with the mark."""
+
+    def send(self) -> str | None:
+        """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
+        self._was_sent = True
+        return self._cluster.create_job(self.document)
+
+    def adopt(self, existing: dict[str, Any]) -> Lease | None:
+        """Makes a job that is there ours, where it may be changed. None: it has gone meanwhile. Raises LaunchError."""
+        uid = existing["metadata"]["uid"]
+        self._was_sent = True
+        if _take_over(self._cluster, self.document["metadata"], existing["metadata"]):
+            return Lease(self._hold.name, self._hold.mark, uid)
+        found = self._cluster.read_job(self._hold.name)
+        if found is None or found["metadata"]["uid"] != uid or _is_over(found):
+            return None
+        return Lease(self._hold.name, mark_of(found), uid)
+
+    def take_back(self) -> None:
+        """Deletes the job, if this launch has created or adopted one and nobody has adopted it since.
+
+        Raises LaunchError: then it may be there.
+        """
+        if self._was_sent and delete_held(self._cluster, self._hold):
+            to_log(f"job {self._hold.name}: this launch has failed, and leaves nothing behind")
+
+
+def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
+    document = creation.document
+    name = document["metadata"]["name"]
+    deadline, said = time.monotonic() + GOING_SECONDS, False
+    while not is_stopped():
+        existing = cluster.read_job(name)
+        if existing is None and not _pods_at_work(cluster, name):
+            uid = creation.send()
+            if uid is not None:
+                _require_kept(cluster, document, uid)
+                return Lease(name, mark_of(document), uid)
+            existing = cluster.read_job(name)
+        if existing is not None and not _is_over(existing):
+            _require_same(document, existing, cluster.namespace)
+            hold = creation.adopt(existing)
+            if hold is not None:
+                to_log(f"job {name} is there already: following it")
+                return hold
+            continue
+        if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+            cluster.delete_job(name, existing["metadata"]["uid"])
+        if not said:
+            said = True
+            to_log(f"job {name}: waiting for an older job of this run and its pods to go")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                "the pods of an older job of this run do not go",
+                where=f"job {name} in namespace {cluster.namespace}",
+                fix="see which node they are on: kftrain status",
+            )
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Makes an adopted job ours: who cleans up after the launch that has created it must leave it alone from now on."""
+    patch = {
+        "uid": theirs["uid"],
+        "annotations": {LAUNCH_ANNOTATION: ours["annotations"][LAUNCH_ANNOTATION]},
+        "labels": {KFP_RUN_LABEL: ours["labels"].get(KFP_RUN_LABEL)},
+        "ownerReferences": ours.get("ownerReferences"),
+    }
+    return cluster.take_over_job(str(ours["name"]), patch)
+
+
+def _pods_at_work(cluster: Jobs, name: str) -> bool:
+    return any(not pod.ended for pod in parse_workers(cluster.list_pods(name), 0.0))
+
+
+def _require_kept(cluster: Jobs, document: dict[str, Any], uid: str) -> None:
+    """Raises LaunchError where a job that was just created is gone: an owner that does not exist takes it away."""
+    name = document["metadata"]["name"]
+    if "ownerReferences" in document["metadata"]:
+        time.sleep(OWNER_SECONDS)
+    found = cluster.read_job(name)
+    if found is None or found["metadata"]["uid"] != uid:
+        owner = document["metadata"].get("ownerReferences", [{}])[0].get("name", "")
+        why = f"its owner, Workflow {owner}, is gone" if owner else "by somebody"
+        raise LaunchError(
+            f"the job was deleted right after it was created: {why}",
+            where=f"job {name} in namespace {cluster.namespace}",
+            fix="start the pipeline run again with resume_run",
+        )
+
+
+def _left_behind(document: Mapping[str, Any], error: LaunchError) -> LaunchError:
+    """The same error, of a launch that may have left its job."""
+    metadata = document["metadata"]
+    left = f"job {metadata['name']} may be there all the same: kftrain cancel {metadata['labels'][RUN_LABEL]}"
+    fix = f"{error.fix}; {left} deletes it" if error.fix else f"{left} deletes it"
+    return LaunchError(error.what, where=error.where, value=error.value, fix=fix)
+
+
+def _is_over(job: Mapping[str, Any]) -> bool:
+    """Whether a job is being deleted or has ended: it will do nothing more."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    ended = {c["type"] for c in conditions if c["status"] == "True"} & {"Failed", "Succeeded"}
+    return "deletionTimestamp" in job["metadata"] or bool(ended)
+
+
+def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace: str) -> None:
+    """Raises OtherJobError where a living job of this name has another specification."""
+    digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
+    if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
+        return
+    changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
+    shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
+    raise OtherJobError(
+        f"a job with another specification holds this run: {shown}",
+        where=f"job {wanted['metadata']['name']} in namespace {namespace}",
+        fix="wait for it, or end it: kftrain cancel RUN",
+    )
+
+
+def differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
+    """Where `found` is not what is wanted, as `path: found -> wanted`; what the API server added does not count."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        for key, value in wanted.items():
+            yield from differences(value, found.get(key), f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for index, value in enumerate(wanted):
+            yield from differences(value, found[index], f"{path}[{index}]")
+    elif wanted != found:
+        yield f"{path}: {_shortened(found)} -> {_shortened(wanted)}"
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

@@ -1,0 +1,344 @@
+"""The logs of a job's pods, on one stream: followed across restarts, connected again by time, every line once.
+
+Memory is bounded: `Cluster` cuts a line at 16 KiB, of each worker the last lines are kept. So is the rate of what a
+launcher shows: what a worker prints beyond 200 lines in a second is counted; the complete logs lie in the run's folder.
+Who asks for the logs themselves gets all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+from kftrain.errors import KftrainError
+from kftrain.launch.kubernetes.observation import Pod
+from kftrain.printable import printable
+from kftrain.progress import STEP, VERIFYING, to_log, unmarked
+
+RECONNECT_SECONDS = 1.0
+MAX_LINES_PER_SECOND = 200
+TAIL_LINES = 40
+JOIN_SECONDS = 5.0
+MAX_WAITING_LINES = 2000
+"""Of what a launcher shows; a line has 16 KiB at most."""
+
+DRAIN_SECONDS = 60.0
+"""How long a pod that goes on to print after the end of its job is followed: longer than its grace."""
+
+MAX_BROKEN = 5
+"""How many connections in a row may break without a line before the log of a pod that has ended is given up."""
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
+"""RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
+
+
+class LogSource(Protocol):
+    """Where logs come from: the cluster."""
+
+    def read_pod(self, name: str) -> dict[str, Any] | None:
+        """A pod as it is now; None where it is gone."""
+        ...
+
+    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Any:
+        """Lines with their times, until the log ends; without `follow`, what there is now.
+
+        Each ends with a newline, except where the last one is torn. Raises ConnectionError where the connection breaks.
+        """
+        ...
+
+
+class Logs:
+    """What the pods of one job print."""
+
+    def __init__(
+        self,
+        source: LogSource,
+        num_workers: int,
+        write: Callable[[str], None] | None = None,
+        follow: bool = True,
+        limited: bool = True,
+    ) -> None:
+        self._source, self._prefixed, self._follow = source, num_workers > 1, follow
+        self._console = _Console(write or _to_stdout, MAX_WAITING_LINES if limited else None)
+        self._limited = limited
+        self._drained_at = float("inf")
+        self._lock = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._tails: dict[int, deque[str]] = {}
+        self.progress = ""
+        """The last line about a step, without its mark."""
+        self.step = 0
+        """The last step that the present attempt has shown."""
+        self.target_step = 0
+        self.verifying = False
+        """Whether the last that the first worker has said of itself is that the data is verified."""
+
+    def follow(self, pods: Sequence[Pod]) -> None:
+        """Follows each pod that has a log and is not followed yet. A pod that takes another's place begins anew."""
+        for pod in pods:
+            if not pod.has_log or pod.uid in self._threads:
+                continue
+            with self._lock:
+                self._tails[pod.index] = deque(maxlen=TAIL_LINES)
+                if pod.index == 0:
+                    self.step, self.verifying = 0, False
+            thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
+            self._threads[pod.uid] = thread
+            thread.start()
+
+    def finish(self, uids: Collection[str] | None = None) -> None:
+        """Waits a moment for the ends of the logs of these pods, or of all."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        for uid, thread in list(self._threads.items()):
+            if uids is None or uid in uids:
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._console.flush(max(0.0, deadline - time.monotonic()))
+
+    def close(self, patiently: bool = True) -> None:
+        """Nothing is connected again; `patiently` waits a moment for the ends of the logs."""
+        self._closed.set()
+        if patiently:
+            self.finish()
+
+    def drain(self) -> None:
+        """Waits for all that the pods have printed, however long that takes; what comes later is not followed.
+
+        Raises BrokenPipeError where nobody reads what is written.
+        """
+        self._follow, self._drained_at = False, time.monotonic()
+        for thread in self._threads.values():
+            while thread.is_alive() and not self.is_broken:
+                thread.join(timeout=JOIN_SECONDS)
+        self._console.flush(JOIN_SECONDS)
+        if self._console.broken is not None:
+            raise self._console.broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody reads what is written."""
+        return self._console.broken is not None
+
+    def tail(self, index: int) -> list[str]:
+        """The last lines of a worker."""
+        with self._lock:
+            return list(self._tails.get(index, ()))
+
+    def _run(self, pod: Pod) -> None:
+        try:
+            self._read_to_end(pod)
+        except KftrainError as error:
+            if not self._closed.is_set():
+                to_log(f"warning: the log of {pod.name} is no longer shown: {error.line}")
+        except BrokenPipeError:  # as the console knows
+            pass
+
+    def _read_to_end(self, pod: Pod) -> None:
+        """Until the pod's container has ended, and its log without a connection that broke."""
+        gauge, place, num_broken = _Gauge(), _Place(), 0
+        while not self._closed.is_set() and num_broken < MAX_BROKEN:
+            follow, found = self._follow, self._source.read_pod(pod.name)
+            if found is None or found["metadata"]["uid"] != pod.uid:
+                break
+            ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
+            since = place.since
+            is_whole = self._read_once(pod, place, gauge, follow, ended)
+            if ended and is_whole:
+                break
+            num_broken = num_broken + 1 if ended and place.since == since else 0
+            self._closed.wait(RECONNECT_SECONDS)
+        if num_broken == MAX_BROKEN:
+            to_log(f"warning: the log of {pod.name} breaks off: its node does not send the rest")
+        self._say_left_out(pod, gauge.left_out())
+
+    def _read_once(self, pod: Pod, place: _Place, gauge: _Gauge, follow: bool, ended: bool) -> bool:
+        """Takes what one connection gives; whether it held until the end of the log."""
+        place.resume()
+        try:
+            for raw in self._lines(pod, place.since, follow):
+                if raw.endswith(b"\n") or ended:  # a torn line comes again, whole
+                    line = place.pass_by(raw.decode(errors="replace").rstrip("\n"))
+                    if line is not None:
+                        self._take(pod, line, gauge)
+        except BrokenPipeError:  # not that of the cluster: nobody reads what is written
+            raise
+        except ConnectionError:
+            return False
+        return True
+
+    def _lines(self, pod: Pod, since: str, follow: bool) -> Iterator[bytes]:
+        """What one connection gives of the pod's log.
+
+        A log is asked for by name: only while it is read it shows that no other pod had taken the name before.
+        """
+        is_known = False
+        for raw in self._source.log_lines(pod.name, since, follow):
+            found = None if is_known else self._source.read_pod(pod.name)
+            if found is not None and found["metadata"]["uid"] != pod.uid:
+                return
+            is_known = True
+            yield raw
+            if follow and time.monotonic() - self._drained_at > DRAIN_SECONDS:
+                return
+
+    def _take(self, pod: Pod, line: str, gauge: _Gauge) -> None:
+        text = unmarked(line)
+        step = STEP.search(text) if text is not None else None
+        with self._lock:
+            self._tails[pod.index].append(line)
+            if text is not None and pod.index == 0:
+                self.verifying = text.startswith(VERIFYING)
+            if text is not None and step is not None:
+                self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
+        if not gauge.is_same_second(time.monotonic()):
+            self._say_left_out(pod, gauge.left_out())
+        if not self._limited or gauge.admits() or step is not None:
+            self._console.show(self._prefix(pod) + line)
+
+    def _say_left_out(self, pod: Pod, count: int) -> None:
+        if count:
+            self._console.show(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
+
+    def _prefix(self, pod: Pod) -> str:
+        return f"worker-{pod.index}: " if self._prefixed else ""
+
+
+class _Place:
+    """How far a log has been read. `sinceTime` is inclusive, and many lines may bear the same nanosecond."""
+
+    def __init__(self) -> None:
+        self.since = ""
+        """The newest time so far."""
+        self._newest: tuple[int, int] = (0, 0)
+        self._num_newest = self._num_to_skip = 0
+        self._resuming = False
+
+    def resume(self) -> None:
+        """The log is read again from `since` on."""
+        self._resuming, self._num_to_skip = True, self._num_newest
+
+    def pass_by(self, raw: str) -> str | None:
+        """The line without its time; None where it was passed before, or is not the container's but the kubelet's."""
+        stamp, _, line = raw.partition(" ")
+        time_ = moment(stamp)
+        if time_ is None:
+            return None
+        if self._resuming and (time_ < self._newest or (time_ == self._newest and self._num_to_skip)):
+            self._num_to_skip -= time_ == self._newest
+            return None
+        self._resuming = False
+        if time_ > self._newest:
+            self.since, self._newest, self._num_newest = stamp, time_, 1
+        elif time_ == self._newest:
+            self._num_newest += 1
+        return line
+
+
+class _Gauge:
+    """Counts the lines of the present second."""
+
+    def __init__(self) -> None:
+        self._second, self._count = float("-inf"), 0
+
+    def is_same_second(self, now: float) -> bool:
+        """Whether the second that is being counted goes on; otherwise `left_out` begins a new one."""
+        if now - self._second < 1.0:
+            return True
+        self._second = now
+        return False
+
+    def left_out(self) -> int:
+        """How many lines of the counted second were not shown; the count begins anew."""
+        left_out, self._count = max(0, self._count - MAX_LINES_PER_SECOND), 0
+        return left_out
+
+    def admits(self) -> bool:
+        """Whether one more line is shown."""
+        self._count += 1
+        return self._count <= MAX_LINES_PER_SECOND
+
+
+class _Console:
+    """Shows lines, made printable: other people's programs wrote them.
+
+    With a limit nobody who has lines to show waits for whoever reads them: they are written by a thread of their own,
+    and what is more than the limit is counted. Without one every line is written, whatever that takes.
+    """
+
+    def __init__(self, write: Callable[[str], None], max_waiting: int | None) -> None:
+        self._write, self._max_waiting = write, max_waiting
+        self._waiting: deque[str] = deque()
+        self._num_left_out = 0
+        self._is_writing = False
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.broken: BrokenPipeError | None = None
+        """What was raised where nobody reads any more."""
+
+    def show(self, line: str) -> None:
+        """Shows a line, now or soon. Raises BrokenPipeError, without a limit, where nobody reads it."""
+        if self._max_waiting is None:
+            with self._turn:
+                self._write_one(line)
+            if self.broken is not None:
+                raise self.broken
+            return
+        with self._changed:
+            if self.broken is not None:
+                return
+            if len(self._waiting) >= self._max_waiting:
+                self._num_left_out += 1
+                return
+            if self._num_left_out:
+                self._waiting.append(f"… {self._num_left_out} lines left out: nobody read them here")
+                self._num_left_out = 0
+            self._waiting.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="console")
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Waits a while until all is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
+
+    def _run(self) -> None:
+        while self.broken is None:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                line, self._is_writing = self._waiting.popleft(), True
+            self._write_one(line)
+        with self._changed:
+            self._waiting.clear()
+            self._is_writing = False
+            self._changed.notify_all()
+
+    def _write_one(self, line: str) -> None:
+        try:
+            self._write(printable(line))
+        except BrokenPipeError as error:
+            self.broken = error
+
+
+def moment(stamp: str) -> tuple[int, int] | None:
+    """A time of the kubelet as seconds since the epoch and nanoseconds; None where the text is no such time."""
+    found = _STAMP.fullmatch(stamp)
+    if found is None:
+        return None
+    second = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
+    return int(second.timestamp()), int(f"{found[2] or '0':0<9}")
+
+
+def _to_stdout(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,185 @@
+"""How pods ended, and whether that has used up the restart budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kftrain import storage
+from kftrain.errors import FIRST_RETRYABLE_CODE, Preempted, RetryableError
+from kftrain.launch.kubernetes.observation import Pod
+from kftrain.outages import UNREACHABLE
+from kftrain.run import attempts, documents
+from kftrain.run.attempts import Claim
+from kftrain.run.documents import RunPaths
+
+DELETED = "deleted"
+"""Stands for the disruption of a pod that somebody deleted while it ran: `kubectl`, a drained node, a suspension."""
+
+CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
+"""What the others end with when one worker is taken away: they stop after a commit, or they lose a peer."""
+
+RETRYABLE = RetryableError.exit_code
+"""What a worker ends with when storage is away for longer than it waits."""
+
+COMMITTED = "COMMITTED"
+"""The file that makes a folder `step-<n>-a<attempt>` a checkpoint; n has leading zeros, so names sort by step."""
+
+CLOCKS_SECONDS = 5.0
+"""By how much the clock of a worker's node may be behind that of the API server."""
+
+
+class PodExits:
+    """Pods that have ended or are being taken away lately, also those that were replaced within a moment.
+
+    The watch and the launcher's own looks both fill it, from two threads.
+    """
+
+    def __init__(self, window_seconds: float) -> None:
+        """`window_seconds`: how long before the newest ending one may lie that has to do with it."""
+        self._window_seconds = window_seconds
+        self._lock = threading.Lock()
+        self._pods: dict[str, tuple[float, Pod]] = {}
+
+    def note(self, pod: Pod, now: float) -> bool:
+        """Keeps what is known of a pod that ended or is going; whether that is news. `now` is monotonic."""
+        if pod.terminating and pod.exit_code is None:
+            pod = replace(pod, disruption=pod.disruption or DELETED)
+        if pod.exit_code is None and not pod.disruption:
+            return False
+        with self._lock:
+            noted_at, known = self._pods.get(pod.uid, (now, None))
+            if known is not None:
+                latest = known if pod.exit_code is None else pod
+                pod = replace(latest, disruption=known.disruption or pod.disruption)
+            self._pods[pod.uid] = noted_at, pod
+        return known is None or known.exit_code != pod.exit_code
+
+    def bad(self) -> list[Pod]:
+        """Those that failed or were taken away, the first one first."""
+        with self._lock:
+            newest = max((noted_at for noted_at, _ in self._pods.values()), default=0.0)
+            oldest = newest - self._window_seconds
+            self._pods = {uid: (at, pod) for uid, (at, pod) in self._pods.items() if at >= oldest}
+            return [pod for _, pod in self._pods.values() if pod.failed or pod.disruption]
+
+    def last(self) -> list[Pod]:
+        """Of each worker only the last one: how the last attempt ended."""
+        found = self.bad()
+        uids = {pod.index: pod.uid for pod in found}
+        return [pod for pod in found if uids[pod.index] == pod.uid]
+
+
+class Budget:
+    """Attempts in a row that failed without a new checkpoint, of one launch of a job. `begin` comes first."""
+
+    def __init__(self, limit: int, paths: RunPaths) -> None:
+        self._limit, self._paths = limit, paths
+        self._has_begun = False
+        self._first_attempt = self._last_attempt = 0
+        self._committed_step = -1
+        self.num_looks = 0
+        """How often storage was asked: changes whenever a pod has ended or was replaced."""
+        self._present: frozenset[str] = frozenset()
+        self._counted: set[str] = set()
+        self._failed: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self._blind: set[str] = set()
+        """Pods that have ended while storage did not answer here either."""
+
+    def begin(self, pods: Sequence[Pod], now: float) -> None:
+        """Finds out which attempts were over before this launch; does nothing once it knows.
+
+        The attempt of an adopted job is not over: it has its claim, its failure will count, and what was committed
+        since its claim is its progress. So it does not matter when storage answers. Raises whatever storage raises.
+
+        Args:
+            pods: Those that are there.
+            now: Seconds since the epoch at which they were seen.
+        """
+        if self._has_begun:
+            return
+        number, step = attempts.last_attempt(self._paths), committed_step(self._paths)
+        if number:
+            claim = documents.read(Claim, self._paths.attempt(number))
+            if is_at_work(claim, pods, now):
+                number, step = number - 1, claim.start_step
+        self._first_attempt = self._last_attempt = number
+        self._committed_step, self._has_begun = step, True
+
+    def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
+        """How many attempts have failed in a row, where that is more than may; else 0.
+
+        Reads storage only when a pod has ended or was replaced. Raises whatever storage raises; the next call then
+        sees the same again, and excuses those that storage may have ended.
+
+        Args:
+            ended: Pods that failed or were taken away.
+            pods: Those that are there.
+        """
+        assert self._has_begun, "begin comes first"
+        news = [pod for pod in ended if pod.uid not in self._counted]
+        present = frozenset(pod.uid for pod in pods)
+        if not news and self._present <= present:
+            self._present = present
+            return 0
+        try:
+            step, last_attempt = committed_step(self._paths), attempts.last_attempt(self._paths)
+            in_a_row = attempts.num_without_progress(self._paths, since=self._first_attempt)
+        except Exception:  # whatever a driver raises
+            self._blind.update(pod.uid for pod in news)
+            raise
+        self._present, self._last_attempt, self.num_looks = present, last_attempt, self.num_looks + 1
+        self._counted.update(pod.uid for pod in news)
+        if step > self._committed_step:  # the attempt that ends now has committed: its other pods' ends do not count
+            self._committed_step, self._first_attempt = step, last_attempt
+            replaced = {pod.index for pod in news}
+            self._counted.update(pod.uid for pod in pods if pod.index not in replaced)
+            self._failed, self._taken = {}, {}
+            return 0
+        self._count(news, any(pod.disruption or _met_outage(pod) for pod in ended))
+        claims = in_a_row - 1 - max(self._taken.values(), default=0)
+        failed = max(claims, max(self._failed.values(), default=0))
+        return failed if failed > self._limit else 0
+
+    def has_claim(self) -> bool:
+        """Whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
+        assert self._has_begun, "begin comes first"
+        return attempts.last_attempt(self._paths) > self._last_attempt
+
+    def _count(self, news: Sequence[Pod], disrupted: bool) -> None:
+        """Permanent errors end the job anyway; who is taken away has not failed, nor have those who stop with it.
+
+        Nor has who could not reach storage. That ends: the limit of a start goes on while storage answers here.
+        """
+        for pod in news:
+            disturbed = disrupted or pod.uid in self._blind
+            excused = pod.disruption or (disturbed and pod.exit_code in CONSEQUENCES)
+            if excused:
+                self._taken[pod.index] = self._taken.get(pod.index, 0) + 1
+            elif (pod.exit_code or 0) >= FIRST_RETRYABLE_CODE:
+                self._failed[pod.index] = self._failed.get(pod.index, 0) + 1
+
+
+def _met_outage(pod: Pod) -> bool:
+    """Whether a worker says that it could not reach storage."""
+    return pod.exit_code == RETRYABLE and UNREACHABLE in pod.end_message
+
+
+def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:
+    """Whether these pods, seen at `now`, have made the claim: it comes only once the last of them has joined.
+
+    Two clocks are compared, with some patience. Taken for at work wrongly, an attempt costs the limit of one start;
+    taken for over wrongly, a job that is well.
+    """
+    newest = max((now - pod.age_seconds for pod in pods), default=float("inf"))
+    return claim.start_time + CLOCKS_SECONDS >= newest
+
+
+def committed_step(paths: RunPaths) -> int:
+    """Step of the newest committed checkpoint; -1 where there is none. Raises whatever storage raises."""
+    names = (name for name in reversed(storage.list_names(paths.checkpoints)) if name.startswith("step-"))
+    committed = (name for name in names if storage.exists(storage.join(paths.checkpoints, name, COMMITTED)))
+    newest = next(committed, "step--1-")
+    return int(newest.removeprefix("step-").rpartition("-")[0])

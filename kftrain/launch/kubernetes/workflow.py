@@ -1,0 +1,145 @@
+"""What the Workflow of a pipeline run says about steps that could not say anything themselves.
+
+Kubeflow keeps neither exit codes nor messages of its steps, but Argo does: in the Workflow's nodes, which a step may
+read. The exit handler asks it about steps that were terminated, ran out of memory or never got an image.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kftrain.config import Config
+from kftrain.errors import BUG_CODE, KftrainError, Preempted
+from kftrain.launch.kubernetes import ownership
+from kftrain.launch.kubernetes.client import SERVICE_ACCOUNT, Cluster
+from kftrain.launch.kubernetes.terminate import is_terminated
+from kftrain.process.termination import code_of_step
+from kftrain.progress import to_log
+from kftrain.run.advice import FailureClass, Place, class_of_code, remedy
+from kftrain.run.documents import FailureSummary
+
+_TRY = re.compile(r"\(\d+\)$")
+"""What Argo puts after the name of a node that may be tried again."""
+
+EXECUTOR, DRIVER = "executor", "-driver"
+"""What Kubeflow calls the pod of a step within it, and how the name of the pod ends that prepares one."""
+
+POD_NAMES_BY_ID = "v1"
+MAX_POD_PREFIX = 242
+"""Of a pod's name, what Argo keeps before its hash."""
+
+RUN_TAG, URL_TAG = "kftrain.kubeflow_run_id", "kftrain.kubeflow_url"
+WORKFLOW_TAG, PLACE_TAG = "kftrain.kubeflow_workflow", "kftrain.kubeflow_place"
+
+SIGNS: tuple[tuple[str, FailureClass], ...] = (
+    ("OOMKilled", FailureClass.HOST_MEMORY),
+    ("longer than the specified deadline", FailureClass.DEADLINE),
+    ("ImagePull", FailureClass.IMAGE),
+    ("pod deleted", FailureClass.PREEMPTED),
+)
+"""What Argo's messages contain about steps that could not say anything, and what it means."""
+
+STEP_ADVICE = {
+    FailureClass.HOST_MEMORY: "The step itself, not a worker, had too little memory: raise the limit of its namespace.",
+    FailureClass.IMAGE: "Check the image of the step (kftrain submit --steps-image) and its account's pull secret.",
+}
+"""What to do about a step, where that is not what to do about a worker."""
+
+
+def explain_pipeline_run() -> FailureSummary | None:
+    """Why the pipeline run that this step belongs to failed; None outside a pipeline, or where nothing is known."""
+    if not SERVICE_ACCOUNT.exists():
+        return None
+    try:
+        cluster = Cluster()
+        owner, _ = ownership.find_owner(cluster)
+        workflow = cluster.read_workflow(owner["name"]) if owner else None
+    except KftrainError as error:
+        to_log(f"warning: the Workflow cannot be asked: {error.line}")
+        return None
+    return explain(workflow) if workflow else None
+
+
+def pipeline_tags(config: Config) -> dict[str, str]:
+    """Tags by which the MLflow run of a training leads to the pipeline run that works on it; '' where there is none."""
+    tags = dict.fromkeys((RUN_TAG, URL_TAG, WORKFLOW_TAG, PLACE_TAG), "")
+    if not ownership.is_pipeline_pod():
+        return tags
+    try:
+        cluster = Cluster()
+        owner, run_id = ownership.find_owner(cluster)
+    except KftrainError as error:
+        to_log(f"warning: MLflow will not say which pipeline run this is: {error.line}")
+        return tags
+    url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
+    found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: place_of(cluster)}
+    return {**tags, **found, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
+
+
+def place_of(cluster: Cluster) -> str:
+    """The cluster and the namespace: several may share one MLflow server."""
+    return f"{cluster.identity}/{cluster.namespace}"
+
+
+def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
+    """Why a Workflow failed, from its nodes; None where no pod of it did."""
+    if is_terminated(workflow):
+        line = "somebody terminated the run in the Kubeflow UI"
+        return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
+    nodes = (workflow.get("status") or {}).get("nodes", {}).values()
+    last: dict[str, Any] = {}
+    for node in sorted((node for node in nodes if node.get("type") == "Pod"), key=_end):
+        last[step_of(node)] = node  # the last try of a step says why the step has failed, if it has
+    failed = [(step, node) for step, node in last.items() if node.get("phase") in ("Failed", "Error")]
+    if not failed:
+        return None
+    step, first = min(failed, key=lambda found: _end(found[1]))
+    message = str(first.get("message") or "no message")
+    return _summary(_class_of(message), f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
+
+
+def _class_of(message: str) -> FailureClass:
+    """By the exit code that the step has left, never by its words, which may be a user's; else by Argo's."""
+    code = code_of_step(message)
+    if code is not None:
+        return class_of_code(code)
+    return next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
+
+
+def step_of(node: Mapping[str, Any]) -> str:
+    """The step that a pod's node belongs to, without the number of the try.
+
+    Argo shows the pod of every step as `executor(0)`; the step stands before that in the node's full name,
+    `FLOW.root.exit-handler-1.train(0).executor(0)`.
+    """
+    name = str(node.get("name") or node.get("displayName") or "")
+    parts = [_TRY.sub("", part) for part in name.split(".")]
+    inner = parts[-2] if len(parts) > 1 and parts[-1] == EXECUTOR else parts[-1]
+    return inner.removesuffix(DRIVER)
+
+
+def pod_of(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """Name of a node's pod: Argo puts the template's name between the Workflow's and the hash in the node's id."""
+    metadata, identity = workflow.get("metadata") or {}, str(node.get("id", ""))
+    flow, template = str(metadata.get("name", "")), str(node.get("templateName", ""))
+    by_id = (metadata.get("annotations") or {}).get("workflows.argoproj.io/pod-name-format") == POD_NAMES_BY_ID
+    if by_id or not template or not identity.startswith(f"{flow}-"):
+        return identity
+    return f"{f'{flow}-{template}'[:MAX_POD_PREFIX]}-{identity.removeprefix(f'{flow}-')}"
+
+
+def _end(node: Mapping[str, Any]) -> str:
+    return str(node.get("finishedAt") or "9")
+
+
+def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:
+    return FailureSummary(
+        task="run",
+        failure_class=kind.value,
+        line=line,
+        exit_code=code,
+        pod=pod,
+        advice=STEP_ADVICE.get(kind) or remedy(kind, Place.KUBEFLOW),
+    )

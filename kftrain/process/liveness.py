@@ -1,0 +1,218 @@
+"""What a training process says of itself to its supervisor, from outside of the training thread.
+
+A thread writes once a second how many collective operations the training has begun and ended: torch's flight recorder
+counts them, on gloo as on NCCL. That is written into a file of a few bytes which the supervisor reads, so a process
+that is stopped, or that holds the GIL for ever, is told from one that waits for another.
+
+Nothing here imports torch before the process has joined its group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import re
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+LIVENESS_ENV = "KFTRAIN_PULSE_FOLDER"
+"""Folder of the files, each called by its process's local rank."""
+
+BEAT_SECONDS = 1.0
+
+MARGIN_SECONDS = 15.0
+"""How much later collective operations time out by themselves: the supervisor is to be first, and names the cause."""
+
+STACK_SIGNAL = signal.SIGUSR1
+"""Makes a process write the stacks of all its threads into its log, also while it holds the GIL."""
+
+RECORDERS = {"": "_dump_fr_trace_json", "nccl ": "_dump_nccl_trace_json"}
+"""How torch tells of the groups of its backends: prefix of their keys here -> function; the second on GPUs only."""
+
+Statuses = dict[str, tuple[int, int]]
+"""Key of a group -> numbers of the last operations that have begun and ended."""
+
+_OPERATION_BYTES = 32
+_FORMAT = struct.Struct(f"<dddqq??6x{_OPERATION_BYTES}s")
+_RECORDED = re.compile(rb'"process_group":\["(\d+)",[^]]*\],"profiling_name":"\w+:(\w+)"')
+"""An operation in what torch tells: the key of its group, and its name after the backend's."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The state of one process. Times are seconds on the machine's monotonic clock."""
+
+    alive_at: float = 0.0
+    """When this was written."""
+    progress_at: float = 0.0
+    """When a collective operation last began or ended, or when the last rest did."""
+    watched_at: float = 0.0
+    """When that last changed, or the process last said that it goes on; 0: it has not been watched yet."""
+    num_collectives: int = 0
+    """Begun by the training thread so far; the same on all processes that are at the same place."""
+    num_ended: int = 0
+    """Not reliable to the last one: gloo's may end in another order than they began."""
+    counted: bool = False
+    """Whether torch counts them at all."""
+    watched: bool = False
+    """False before the first step, while a checkpoint is waited for, and after the last step."""
+    operation: str = ""
+    """The collective operation that was begun last; named only once the process stands still."""
+
+    def pack(self) -> bytes:
+        """As it lies in the file."""
+        *numbers, operation = astuple(self)
+        return _FORMAT.pack(*numbers, operation.encode()[:_OPERATION_BYTES])
+
+    @classmethod
+    def unpack(cls, content: bytes) -> Beat:
+        """The inverse of `pack`."""
+        alive_at, progress_at, watched_at, begun, ended, counted, watched, name = _FORMAT.unpack(content)
+        operation = name.rstrip(b"\0").decode(errors="replace")
+        return cls(alive_at, progress_at, watched_at, begun, ended, counted, watched, operation)
+
+
+SIZE_BYTES = _FORMAT.size
+
+
+class Liveness:
+    """Of this process; without a supervisor that wants it, it does nothing."""
+
+    def __init__(self, in_background: Callable[[], object], timeout_seconds: float) -> None:
+        """Collective.
+
+        Args:
+            in_background: An operation in the group of the checkpoint thread, whose operations do not count.
+            timeout_seconds: How long a process may wait for another one. Half of it is long enough to ask torch where
+                this one stands, which takes a moment.
+        """
+        folder = os.environ.get(LIVENESS_ENV)
+        before = _statuses()
+        in_background()
+        # Only what has begun counts: another group's operation may be noted as ended just now, on one process alone.
+        self._background = frozenset(
+            key for key, (begun, _) in _statuses().items() if begun != before.get(key, (-1, -1))[0]
+        )
+        self._watched, self._watched_at = False, 0.0
+        self._last, self._still_seconds = Beat(), timeout_seconds / 2
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._map: mmap.mmap | None = None
+        if folder:
+            faulthandler.register(STACK_SIGNAL, all_threads=True)
+            self._map = _map_file(Path(folder) / os.environ["LOCAL_RANK"])
+            threading.Thread(target=self._run, daemon=True, name="pulse").start()
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block the process has to make progress."""
+        return self._within(True)
+
+    def resting(self) -> contextlib.AbstractContextManager[None]:
+        """A part of a `watched` block that may take as long as it takes."""
+        return self._within(False)
+
+    def goes_on(self) -> None:
+        """Says that the process has made progress, where no collective operation shows it."""
+        with self._lock:
+            self._watched_at = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    @contextlib.contextmanager
+    def _within(self, watched: bool) -> Iterator[None]:
+        self._set(watched)
+        try:
+            yield
+        finally:
+            self._set(not watched)
+
+    def _set(self, watched: bool) -> None:
+        with self._lock:
+            self._watched, self._watched_at = watched, time.monotonic()
+        self._write()
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        if self._map is None:
+            return
+        with self._lock:
+            now = beat(self._last, _statuses(), self._background, self._watched, self._watched_at)
+            if now.watched and now.alive_at - now.progress_at >= self._still_seconds:
+                now = replace(now, operation=self._last.operation or last_operation(self._background))
+            self._last = now
+            self._map[:SIZE_BYTES] = now.pack()
+
+
+def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
+    """What to write after `last`; groups whose keys are in `background` do not count."""
+    now = time.monotonic()
+    counts = [numbers for key, numbers in statuses.items() if key not in background]
+    begun, ended = (sum(max(0, numbers[place]) for numbers in counts) for place in (0, 1))
+    moved = (begun, ended) != (last.num_collectives, last.num_ended) or watched_at > last.watched_at
+    return Beat(
+        alive_at=now,
+        progress_at=now if moved else last.progress_at,
+        watched_at=watched_at,
+        num_collectives=begun,
+        num_ended=ended,
+        counted=bool(counts),
+        watched=watched,
+    )
+
+
+def last_operation(background: Collection[str]) -> str:
+    """The name of the collective operation that was begun last, in groups other than these; empty if it is unknown."""
+    from torch._C import _distributed_c10d
+
+    for prefix, name in reversed(RECORDERS.items()):
+        dump = getattr(_distributed_c10d, name, None)
+        found = _RECORDED.findall(dump(True)) if dump else []
+        names: list[str] = [
+            operation.decode() for key, operation in found if f"{prefix}{key.decode()}" not in background
+        ]
+        if names:
+            return names[-1]
+    return ""
+
+
+def read(path: Path) -> Beat:
+    """The beat of a process; of one that has not begun, one that is not watched."""
+    try:
+        return Beat.unpack(path.read_bytes())
+    except (FileNotFoundError, struct.error):
+        return Beat()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("w+b") as file:
+        file.write(Beat().pack())
+        file.flush()
+        return mmap.mmap(file.fileno(), SIZE_BYTES)
+
+
+def _statuses() -> Statuses:
+    """How many operations each group has begun and ended. It is not public: what is not understood is not counted."""
+    from torch._C import _distributed_c10d
+
+    found = {}
+    for prefix, name in RECORDERS.items():
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            for key, status in json.loads(dump(False))["pg_status"].items():
+                numbers = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+                found[f"{prefix}{key}"] = numbers
+    return found

@@ -1,0 +1,83 @@
+"""A stage's process and the outside: it ends with the command that started it; a signal becomes an error.
+
+`kftrain run` is three processes away from a stage (runner, shell, python), and a SIGKILL reaches only the
+process it is sent to. So every stage watches `kftrain run` itself. What a stage launches must die with the
+stage (`processes.die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from kftrain.errors import InterruptedByUser, KftrainError, Preempted
+from kftrain.process.lifecycle import stop_signals
+
+PARENT_VARIABLE = "KFTRAIN_PARENT_PID"
+"""Process id of the `kftrain run` that a stage belongs to."""
+
+STOP_VARIABLE = "KFTRAIN_STOP"
+"""Set by the runner once a stop was asked for: a stage that starts after the signal does not miss it."""
+
+POLL_SECONDS = 0.5
+"""Where the kernel has no process descriptors."""
+
+
+def end_with_parent() -> None:
+    """Ends this process group when the `kftrain run` that it belongs to is gone, if there is one."""
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if parent.isdigit():
+        threading.Thread(target=_kill_group_after, args=(int(parent),), daemon=True, name="parent-watch").start()
+
+
+@contextlib.contextmanager
+def signals_as_errors() -> Iterator[None]:
+    """Within the block SIGTERM or SIGHUP raises Preempted, Ctrl-C InterruptedByUser, so that a stage can say so.
+
+    A block that starts after the stop was asked for does not run at all.
+    """
+    if os.environ.get(STOP_VARIABLE):
+        raise stopped()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _raise_stopped) for number in stop_signals()}
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise InterruptedByUser("interrupted") from interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped() -> KftrainError:
+    """What a stage ends with when it is asked to stop."""
+    return Preempted("stopped by a signal", fix="resume the run")
+
+
+def _raise_stopped(_signal: int, _frame: FrameType | None) -> None:
+    raise stopped()
+
+
+def _kill_group_after(process_id: int) -> None:
+    _wait_for_end(process_id)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _wait_for_end(process_id: int) -> None:
+    try:
+        if not hasattr(os, "pidfd_open"):
+            while True:
+                os.kill(process_id, 0)
+                time.sleep(POLL_SECONDS)
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [])

@@ -1,0 +1,316 @@
+"""Curves over steps: one or several series, directly labelled, with reference lines.
+
+A curve of any length costs a bounded number of bytes: per pixel column its first, lowest, highest and last
+value are kept, so no spike is lost. Long noisy curves get a running mean on top. Values that are not finite
+interrupt the curve and are marked on the axis. Positive values over a large ratio get a logarithmic axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from markupsafe import Markup
+
+from kftrain.report import wording
+from kftrain.report.charts import svg
+from kftrain.report.charts.ticks import Scale, linear_scale, scale_for
+
+NUM_COLUMNS = 360
+"""Columns to which long curves are thinned."""
+
+SMOOTH_FROM_POINTS = 80
+"""Curves with fewer points are drawn as they are."""
+
+WINDOWS_PER_CURVE = 25
+"""The running mean goes over this fraction of a curve."""
+
+MAX_NAME_CHARACTERS = 18
+MAX_DOTS = 12
+"""Curves with more points show only their last one as a dot."""
+
+TICK_PX = 30
+"""Height per tick of the vertical axis."""
+
+MIN_LEFT_PX = 53
+"""The same room for tick labels in all charts of a page, unless one needs more."""
+
+NARROW_PX = 330
+"""Width of the narrowest chart, by which it is judged whether a name would lie over a curve."""
+
+FREE_PX = 10
+"""A name whose middle is so far from every curve is not touched by one."""
+
+BOLD_PX = 7.3
+PADDING_TOP_PX, PADDING_BOTTOM_PX = 8, 26
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve: points `(step, value)` with ascending steps; values may be NaN or infinite."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    smooth: bool = False
+    """Whether a running mean helps, once it has enough points."""
+
+    @cached_property
+    def finite_points(self) -> list[tuple[float, float]]:
+        """The points that can be drawn."""
+        return [(x, y) for x, y in self.points if wording.finite(x) is not None and wording.finite(y) is not None]
+
+    @property
+    def window(self) -> int:
+        """Points that the running mean goes over; 0 for none."""
+        many = self.smooth and len(self.points) >= SMOOTH_FROM_POINTS
+        return 2 * (len(self.points) // WINDOWS_PER_CURVE // 2) + 1 if many else 0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A level to read the curve against: a baseline, a limit."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The two axes of one chart and its height."""
+
+    across: Scale
+    up: Scale
+    height: float
+
+    def x(self, value: float) -> float:
+        return svg.CURVE_WIDTH * self.across.fraction(value)
+
+    def y(self, value: float) -> float:
+        return self.height * (1 - self.up.fraction(value))
+
+
+def line_chart(
+    series: Sequence[Series],
+    references: Sequence[Reference] = (),
+    *,
+    description: str,
+    x_range: tuple[float, float] | None = None,
+    height: float = 120,
+    from_zero: bool = False,
+    max_x_ticks: int = 5,
+) -> Markup:
+    """A drawing of the curves, or one sentence where no value can be drawn.
+
+    Several curves are named at their right ends; a single one is named by the caption. `x_range` gives small
+    multiples one axis.
+    """
+    drawn = [each for each in series if each.finite_points]
+    if not drawn:
+        return Markup('<p class="empty">No finite value was recorded.</p>')
+    levels = [each for each in references if wording.finite(each.value) is not None]
+    frame = _frame(drawn, levels, height, x_range, from_zero, max_x_ticks)
+    parts = [
+        *svg.vertical_axis(frame.up, height),
+        *svg.horizontal_axis(frame.across, height),
+        _step_title(frame),
+    ]
+    parts += [svg.line(0, frame.y(level.value), "100%", frame.y(level.value), "reference") for level in levels]
+    curves = [part for index, each in enumerate(drawn) for part in _curve(each, index, frame)]
+    parts.append(svg.curve_box(curves, height))
+    parts += [part for index, each in enumerate(drawn) for part in _marks(each, index, frame)]
+    parts += _reference_names(levels, drawn, frame)
+    names = [_end_name(each) for each in drawn] if len(series) > 1 else []
+    parts += _end_names(names, drawn, frame)
+    left = max(MIN_LEFT_PX, 12 + max(wording.width_px(label) for label in frame.up.labels))
+    right = max([18, *(16 + wording.width_px(name, BOLD_PX) for name in names)])
+    return svg.drawing(parts, height, svg.Padding(PADDING_TOP_PX, right, PADDING_BOTTOM_PX, left), description)
+
+
+def is_logarithmic(series: Sequence[Series], references: Sequence[Reference] = (), *, from_zero: bool = False) -> bool:
+    """Whether `line_chart` draws these on a logarithmic axis, which the caption should say."""
+    return _value_scale(series, references, TICK_PX, from_zero).logarithmic
+
+
+def thin(points: Sequence[tuple[float, float]], num_columns: int = NUM_COLUMNS) -> list[tuple[float, float]]:
+    """At most four points per column of x: first, lowest, highest and last, in order. Short curves stay as they are."""
+    if len(points) <= 4 * num_columns:
+        return list(points)
+    low, high = points[0][0], points[-1][0]
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        column = int((point[0] - low) / (high - low) * num_columns) if high > low else 0
+        columns.setdefault(column, []).append(point)
+    return [point for column in columns.values() for point in _extremes(column)]
+
+
+def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Centred mean over `window` points (odd); x values stay.
+
+    At the start the window shrinks on both sides, or a steep beginning would be drawn too low; at the end on one
+    side only, so that the last value is a mean as well.
+    """
+    half = window // 2
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    means = []
+    for index, (x, _) in enumerate(points):
+        reach = min(half, index)
+        stop = min(index + reach + 1, len(points))
+        means.append((x, (sums[stop] - sums[index - reach]) / (stop - index + reach)))
+    return means
+
+
+def _extremes(column: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    kept = {0, len(column) - 1}
+    kept.add(min(range(len(column)), key=lambda index: column[index][1]))
+    kept.add(max(range(len(column)), key=lambda index: column[index][1]))
+    return [column[index] for index in sorted(kept)]
+
+
+def _frame(
+    series: list[Series],
+    levels: list[Reference],
+    height: float,
+    x_range: tuple[float, float] | None,
+    from_zero: bool,
+    max_x_ticks: int,
+) -> _Frame:
+    steps = x_range or [x for each in series for x, _ in each.finite_points]
+    across = linear_scale(steps, max_x_ticks, loose=False, smallest_step=1.0)
+    return _Frame(across, _value_scale(series, levels, height, from_zero), height)
+
+
+def _value_scale(series: Sequence[Series], levels: Sequence[Reference], height: float, from_zero: bool) -> Scale:
+    values = [y for each in series for _, y in each.finite_points]
+    values += [level.value for level in levels if wording.finite(level.value) is not None]
+    return scale_for(values, max(3, round(height / TICK_PX)), from_zero=from_zero)
+
+
+def _step_title(frame: _Frame) -> Markup:
+    """The name of the horizontal axis, left of its first tick label."""
+    first, label = frame.across.ticks[:1], frame.across.labels[:1]
+    near_edge = first and frame.across.fraction(first[0]) < 0.1
+    dx = -8 - (wording.width_px(label[0]) / 2 if near_edge else 0)
+    return svg.text("step", 0, frame.height + 14, anchor="end", dx=dx)
+
+
+def _curve(series: Series, index: int, frame: _Frame) -> list[Markup]:
+    raw = "curve faint" if series.window else "curve"
+    parts = [_path(_segments(series), frame, f"{raw} series-{index}")]
+    if series.window:
+        mean = thin(running_mean(series.finite_points, series.window))
+        parts.append(_path([mean], frame, f"curve series-{index}"))
+    return parts
+
+
+def _segments(series: Series) -> list[list[tuple[float, float]]]:
+    """The curve's thinned points, parted where values between two of them are not finite."""
+    gaps = [x for x, y in series.points if wording.finite(y) is None]
+    segments: list[list[tuple[float, float]]] = [[]]
+    passed = 0
+    for point in thin(series.finite_points):
+        if passed < len(gaps) and gaps[passed] < point[0]:
+            segments.append([])
+            while passed < len(gaps) and gaps[passed] < point[0]:
+                passed += 1
+        segments[-1].append(point)
+    return [segment for segment in segments if segment]
+
+
+def _path(segments: list[list[tuple[float, float]]], frame: _Frame, style: str) -> Markup:
+    """One path; a lone point becomes a line of no length, which round caps show as a dot."""
+    data = []
+    for segment in segments:
+        places = [f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in segment]
+        data.append("M" + "L".join(places if len(places) > 1 else places * 2))
+    return svg.element("path", d="".join(data), class_=style, vector_effect="non-scaling-stroke")
+
+
+def _marks(series: Series, index: int, frame: _Frame) -> list[Markup]:
+    """Dots: every point of a short curve, the last of a long one; ticks on the axis where values are not finite."""
+    shown = series.finite_points
+    dots = [(x, y, 2) for x, y in shown[:-1]] if len(shown) <= MAX_DOTS else []
+    parts = [
+        svg.element(
+            "circle",
+            cx=svg.across(frame.across.fraction(x)),
+            cy=frame.y(y),
+            r=r,
+            class_=f"dot series-{index}",
+        )
+        for x, y, r in [*dots, (*shown[-1], 3)]
+    ]
+    gaps = sorted({round(frame.x(x)) for x, y in series.points if wording.finite(y) is None})
+    for place in gaps:
+        at = svg.across(place / svg.CURVE_WIDTH)
+        parts.append(svg.line(at, frame.height - 7, at, frame.height, "not-finite"))
+    return parts
+
+
+def _end_name(series: Series) -> str:
+    name = wording.ellipsis(series.name, MAX_NAME_CHARACTERS)
+    return f"{name} {wording.number(series.finite_points[-1][1], 3)}"
+
+
+def _end_names(names: list[str], series: list[Series], frame: _Frame) -> list[Markup]:
+    ends = [frame.y(each.finite_points[-1][1]) for each in series[: len(names)]]
+    places = svg.spread_labels(ends, 0, frame.height)
+    return [
+        svg.text(name, "100%", y, style=f"name series-{index}", dx=9)
+        for index, (name, y) in enumerate(zip(names, places, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the name of a reference may stand: at one end of its line, above or below it."""
+
+    at_end: bool
+    y: float
+
+
+def _reference_names(levels: list[Reference], drawn: Sequence[Series], frame: _Frame) -> list[Markup]:
+    """Each name at that end of its line, above or below, where it is farthest from every curve."""
+    chosen = [_free_place(level, drawn, frame) for level in levels]
+    parts = []
+    for at_end in (False, True):
+        group = [index for index, place in enumerate(chosen) if place.at_end == at_end]
+        rows = svg.spread_labels([chosen[index].y for index in group], 4, frame.height - 6)
+        x, anchor, dx = ("100%", "end", -4) if at_end else (0, "start", 4)
+        parts += [
+            svg.text(levels[index].label, x, y, style="tick halo", anchor=anchor, dx=dx)
+            for index, y in zip(group, rows, strict=True)
+        ]
+    return parts
+
+
+def _free_place(level: Reference, drawn: Sequence[Series], frame: _Frame) -> _Place:
+    """The first place that no curve comes near; where there is none, the one that is farthest from them."""
+    line = frame.y(level.value)
+    rows = [y for y in (line - 9, line + 9) if 4 <= y <= frame.height - 6]
+    places = [_Place(at_end, y) for at_end in (False, True) for y in rows]
+    share = min(1.0, (wording.width_px(level.label) + 8) / NARROW_PX)
+    clear = {place: _clearance_px(place, share, drawn, frame) for place in places}
+    return next((place for place in places if clear[place] >= FREE_PX), max(places, key=lambda place: clear[place]))
+
+
+def _clearance_px(place: _Place, share: float, drawn: Sequence[Series], frame: _Frame) -> float:
+    """How near a curve comes to the middle of a name that takes so large a share of the width."""
+    first, last = (1.0 - share, 1.0) if place.at_end else (0.0, share)
+    nearest = frame.height
+    for each in drawn:
+        points = [(frame.across.fraction(x), frame.y(y)) for x, y in each.finite_points]
+        for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
+            if x1 < first or x0 > last:
+                continue
+            ends = [_at(max(x0, first), x0, y0, x1, y1), _at(min(x1, last), x0, y0, x1, y1)]
+            crosses = min(ends) <= place.y <= max(ends)
+            nearest = min(nearest, 0.0 if crosses else min(abs(end - place.y) for end in ends))
+    return nearest
+
+
+def _at(x: float, x0: float, y0: float, x1: float, y1: float) -> float:
+    """The height of the line between two points."""
+    return y0 if x1 <= x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)

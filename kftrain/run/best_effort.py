@@ -1,0 +1,38 @@
+"""Storage that is down for a while: what can go on without it goes on, what cannot is tried again.
+
+`storage` itself rides an outage out. What can go on without it does not wait for that: it has better things to do.
+What is no failure of storage, nor of what it holds, is a bug, and passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from kftrain.errors import KftrainError, StorageError
+from kftrain.outages import patience, plain_errors, shown
+from kftrain.progress import to_log
+
+REPORT_SECONDS = 10.0
+"""How long a process that ends waits to leave its reason behind: told to stop, it has half a minute."""
+
+
+@contextlib.contextmanager
+def best_effort(what: str, patience_seconds: float = 0.0) -> Iterator[None]:
+    """A block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
+    try:
+        with patience(patience_seconds), plain_errors(""):
+            yield
+    except (KftrainError, OSError, ValueError) as error:  # ValueError: what was read is damaged
+        why = error.line if isinstance(error, KftrainError) else shown(error)
+        to_log(f"warning: {what}: {why}")
+
+
+@contextlib.contextmanager
+def retryable(what: str, where: str) -> Iterator[None]:
+    """A block in which a failure of storage is a StorageError that says `what`; errors of ours pass."""
+    try:
+        with plain_errors(where, what):
+            yield
+    except OSError as error:
+        raise StorageError(f"{what}: {shown(error)}", where=where) from error

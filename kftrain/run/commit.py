@@ -1,0 +1,229 @@
+"""The commit protocol: how a folder of files becomes a checkpoint, and how a reader knows.
+
+    step-00000100-a2/            100 steps done, written by attempt 2; never written to again
+      __0_0.distcp …             sharded state (torch.distributed.checkpoint)
+      .metadata
+      history.json               the training curve up to here
+      manifest.json              every file's bytes and sha256; step, samples consumed, digests, world size
+      COMMITTED                  sha256 of manifest.json; written last
+
+A folder without COMMITTED does not exist for readers, whatever it holds. A writer never reuses a folder: the attempt is
+part of the name. Because COMMITTED holds the manifest's digest and the manifest the digest of every file, one flipped
+bit anywhere is found before anything is loaded; the reader then walks back to the checkpoint before.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from kftrain import storage
+from kftrain.errors import CheckpointError, OtherTrainingError
+from kftrain.run import attempts, documents
+from kftrain.run.documents import RunPaths
+
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+HISTORY = "history.json"
+_NAME = re.compile(r"step-(\d{8,})-a(\d+)")
+
+
+class FileEntry(BaseModel):
+    """One file of a checkpoint or an export."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    sha256: str
+
+
+def _plain(name: str) -> str:
+    if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name):
+        raise ValueError(f"{name!r} is not a plain file name")
+    return name
+
+
+Files = dict[Annotated[str, AfterValidator(_plain)], FileEntry]
+"""Files of a folder, and none of another folder."""
+
+
+class CheckpointManifest(documents.Document):
+    """`manifest.json` of a checkpoint."""
+
+    step: int
+    samples_consumed: int
+    attempt: int
+    world_size: int
+    dataset_digest: str
+    training_digest: str
+    training_identity: dict[str, Any]
+    """What the training digest is the digest of: lets a refusal name the fields that differ."""
+    files: Files
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """The name of a checkpoint's folder; ordered by step, then attempt."""
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        """Folder name."""
+        return f"step-{self.step:08d}-a{self.attempt}"
+
+    @classmethod
+    def parse(cls, name: str) -> CheckpointName | None:
+        """The inverse of `str`; None for names that no writer gives, such as one with more zeros."""
+        match = _NAME.fullmatch(name)
+        parsed = cls(int(match[1]), int(match[2])) if match else None
+        return parsed if str(parsed) == name else None
+
+
+def entry_of(uri: str) -> FileEntry:
+    """Size and digest of a file as it lies in storage."""
+    return FileEntry(bytes=storage.size_bytes(uri), sha256=storage.sha256_file(uri))
+
+
+def entry_of_text(text: str) -> FileEntry:
+    """Size and digest of a file that holds this text."""
+    return FileEntry(bytes=len(text.encode()), sha256=storage.sha256_text(text))
+
+
+def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) -> str:
+    """Publishes the manifest, then COMMITTED if the attempt still holds the run; returns the checkpoint's digest.
+
+    Call on one process, when all files of all processes are durable. Raises FencedError.
+    """
+    uri = storage.join(paths.checkpoints, str(name))
+    content = storage.dump_json(manifest.to_dict())
+    digest = storage.sha256_text(content)
+    storage.publish(storage.join(uri, MANIFEST), content)
+    attempts.require_held(paths, name.attempt)
+    storage.publish(storage.join(uri, COMMITTED), digest + "\n")
+    return digest
+
+
+def committed(paths: RunPaths) -> list[CheckpointName]:
+    """All committed checkpoints of a run, newest first."""
+    names = [CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)]
+    found = [n for n in names if n and storage.exists(storage.join(paths.checkpoints, str(n), COMMITTED))]
+    return sorted(found, reverse=True)
+
+
+def last_step(paths: RunPaths) -> int:
+    """Step of the newest committed checkpoint; 0 where there is none."""
+    return next((name.step for name in committed(paths)), 0)
+
+
+def read_manifest(uri: str) -> tuple[CheckpointManifest, str]:
+    """The manifest of the committed checkpoint at `uri`, and its digest, checked against COMMITTED.
+
+    Raises CheckpointError.
+    """
+    marker = storage.join(uri, COMMITTED)
+    try:
+        expected = storage.read_bytes(marker).strip()  # bytes: a damaged marker is no text
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError("not a committed checkpoint", where=uri, fix="see: kftrain checkpoints list") from error
+    manifest = documents.read(CheckpointManifest, storage.join(uri, MANIFEST), CheckpointError)
+    actual = storage.sha256_text(storage.dump_json(manifest.to_dict()))
+    if actual.encode() != expected:
+        raise CheckpointError(
+            "manifest.json is not the one that was committed", where=uri, value=actual, fix="use an older one"
+        )
+    return manifest, actual
+
+
+def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] = (0, 1)) -> None:
+    """Checks bytes and digest of every n-th file, from the i-th on, for share (i, n).
+
+    Raises CheckpointError naming the file.
+    """
+    first, stride = share
+    for name, expected in sorted(files.items())[first::stride]:
+        where = storage.join(uri, name)
+        try:
+            size = storage.size_bytes(where)
+            digest = storage.sha256_file(where) if size == expected.bytes else ""
+        except FileNotFoundError as error:
+            raise CheckpointError("a file of the checkpoint is missing", where=where) from error
+        if size != expected.bytes:
+            raise CheckpointError(
+                f"a file has the wrong length, expected {expected.bytes} bytes", where=where, value=size
+            )
+        if digest != expected.sha256:
+            raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=where, value=digest)
+
+
+def read_verified(uri: str, expected: FileEntry) -> bytes:
+    """The content of a file, whose very bytes were checked. Raises CheckpointError."""
+    try:
+        size = storage.size_bytes(uri)
+        content = storage.read_bytes(uri) if size == expected.bytes else b""
+    except FileNotFoundError as error:
+        raise CheckpointError("a file is missing", where=uri) from error
+    if size != expected.bytes:
+        raise CheckpointError(f"a file has the wrong length, expected {expected.bytes} bytes", where=uri, value=size)
+    if (digest := storage.sha256_bytes(content)) != expected.sha256:
+        raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=uri, value=digest)
+    return content
+
+
+def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
+    """Whether every file is there with its size; none is read."""
+    try:
+        return all(storage.size_bytes(storage.join(uri, name)) == entry.bytes for name, entry in files.items())
+    except FileNotFoundError:
+        return False
+
+
+def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
+    """Raises OtherTrainingError that names what differs if the checkpoint belongs to another training."""
+    if manifest.training_identity == identity:
+        return
+    fields = ", ".join(
+        f"{key}: {old!r} -> {new!r}" for key, old, new in differences(manifest.training_identity, identity)
+    )
+    raise OtherTrainingError(
+        "the checkpoint belongs to another training",
+        where=uri,
+        value=fields,
+        fix="start a new run, or restore these settings",
+    )
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Where two nested mappings differ: (dotted key, old value, new value)."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append((prefix + key, before, after))
+    return found
+
+
+def retire(paths: RunPaths, keep_last: int, attempt: int) -> None:
+    """Deletes committed checkpoints beyond the newest `keep_last`, and what earlier attempts left half-written.
+
+    COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
+    `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
+    """
+    attempts.require_held(paths, attempt)
+    kept = set(committed(paths)[:keep_last])
+    for text in storage.list_names(paths.checkpoints):
+        name = CheckpointName.parse(text)
+        if name is None or name in kept:
+            continue
+        uri = storage.join(paths.checkpoints, text)
+        is_committed = storage.exists(storage.join(uri, COMMITTED))
+        if is_committed or name.attempt < attempt:
+            storage.remove(storage.join(uri, COMMITTED))
+            storage.remove(uri)

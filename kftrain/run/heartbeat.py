@@ -1,0 +1,134 @@
+"""The launcher's heartbeat, `<run>/launcher.json`: a job whose launcher is gone must not hold GPUs for ever.
+
+The clocks of two machines differ, so the time in the file is for people. What counts is that its content changes, by
+the clock of whoever watches. Storage that is down says nothing about the launcher: the count stops for as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from kftrain import storage
+from kftrain.run.best_effort import best_effort
+from kftrain.run.documents import RunPaths
+
+INTERVAL_SECONDS = 60.0
+"""Between two beats."""
+
+LOOKS_PER_TIMEOUT = 20
+"""How often a watch looks within its timeout."""
+
+MISSING = b""
+"""Stands for the content of a file that is not there: a launcher that never wrote is silent too."""
+
+END_SECONDS = 10.0
+"""How long the end of a launcher waits for a beat that is being written."""
+
+MAX_HANGING = 5
+"""Beats that may hang at once: a mount whose server is gone holds every call, until it is back."""
+
+
+class Heartbeat:
+    """Within the block, a thread writes the file at once and then at every interval.
+
+    A write that fails is made again at the next interval; for a thread that hangs in one another takes over. The file
+    stays: a launcher that ended has left no job.
+    """
+
+    def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self._uri, self._interval_seconds = paths.launcher, interval_seconds
+        self._ended, self._sequence = threading.Event(), itertools.count(1)
+        self._watch = threading.Thread(target=self._replace_hanging, daemon=True, name="heartbeat")
+        self._threads: list[threading.Thread] = []
+        self._beaten_at = 0.0
+
+    def __enter__(self) -> Heartbeat:
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        deadline = time.monotonic() + END_SECONDS
+        for thread in (self._watch, *self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _replace_hanging(self) -> None:
+        """Starts the thread that beats, and another one where that has not beaten for two intervals."""
+        while True:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            late = time.monotonic() - self._beaten_at > 2 * self._interval_seconds
+            if not self._threads or (late and len(self._threads) < MAX_HANGING):
+                self._beaten_at = time.monotonic()
+                thread = threading.Thread(target=self._beat, daemon=True, name="beat")
+                self._threads = [*self._threads, thread]
+                thread.start()
+            if self._ended.wait(self._interval_seconds):
+                return
+
+    def _beat(self) -> None:
+        while threading.current_thread() is self._threads[-1]:  # else another one has taken over
+            document = {"sequence": next(self._sequence), "host": socket.gethostname(), "time": time.time()}
+            with best_effort("the launcher's heartbeat could not be written"):
+                storage.publish_json(self._uri, document)
+            self._beaten_at = time.monotonic()
+            if self._ended.wait(self._interval_seconds):
+                return
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long a launcher has been silent."""
+
+    seconds: float = 0.0
+    content: bytes = MISSING
+    """What the file held when it was read last."""
+    read_at: float | None = None
+    """When that was; None: the last look failed, and the time since the one before does not count."""
+
+    def after(self, content: bytes | None, start: float, end: float) -> Silence:
+        """After one more look, which lasted from `start` to `end`; None: the file could not be read.
+
+        The time that a look takes does not count either: a mount may hang for an hour and then show old content.
+        """
+        if content is None:
+            return replace(self, read_at=None)
+        if content != self.content:
+            return Silence(0.0, content, end)
+        passed = 0.0 if self.read_at is None else start - self.read_at
+        return Silence(self.seconds + passed, content, end)
+
+
+class LauncherWatch:
+    """A worker's watch of its launcher."""
+
+    def __init__(self, paths: RunPaths, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._uri, self._clock, self._silence = paths.launcher, clock, Silence()
+
+    @property
+    def interval_seconds(self) -> float:
+        """How long to wait between two looks."""
+        return self.timeout_seconds / LOOKS_PER_TIMEOUT
+
+    def poll(self) -> bool:
+        """Looks once; whether the launcher has been silent for the timeout."""
+        start = self._clock()
+        content = self._read()
+        self._silence = self._silence.after(content, start, self._clock())
+        return self._silence.seconds >= self.timeout_seconds
+
+    def _read(self) -> bytes | None:
+        with best_effort("the launcher's heartbeat could not be read"):
+            try:
+                return storage.read_bytes(self._uri)
+            except FileNotFoundError:
+                return MISSING
+        return None

@@ -1,0 +1,151 @@
+"""The process that a node's ranks are forked from: `python -m kftrain.worker.agent`, started by the supervisor.
+
+It reads torch once, then forks one process a rank: reading it takes longer than anything else between a failure and the
+next step, and every rank would do it for itself. Nothing of torch has begun here: no thread, no device, no group. The
+environment of each rank is torchrun's (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` …).
+
+The agent outlives an attempt: it reports how the ranks have ended, and waits for the next attempt's environment on its
+standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from kftrain import storage
+from kftrain.process.kept import Reporter
+from kftrain.process.lifecycle import STORE_ENV, die_with_parent, imports_for_good, shell_code
+from kftrain.worker import rank, root_cause
+from kftrain.worker.node_job import NodeJob
+from kftrain.worker.root_cause import Failure
+from kftrain.worker.supervisor import ERROR_FILE_ENV
+
+SAME_MOMENT_SECONDS = 0.1
+"""Ranks that fail within it are all reported: the order in which they ended says little."""
+
+GRACE_SECONDS = 30.0
+"""How long the other ranks have to end by themselves once one has failed."""
+
+POLL_SECONDS = 0.02
+PR_SET_NAME = 15  # <linux/prctl.h>
+
+
+def main(argument: str) -> None:
+    """Runs attempts until the supervisor is gone. In a rank it ends with the rank's exit code."""
+    die_with_parent()
+    job = NodeJob.from_argument(argument)
+    reporter = Reporter()
+    _preload(job.task)
+    while reporter.begin():
+        reporter.end(_explained(wait(_start(job, reporter))))
+
+
+def _preload(task: str) -> None:
+    """Imports what the ranks need. What fails here fails in each of them again, which can say so in its log."""
+    with contextlib.suppress(ImportError, OSError, RuntimeError), imports_for_good():
+        if task == "train":
+            import kftrain.train.session
+        else:
+            import kftrain.evaluate.session  # noqa: F401
+
+
+def _start(job: NodeJob, reporter: Reporter) -> dict[int, int]:
+    """Forks the ranks; process id -> rank. In a rank it does not return."""
+    agent = os.getpid()
+    address, port, listener = job.address, job.port, None
+    if job.nodes == 1:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, job.processes))
+        address, port = listener.getsockname()[:2]
+    ranks = {}
+    for local_rank in range(job.processes):
+        environment = job.environment(local_rank, address, port)
+        if listener is not None and local_rank == 0:
+            environment[STORE_ENV] = str(listener.fileno())
+        pid = os.fork()
+        if not pid:
+            reporter.close()
+            if listener is not None and local_rank:
+                listener.close()
+            elif listener is not None:
+                listener.detach()
+            _become_rank(job, environment, agent)
+        ranks[pid] = int(environment["RANK"])
+    if listener is not None:
+        listener.close()
+    return ranks
+
+
+def _become_rank(job: NodeJob, environment: Mapping[str, str], agent: int) -> None:
+    """What a fork does: it becomes a rank and ends as one."""
+    os.setsid()  # a signal to the group of whoever started the job is not for it
+    die_with_parent()
+    if os.getppid() != agent:  # it was gone before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.environ.update(environment)
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{environment['RANK']}".encode())
+    sys.exit(rank.run(job.task, job.run_uri, job.digest))
+
+
+def wait(ranks: Mapping[int, int]) -> list[Failure]:
+    """Returns when all ranks have ended: the failures of the moment in which the first one failed, in their order.
+
+    The others are asked to end then, with SIGTERM, and killed after `GRACE_SECONDS`. What they end with is no failure
+    of theirs.
+    """
+    running, failures, told_at = dict(ranks), list[Failure](), 0.0
+    first_at = 0.0
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG if failures else 0)
+        now = time.time()
+        if pid in running:
+            code, number = os.waitstatus_to_exitcode(status), running.pop(pid)
+            if code and (not failures or now - first_at <= SAME_MOMENT_SECONDS):
+                first_at = first_at or now
+                failures.append(Failure(number, code, now))
+        elif failures:
+            told_at = _ended(running, now, first_at, told_at)
+            time.sleep(POLL_SECONDS)
+    return failures
+
+
+def _ended(running: Mapping[int, int], now: float, first_at: float, told_at: float) -> float:
+    """Asks, later kills, the ranks that are left; returns when they were asked, 0 for not yet."""
+    if not told_at and now - first_at > SAME_MOMENT_SECONDS:
+        _send(running, signal.SIGTERM)
+        return now
+    if told_at and now - told_at > GRACE_SECONDS:
+        _send(running, signal.SIGKILL)
+    return told_at
+
+
+def _send(pids: Mapping[int, int], number: int) -> None:
+    for pid in pids:  # none of them is waited for yet, so each id is still theirs
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _explained(failures: list[Failure]) -> int:
+    """Writes the error of the process that was the cause, if it could not do so itself; returns its code."""
+    if not failures:
+        return 0
+    error_file = os.environ[ERROR_FILE_ENV]
+    found, document = root_cause.cause(failures, storage.read_json_if_exists(error_file))
+    if document is not None:
+        with contextlib.suppress(OSError):  # the disk is full: the exit code says enough
+            storage.publish_json(error_file, document)
+    return shell_code(found.returncode)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

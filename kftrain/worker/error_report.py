@@ -1,0 +1,60 @@
+"""The error of a process: what kind it is, and left for the supervisor before anything else takes time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+
+from kftrain import storage
+from kftrain.errors import ConfigError, KftrainError, RetryableError, StorageError, UserCodeError, error_to_dict
+from kftrain.worker.root_cause import LOST_PEER, Document
+from kftrain.worker.supervisor import ERROR_FILE_ENV
+
+_TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
+"""torch's own wording, which no message of a user's code has by chance."""
+
+_LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (closed|reset)|Broken pipe")
+"""What a RuntimeError outside of a user's code says where a connection to a peer broke."""
+
+
+def leave(error: Exception) -> tuple[KftrainError | None, Document]:
+    """Writes an error for the supervisor, unless there is one; returns it as `classify` and as plain data."""
+    known = classify(error)
+    document = {**error_to_dict(known or error), "rank": int(os.environ.get("RANK", "0"))}
+    if ERROR_FILE_ENV in os.environ:
+        with contextlib.suppress(OSError):  # it exists; or the disk is full, and the exit code says enough
+            storage.create_json(os.environ[ERROR_FILE_ENV], document)
+    return known, document
+
+
+def classify(error: BaseException) -> KftrainError | None:
+    """The expected failure behind an exception; None for a bug."""
+    if "torch" in sys.modules:  # else it failed before, and torch may be what cannot be imported
+        known = _of_torch(error)
+        if known is not None:
+            return known
+    if isinstance(error, KftrainError):
+        return error
+    if storage.is_full(error):
+        return storage.full_error(error)
+    if storage.is_outage(error):
+        return StorageError(f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return None
+
+
+def _of_torch(error: BaseException) -> KftrainError | None:
+    import torch
+    import torch.distributed as dist
+
+    cause = error.__cause__ if isinstance(error, KftrainError) and error.__cause__ else error
+    if isinstance(cause, torch.OutOfMemoryError):
+        return ConfigError(
+            "out of GPU memory", fix="lower train.micro_batch_size, or set train.activation_checkpointing: blocks"
+        )
+    wording = _TORCH_LOST_PEER if isinstance(error, UserCodeError) else _LOST_PEER
+    lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and wording.search(str(cause)))
+    if lost and not isinstance(error, RetryableError):
+        return RetryableError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
+    return None

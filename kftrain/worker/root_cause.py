@@ -1,0 +1,109 @@
+"""Which error a node's share of a job ended with, and which of several is the cause. All of it is pure.
+
+Errors are plain data here, as they lie in `error.json`: they come from other processes.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, Preempted
+from kftrain.process.lifecycle import shell_code
+
+Document = dict[str, Any]
+
+STOPPED = {
+    "train": "stopped before the first step: there was nothing to commit",
+    "evaluate": "the evaluation was stopped; training is complete and is not repeated",
+}
+"""What a task that was asked to stop ends with, where none of its processes could say more."""
+
+LOST_PEER = "lost contact with another process"
+"""How the error of a process begins whose peer was gone: never the cause."""
+
+SAME_TIME_SECONDS = 1.0
+"""A process that was killed may be seen to end a little after the peers that lost it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that failed, as the agent saw it."""
+
+    rank: int
+    returncode: int
+    """As `subprocess` has it: -N for death by signal N."""
+    timestamp: float
+    """Seconds since the epoch."""
+
+
+def silent_end(returncode: int, rank: int | None = None) -> Document:
+    """The error of a process that left none; of the node's agent where no rank is named."""
+    name = "the agent" if rank is None else f"rank {rank}"
+    how = _signal_name(-returncode) if returncode < 0 else f"exit code {returncode}"
+    document = {"kind": "", "exit_code": shell_code(returncode), "line": f"{name} ended by {how} without a word"}
+    return document if rank is None else {**document, "rank": rank}
+
+
+def only_lost_a_peer(document: Document) -> bool:
+    """Whether a process failed only because another one was gone."""
+    return str(document.get("what", "")).startswith(LOST_PEER)
+
+
+def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, Document | None]:
+    """The process that failed first, and its error where it left none itself.
+
+    Args:
+        failures: All of a node's, in the order in which the agent noticed them.
+        left: The error that a process of the node wrote, if any did. Where it only lost a peer, the cause is a
+            process that was killed at the same time.
+    """
+    first = min(failures, key=lambda failure: failure.timestamp)
+    killed = [f for f in failures if _was_killed(f) and f.timestamp <= first.timestamp + SAME_TIME_SECONDS]
+    if left is None or (only_lost_a_peer(left) and killed):
+        found = killed[0] if killed else first
+        return found, silent_end(found.returncode, found.rank)
+    return first, None
+
+
+def of_stopped_share(document: Document, task: str) -> Document:
+    """The error of a share that was asked to stop: a process that could not say why it ended was preempted."""
+    if document["exit_code"] == Preempted.exit_code and not document["kind"]:
+        return Preempted(STOPPED[task]).to_dict()
+    return document
+
+
+def of_silent_launcher(document: Document, timeout_seconds: float, killed: bool) -> Document:
+    """The error of a share that was stopped because its launcher had been silent for so long.
+
+    An error that has nothing to do with the stop is kept. `killed`: the processes did not stop when they were asked to.
+    """
+    if killed:
+        how = "the processes did not stop and were killed"
+    elif document["exit_code"] == Preempted.exit_code or only_lost_a_peer(document):
+        how = "stopped after a commit"
+    else:
+        return document
+    what = f"the launcher has been silent for {timeout_seconds:g} s; {how}"
+    return LauncherGoneError(what, fix="resume the run").to_dict()
+
+
+def outranks(document: Document, published: Document) -> bool:
+    """Whether a node's error takes the place of another's that came first."""
+    if only_lost_a_peer(published):
+        return not only_lost_a_peer(document)
+    return bool(published["exit_code"] >= FIRST_RETRYABLE_CODE > document["exit_code"])
+
+
+def _was_killed(failure: Failure) -> bool:
+    """By a signal that is not the agent's way to end the others."""
+    return failure.returncode < 0 and failure.returncode != -signal.SIGTERM
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,123 @@
+"""Whether the processes of a node hang, and which of them is the one that the others wait for. No torch here.
+
+A collective operation that some process never enters would end by its timeout, on all the others: the one that is stuck
+would be the last to be named, and its stack never seen. So the supervisor looks from outside, a little earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kftrain.errors import HangError
+from kftrain.process import liveness
+from kftrain.process.liveness import BEAT_SECONDS, Beat
+
+LOOK_SECONDS = 1.0
+STACK_SECONDS = 1.0
+"""How long the processes have to write their stacks before they are killed."""
+
+ALONE = 2.0
+"""A node whose processes are all at the same place may take so many timeouts between two collective operations: they
+compute, or wait for another node, whose own supervisor knows more."""
+
+MIN_SILENCE_SECONDS = 10 * BEAT_SECONDS
+"""A busy machine may skip some beats."""
+
+SILENT = "stopped or blocked, no sign of life"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What is wrong, and the first of the processes that it is about."""
+
+    error: HangError
+    rank: int
+
+
+def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang | None:
+    """The hang of a node's processes, if there is one.
+
+    Args:
+        beats: By rank; all processes of this node.
+        now: Seconds on the monotonic clock of the beats.
+        timeout_seconds: How long a process may wait for another one.
+    """
+    watched = {rank: beat for rank, beat in beats.items() if beat.watched}
+    silence = max(timeout_seconds, MIN_SILENCE_SECONDS)
+    silent = {rank for rank, beat in watched.items() if now - beat.alive_at >= silence}
+    if silent:
+        return _hang(silent, f"{SILENT} for {silence:g} s")
+    counted = {rank: beat for rank, beat in watched.items() if beat.counted}
+    still = min((now - beat.progress_at for beat in counted.values()), default=0.0)
+    if still < timeout_seconds:  # somebody moves
+        return None
+    resting = {rank for rank, beat in beats.items() if beat.watched_at and not beat.watched}
+    if resting:
+        return _hang(resting, f"in validation, a checkpoint or its end, while others wait for {still:.0f} s")
+    least = min(beat.num_collectives for beat in counted.values())
+    behind = {rank for rank, beat in counted.items() if beat.num_collectives == least}
+    silent = {rank for rank in behind if now - counted[rank].alive_at > still / 2}
+    if silent and len(behind) < len(counted):
+        return _hang(silent, f"{SILENT} while others wait for {still:.0f} s")
+    if len(behind) < len(counted):
+        return _hang(behind, f"no progress for {still:.0f} s, while others wait")
+    operations = {rank: beat.operation for rank, beat in counted.items() if beat.operation}
+    if len(set(operations.values())) > 1:
+        return _mismatch(operations, still)
+    return _hang(behind, f"no progress for {still:.0f} s") if still >= ALONE * timeout_seconds else None
+
+
+class Watchdog:
+    """Looks after the processes of a node."""
+
+    def __init__(self, folder: Path, ranks: range, timeout_seconds: float) -> None:
+        self._paths = {rank: folder / str(local_rank) for local_rank, rank in enumerate(ranks)}
+        self._timeout_seconds = timeout_seconds
+
+    def look(self) -> Hang | None:
+        """What is wrong with the processes now."""
+        beats = {rank: liveness.read(path) for rank, path in self._paths.items()}
+        return found(beats, time.monotonic(), self._timeout_seconds)
+
+
+def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
+    """Lets the processes write where they stand, then kills them."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(liveness.STACK_SIGNAL)
+    time.sleep(STACK_SECONDS)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _mismatch(operations: Mapping[int, str], still_seconds: float) -> Hang:
+    """Who calls another operation than most is named first: they wait for each other for good."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, operation in sorted(operations.items()):
+        ranks_of.setdefault(operation, []).append(rank)
+    places = sorted(ranks_of.items(), key=lambda place: (len(place[1]), place[1]))
+    told = ", ".join(f"{_named(ranks)} in {operation}" for operation, ranks in places)
+    error = HangError(
+        f"the processes have called different collective operations, and wait for {still_seconds:.0f} s: {told}",
+        fix="the logs of those ranks say where they stand; all of them must call the same ones in the same order",
+    )
+    return Hang(error, places[0][1][0])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _hang(ranks: set[int], how: str) -> Hang:
+    error = HangError(
+        f"{_named(list(ranks))}: {how}",
+        fix="the log of that rank says where it stands; if it was only slow, raise launch.timeout_seconds",
+    )
+    return Hang(error, min(ranks))

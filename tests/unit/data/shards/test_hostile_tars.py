@@ -1,0 +1,186 @@
+"""Archives that ask for more than they hold: memory and time follow the bytes of the file, whatever its headers say."""
+
+import io
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.source_checks import records
+
+from kftrain.data.sources.bounded import BoundedStream
+from kftrain.errors import DataError
+
+READ_UNDER_A_LIMIT = """
+import resource, sys
+from kftrain.config import DataConfig
+from kftrain.data import sources
+from kftrain.errors import DataError
+paths = sys.argv[2:]
+opened = [sources.resolve(DataConfig(source=path)) for path in paths]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
+for source in opened:
+    try:
+        print("read", len(list(source.records())))
+    except DataError as error:
+        print("refused", error.line)
+"""
+
+MARGIN_BYTES = 64 << 20
+"""What reading a small archive may take on top of the imports."""
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A GNU header of any size, which may need more digits than USTAR has."""
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    block = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = (
+        b"%011o\0" % size
+        if 0 <= size < 8**11
+        else bytes([0x80 if size > 0 else 0xFF]) + (size % 256**11).to_bytes(11, "big")
+    )
+    return sealed(block)
+
+
+def sealed(block: bytearray) -> bytes:
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def sparse(name: str, real_size: int) -> bytes:
+    """An old GNU sparse file of one byte at its end: 1.5 KB."""
+    block = bytearray(header(name, 1, tarfile.GNUTYPE_SPARSE))
+    block[386:410] = b"%011o\0%011o\0" % (real_size - 1, 1)
+    block[483:495] = b"%011o\0" % real_size
+    return sealed(block) + b"x" + bytes(511)
+
+
+def pax(records_: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
+    text = b""
+    for key, value in records_.items():
+        line = f" {key}={value}\n".encode()
+        length = len(line) + len(str(len(line) + 2))
+        text += str(length).encode() + line
+    return header("pax", len(text), kind) + text + bytes(-len(text) % 512)
+
+
+END = bytes(1024)
+TERABYTE = 1 << 40
+ATTACKS = {
+    "sparse": sparse("1.txt", 2 << 30) + END,
+    "sparse by PAX": pax({"GNU.sparse.size": str(2 << 30), "GNU.sparse.map": f"{(2 << 30) - 1},1"})
+    + header("1.txt", 1)
+    + b"x"
+    + bytes(511)
+    + END,
+    "sparse by a map": pax({"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(2 << 30)})
+    + header("1.txt", 512)
+    + f"1\n{(2 << 30) - 1}\n1\n".encode().ljust(512, b"\0")
+    + END,
+    "a member of a terabyte": header("1.txt", TERABYTE) + b"x" * 512 + END,
+    "a member of 8 GiB": header("1.txt", 8**11 - 1) + b"x" * 512 + END,
+    "a size that PAX gives": pax({"size": str(TERABYTE)}) + header("1.txt", 1) + b"x" * 512 + END,
+    "a negative size": header("1.txt", -512) + b"x" * 512 + END,
+    "a size that leads back": header("0.txt", 1) + b"x" * 512 + header("1.txt", -1536) + END,
+    "PAX of a terabyte": header("pax", TERABYTE, tarfile.XHDTYPE) + b"x" * 512 + END,
+    "a long name of a terabyte": header("n", TERABYTE, tarfile.GNUTYPE_LONGNAME) + b"x" * 512 + END,
+    "headers of headers": pax({"a": "b"}) * 3000 + header("1.txt", 1) + b"x" * 512 + END,
+    "a number of many digits": pax({"size": "9" * 5000}) + header("1.txt", 1) + b"x" * 512 + END,
+}
+
+
+def read_under_a_limit(paths: list[Path], seconds: float = 120.0) -> list[str]:
+    command = [sys.executable, "-c", READ_UNDER_A_LIMIT, str(MARGIN_BYTES), *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_archives_that_ask_for_memory_are_refused_within_what_they_hold(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.tar" for number in range(len(ATTACKS))]
+    for path, content in zip(paths, ATTACKS.values(), strict=True):
+        path.write_bytes(content)
+    found = read_under_a_limit(paths)
+    assert {name: line.split()[0] for name, line in zip(ATTACKS, found, strict=True)} == dict.fromkeys(
+        ATTACKS, "refused"
+    ), found
+
+
+@pytest.mark.parametrize("attack", ["sparse", "a member of a terabyte"])
+def test_the_member_and_the_reason_are_named(tmp_path: Path, attack: str) -> None:
+    (tmp_path / "s.tar").write_bytes(ATTACKS[attack])
+    with pytest.raises(DataError, match=r"s\.tar:1\.txt: (a sparse file|the member is cut off: it holds 1,536 of)"):
+        records(tmp_path / "s.tar")
+
+
+def whole_archive() -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        array = io.BytesIO()
+        np.save(array, np.arange(6))
+        for number in range(3):
+            members = {"txt": b"text", "cls": b"7", "json": b'{"a": 1}', "npy": array.getvalue()}
+            for suffix, content in members.items():
+                member = tarfile.TarInfo(f"{'long/' * 30 if number else ''}{number}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def mutated(whole: bytes, draw: random.Random) -> bytes:
+    """Some bytes, numbers or blocks changed; most headers are made to fit their checksum again."""
+    content = bytearray(whole)
+    for _ in range(draw.randint(1, 4)):
+        start = 512 * draw.randrange(len(content) // 512)
+        kind = draw.randrange(4)
+        if kind == 0:
+            content[start + draw.choice([124, 156, 257, 345, 386, 483])] = draw.randrange(256)
+        elif kind == 1:
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        elif kind == 2:
+            content[start + 124 : start + 136] = draw.choice(
+                [b"77777777777\0", bytes([0x80]) + draw.randbytes(11), bytes([0xFF]) * 12, b"%011o\0" % 512]
+            )
+        else:
+            content[start + 156] = draw.choice(b"0123567LKSxgX")
+        if draw.random() < 0.9:
+            content[start : start + 512] = sealed(content[start : start + 512])
+    return bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+
+
+def test_mutated_archives_are_read_or_refused_and_never_anything_else(tmp_path: Path) -> None:
+    draw, whole = random.Random(17), whole_archive()
+    paths = [tmp_path / f"{number}.tar" for number in range(400)]
+    for path in paths:
+        path.write_bytes(mutated(whole, draw))
+    found = read_under_a_limit(paths)
+    assert len(found) == len(paths) and {line.split()[0] for line in found} == {"read", "refused"}
+
+
+def test_a_bounded_stream_reads_as_the_stream_does_and_never_asks_for_more() -> None:
+    asked: list[int] = []
+
+    class Counted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(-1 if size is None else size)
+            return super().read(size)
+
+    content = bytes(range(100))
+    plain, bounded, draw = io.BytesIO(content), BoundedStream(Counted(content)), random.Random(0)
+    for _ in range(300):
+        if draw.random() < 0.5:
+            place, size = draw.randrange(200), draw.choice([-1, 0, 7, 10**15])
+            assert plain.seek(place) == bounded.seek(place)
+            assert plain.read(min(size, 200)) == bounded.read(size) and plain.tell() == bounded.tell()
+        else:
+            offset = draw.randrange(100)
+            assert plain.seek(-offset, io.SEEK_END) == bounded.seek(-offset, io.SEEK_END)
+    assert asked and all(0 <= size <= 100 for size in asked)
+    with pytest.raises(ValueError, match="no place"):
+        bounded.seek(-1)

@@ -1,0 +1,41 @@
+"""Pods and jobs of others that have our labels: what is not a worker is not looked at."""
+
+import pytest
+
+from kftrain.launch.kubernetes import observation
+from kftrain.launch.kubernetes.lease import any_pods
+from kftrain.launch.kubernetes.observation import INDEX_LABEL
+
+CREATED = "2026-11-21T10:00:00Z"
+
+
+def pod(name, labels):
+    return {"metadata": {"name": name, "uid": name, "creationTimestamp": CREATED, "labels": labels}, "spec": {}}
+
+
+class FakeCluster:
+    def __init__(self, *pods):
+        self.pods = pods
+
+    def list_pods(self, name):
+        return self.pods
+
+    def read_job(self, name):
+        return None
+
+
+@pytest.mark.parametrize("label", ["first", "", "-1", "1.5", "\u0661", "9" * 20, "0x1", " 1"])
+def test_a_foreign_pods_label_is_no_traceback(label):
+    own, foreign = pod("w-1", {INDEX_LABEL: "1"}), pod("debug", {INDEX_LABEL: label})
+    assert [(found.name, found.index) for found in observation.parse_workers([own, foreign], 0.0)] == [("w-1", 1)]
+    assert any_pods(FakeCluster(own, foreign), "j") and not any_pods(FakeCluster(foreign), "j")
+
+
+def test_a_pod_without_labels_is_read():
+    assert [found.index for found in observation.parse_workers([pod("w", None)], 0.0)] == [0]
+
+
+def test_a_job_of_somebody_else_is_read():
+    item = {"metadata": {"uid": "u", "creationTimestamp": CREATED, "labels": None, "annotations": None}, "spec": {}}
+    found = observation.parse_job(item, 0.0)
+    assert (found.task, found.suspended_by_user, found.num_workers) == ("", False, 1)

@@ -1,0 +1,209 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain import config, storage
+from kftrain.errors import LaunchError
+from kftrain.launch import spec
+from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.run.documents import RunPaths
+
+ROOT = Path(__file__).parents[4]
+GOLDEN = ROOT / "tests" / "golden" / "pytorchjob.yaml"
+CRD = ROOT.parent / "shared" / "crds" / "kubeflow.org_pytorchjobs.yaml"
+
+TEXT = """
+run: {storage_root: "s3://bucket/root"}
+tracking: {uri: "http://mlflow:5000"}
+launch:
+  backend: pytorchjob
+  nodes: 2
+  kubernetes:
+    trainer_image: registry/trainer@sha256:0123
+    gpus_per_node: 4
+    node_selector: {pool: gpu}
+    tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+    image_pull_secrets: [registry]
+    priority_class: high
+    queue: team
+"""
+
+
+OWNER = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow", "uid": "0123", "controller": False}
+
+
+def build(text=TEXT, run_id="lm-0123456789ab", overrides=(), kfp_run_id="kfp-run-id", owner=None):
+    resolved = config.parse(text, list(overrides))
+    paths = RunPaths.of(resolved.run.storage_root, run_id)
+    return pytorchjob.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
+
+
+def pod_of(job):
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+
+
+def digest_of(job):
+    return job["metadata"]["annotations"][pytorchjob.DIGEST_ANNOTATION]
+
+
+def test_the_job_is_the_golden_one():
+    """After a wanted change: write `yaml.safe_dump(build())` there and read the difference."""
+    assert yaml.safe_dump(build()) == GOLDEN.read_text()
+
+
+def test_the_job_is_valid_against_the_operators_definition():
+    if not CRD.exists():
+        pytest.skip("the operator's CustomResourceDefinition is not beside this checkout")
+    import jsonschema
+
+    definition = yaml.safe_load(CRD.read_text())
+    schema = next(v for v in definition["spec"]["versions"] if v["name"] == "v1")["schema"]["openAPIV3Schema"]
+    jsonschema.validate(build(owner=OWNER), forbid_unknown(schema))
+
+
+def forbid_unknown(schema):
+    """The schema as strict field validation reads it: a key that it does not name is an error."""
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: forbid_unknown(value) for key, value in schema.items() if key != "properties"}
+    if "properties" in schema:
+        strict["properties"] = {name: forbid_unknown(part) for name, part in schema["properties"].items()}
+        free = schema.get("x-kubernetes-preserve-unknown-fields") or set(schema["properties"]) <= {"apiVersion", "kind"}
+        strict.setdefault("additionalProperties", bool(free))
+    if schema.get("x-kubernetes-int-or-string"):
+        strict.pop("type", None)
+    return strict
+
+
+def test_a_pod_asks_for_nothing_that_the_restricted_standard_forbids():
+    pod = pod_of(build(overrides=["launch.kubernetes.ca_bundle=ours"]))["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert all("hostPath" not in volume for volume in pod["volumes"])
+
+
+def test_no_credential_stands_in_the_job():
+    text = yaml.safe_dump(build(overrides=["tracking.uri=http://ana:hunter2@mlflow:5000"]))
+    assert "hunter2" not in text
+
+
+def test_only_workers_so_that_all_must_succeed():
+    job = build()["spec"]
+    assert list(job["pytorchReplicaSpecs"]) == ["Worker"]
+    assert "elasticPolicy" not in job
+    assert job["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
+    assert job["runPolicy"]["cleanPodPolicy"] == "Running"
+
+
+@settings(derandomize=True, max_examples=100)
+@given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.sampled_from(["train", "evaluate"]))
+def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
+    resolved = config.parse(TEXT)
+    paths = RunPaths.of(resolved.run.storage_root, run_id)
+    job = spec.train_job(paths, resolved, "") if task == "train" else spec.evaluate_job(paths, resolved, "m")
+    name = pytorchjob.job_name(job)
+    assert len(f"{name}-worker-999") <= 63
+    assert name[0].isalpha() and name.endswith(task) and "--" not in name.replace(run_id, "")
+    assert pytorchjob.job_name(job) == name
+
+
+def test_long_run_ids_stay_apart():
+    resolved = config.parse(TEXT)
+    names = {
+        pytorchjob.job_name(spec.train_job(RunPaths.of("s3://b", "a" * 60 + tail), resolved, "")) for tail in ("b", "c")
+    }
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [("run.storage_root=/data/root", "run.storage_root"), ("tracking.uri=sqlite:///mlflow.db", "tracking.uri")],
+)
+def test_what_pods_cannot_reach_is_refused(override, where):
+    with pytest.raises(LaunchError) as caught:
+        build(overrides=[override])
+    assert caught.value.where == where and caught.value.exit_code == 13
+
+
+def test_a_mounted_volume_may_hold_the_runs():
+    volumes = "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: runs}}]"
+    mounts = "launch.kubernetes.volume_mounts=[{name: data, mountPath: /data}]"
+    job = build(overrides=["run.storage_root=/data/root", volumes, mounts])
+    pod = pod_of(job)["spec"]
+    assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
+
+
+def test_processes_follow_the_gpus_of_a_node():
+    assert spec.processes_per_node(config.parse(TEXT)) == 4
+    assert spec.processes_per_node(config.parse(TEXT, ["launch.kubernetes.gpus_per_node=0"])) == 2
+
+
+def test_the_digest_is_that_of_the_specification_alone():
+    """The same job is adopted by another pipeline run and under another owner."""
+    job = build()
+    assert digest_of(job) == storage.digest_json(job["spec"])[:16]
+    assert digest_of(build(kfp_run_id="another", owner=OWNER)) == digest_of(job)
+    assert digest_of(build(overrides=["launch.kubernetes.memory=8Gi"])) != digest_of(job)
+
+
+def test_a_job_belongs_to_its_owner():
+    assert build(owner=OWNER)["metadata"]["ownerReferences"] == [OWNER]
+    assert "ownerReferences" not in build()["metadata"]
+
+
+def test_labels_of_queue_and_pipeline_run_belong_to_the_job_alone():
+    """Kueue would manage a pod that bears a queue's label on its own."""
+    job = build(overrides=["launch.kubernetes.queue_priority=urgent"])
+    own = {pytorchjob.RUN_LABEL: "lm-0123456789ab", pytorchjob.TASK_LABEL: "train"}
+    queue = {
+        pytorchjob.QUEUE_LABEL: "team",
+        pytorchjob.PRIORITY_LABEL: "urgent",
+        pytorchjob.KFP_RUN_LABEL: "kfp-run-id",
+    }
+    assert pod_of(job)["metadata"]["labels"] == own
+    assert job["metadata"]["labels"] == own | queue
+
+
+def test_a_job_with_a_queue_starts_when_it_is_admitted():
+    assert build()["spec"]["runPolicy"]["suspend"] is True
+    assert "suspend" not in build(TEXT.replace("queue: team", ""))["spec"]["runPolicy"]
+
+
+def test_a_worker_knows_its_rank_and_its_machine():
+    (container,) = pod_of(build())["spec"]["containers"]
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"] if "valueFrom" in e}
+    assert fields == {
+        spec.NODE_RANK_ENV: "metadata.labels['training.kubeflow.org/replica-index']",
+        spec.NODE_NAME_ENV: "spec.nodeName",
+    }
+
+
+def test_certificates_of_ones_own_are_mounted_and_named():
+    pod = pod_of(build(overrides=["launch.kubernetes.ca_bundle=ours"]))["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "ca", "configMap": {"name": "ours"}} in pod["volumes"]
+    assert {"name": "ca", "mountPath": pytorchjob.CA_FOLDER, "readOnly": True} in container["volumeMounts"]
+    values = {e["name"]: e.get("value") for e in container["env"]}
+    assert {values[name] for name in pytorchjob.CA_VARIABLES} == {f"{pytorchjob.CA_FOLDER}/ca.crt"}
+
+
+def test_secrets_that_do_not_exist_are_left_out():
+    (container,) = pod_of(build(overrides=["launch.kubernetes.secrets=[one, two]"]))["spec"]["containers"]
+    named = [(entry["secretRef"]["name"], entry["secretRef"]["optional"]) for entry in container["envFrom"]]
+    assert named == [("one", True), ("two", True)]
+
+
+def test_a_job_tells_for_which_configuration_it_was_started():
+    assert pytorchjob.started_for(build()) == config.parse(TEXT).digest()
+    job = build()
+    (container,) = pod_of(job)["spec"]["containers"]
+    del container["command"]
+    assert pytorchjob.started_for(job) == ""

@@ -1,0 +1,99 @@
+import pytest
+
+from kftrain.errors import ConfigError, HangError, LauncherGoneError, Preempted, RetryableError
+from kftrain.worker import root_cause
+from kftrain.worker.root_cause import (
+    LOST_PEER,
+    Failure,
+    cause,
+    of_silent_launcher,
+    of_stopped_share,
+    outranks,
+    silent_end,
+)
+
+LOST = RetryableError(f"{LOST_PEER}: Connection closed by peer").to_dict()
+WRONG = ConfigError("wrong").to_dict()
+PREEMPTED = Preempted("stopped at step 3 of 9").to_dict()
+UNWRITTEN = RetryableError("the checkpoint could not be written: no space").to_dict()
+
+
+def test_a_process_without_a_word_is_named_by_rank_and_signal():
+    assert silent_end(-9, 3) == {
+        "kind": "", "exit_code": 137, "line": "rank 3 ended by SIGKILL without a word", "rank": 3,
+    }  # fmt: skip
+    assert silent_end(7, 0)["line"] == "rank 0 ended by exit code 7 without a word"
+    assert silent_end(140)["line"] == "the agent ended by exit code 140 without a word"
+    assert silent_end(-33)["line"] == "the agent ended by signal 33 without a word"
+    assert "rank" not in silent_end(-9)
+
+
+@pytest.mark.parametrize(
+    ("failures", "left", "rank", "line"),
+    [
+        # One was killed; its peer noticed within the same tenth of a second, and comes first by its number.
+        ([Failure(0, 138, 50), Failure(1, -9, 50)], LOST, 1, "rank 1 ended by SIGKILL without a word"),
+        ([Failure(4, -11, 50), Failure(5, 138, 51)], LOST, 4, "rank 4 ended by SIGSEGV without a word"),
+        ([Failure(0, -9, 50)], None, 0, "rank 0 ended by SIGKILL without a word"),
+        ([Failure(1, 3, 50), Failure(0, -15, 51)], None, 1, "rank 1 ended by exit code 3 without a word"),
+        ([Failure(0, -15, 50), Failure(1, -9, 51)], None, 1, "rank 1 ended by SIGKILL without a word"),
+        # the agent killed the others 30 s later: they are no cause.
+        ([Failure(0, 138, 50), Failure(1, -9, 80)], LOST, 0, None),
+        ([Failure(0, 138, 50), Failure(1, -15, 50)], LOST, 0, None),
+        # One that said why it failed is the cause, whatever became of the others.
+        ([Failure(1, 10, 50), Failure(0, -6, 50)], WRONG, 1, None),
+        ([Failure(0, 143, 50), Failure(1, -9, 51)], PREEMPTED, 0, None),
+    ],
+)
+def test_the_cause_is_who_was_killed_unless_somebody_said_more(failures, left, rank, line):
+    found, document = cause(failures, left)
+    assert found.rank == rank
+    assert (document and document["line"]) == line
+
+
+@pytest.mark.parametrize("ended", [PREEMPTED, LOST, silent_end(-15)])
+def test_a_share_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
+    document = of_silent_launcher(ended, 1800.0, killed=False)
+    assert (document["kind"], document["exit_code"]) == ("LauncherGoneError", LauncherGoneError.exit_code)
+    assert "silent for 1800 s; stopped after a commit" in document["line"]
+
+
+@pytest.mark.parametrize("ended", [WRONG, UNWRITTEN, HangError("hung").to_dict(), silent_end(-9, 1)])
+def test_an_error_that_has_nothing_to_do_with_the_stop_wins(ended):
+    assert of_silent_launcher(ended, 1800.0, killed=False) == ended
+    assert of_stopped_share(ended, "train") == ended
+
+
+def test_a_share_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too():
+    document = of_silent_launcher(silent_end(-9), 1800.0, killed=True)
+    assert document["exit_code"] == 18 and "did not stop and were killed" in document["line"]
+
+
+def test_a_share_that_was_stopped_before_it_could_say_so_is_preempted():
+    assert of_stopped_share(PREEMPTED, "train") == PREEMPTED
+    assert of_stopped_share(silent_end(-15, 1), "train")["kind"] == "Preempted"
+    assert "training is complete" in of_stopped_share(silent_end(-15, 1), "evaluate")["line"]
+    assert of_stopped_share(LOST, "train") == LOST
+
+
+@pytest.mark.parametrize(
+    ("document", "published", "wins"),
+    [
+        (WRONG, LOST, True),
+        (silent_end(-9, 1), LOST, True),
+        (UNWRITTEN, LOST, True),
+        (LOST, LOST, False),
+        (LOST, silent_end(-9, 1), False),
+        (LauncherGoneError("gone").to_dict(), PREEMPTED, True),
+        (PREEMPTED, UNWRITTEN, False),
+        (PREEMPTED, LauncherGoneError("gone").to_dict(), False),
+        (ConfigError("second").to_dict(), WRONG, False),
+    ],
+)
+def test_the_first_failing_node_wins_unless_it_was_no_cause(document, published, wins):
+    assert outranks(document, published) is wins
+
+
+def test_the_launchers_own_line_about_a_lost_peer_is_recognised_after_a_round_trip():
+    assert root_cause.only_lost_a_peer({**LOST, "rank": 3, "node": "n"})
+    assert not root_cause.only_lost_a_peer({"kind": "", "exit_code": 137, "line": "x"})
