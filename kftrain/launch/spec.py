@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.process.lifecycle import num_local_gpus
+from kftrain.run.completion import JobTask
 from kftrain.run.documents import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
@@ -29,8 +29,6 @@ RENDEZVOUS_PORT = 23456
 """The port there; the training operator opens it on every pod."""
 
 DEFAULT_CPU_PROCESSES = 2
-
-JobTask = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ gone.
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
 from kftrain import config as configuration
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
-from kftrain.launch.spec import JobTask
 from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths, RunShards
+
+JobTask = Literal["train", "evaluate"]
+"""What a job does."""
 
 EXPORT_MANIFEST = "manifest.json"
 """The file that is written last into an export."""

@@ -10,8 +10,9 @@ import yaml
 from kftrain.config import Config
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes.kinds import pytorchjob
-from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, JobTask, evaluate_job, train_job
+from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, evaluate_job, train_job
 from kftrain.models.signature import check_options
+from kftrain.run.completion import JobTask
 from kftrain.run.documents import RunPaths
 from kftrain.stages import preflight, resolve, tracked
 

@@ -37,7 +37,6 @@ from kftrain.launch.spec import (
     NODE_NAME_ENV,
     NODE_RANK_ENV,
     RENDEZVOUS_PORT,
-    JobTask,
 )
 from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.lifecycle import die_with_parent, num_cpus
@@ -46,7 +45,7 @@ from kftrain.process.termination import leave_message
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
-from kftrain.run.completion import is_complete, load_config
+from kftrain.run.completion import JobTask, is_complete, load_config
 from kftrain.run.documents import RunPaths
 from kftrain.run.heartbeat import LauncherWatch
 from kftrain.worker import root_cause
