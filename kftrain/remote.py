@@ -23,6 +23,7 @@ import fsspec.asyn
 
 from kftrain import outages, threads
 from kftrain.errors import ConfigError
+from kftrain.positioned import PositionedStream
 
 READ_BYTES = 16 << 20
 """What a stream reads ahead, and at most with one request."""
@@ -256,32 +257,17 @@ def version_of(info: dict[str, Any]) -> str:
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
 
 
-class _ObjectReader(io.RawIOBase):
+class _ObjectReader(PositionedStream):
     """Reads by ranges: each is ridden out on its own, so that a stream goes on where it was."""
 
     def __init__(self, path: RemotePath) -> None:
-        super().__init__()
-        self._path, self._position = path, 0
         info = outages.ride_out(path.uri, "read", path.object_info)
-        self._size, self._version = int(info["size"]), version_of(info)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        super().__init__(int(info["size"]))
+        self._path, self._version = path, version_of(info)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        start, stop = self._position, min(self._size, self._position + min(len(view), READ_BYTES))
+        start, stop = self._position, min(self.size_bytes, self._position + min(len(view), READ_BYTES))
         if stop <= start:
             return 0
         content = outages.ride_out(self._path.uri, "read", lambda: self._read(start, stop))
@@ -293,7 +279,7 @@ class _ObjectReader(io.RawIOBase):
         content = self._path.read_range(start, stop)
         if len(content) != stop - start:
             raise TimeoutError(errno.ETIMEDOUT, f"the answer ended after {len(content)} bytes", self._path.uri)
-        if stop - start < self._size and version_of(self._path.info()) != self._version:
+        if stop - start < self.size_bytes and version_of(self._path.info()) != self._version:
             raise OSError(errno.EREMCHG, "it was replaced while it was read", self._path.uri)
         return content
 

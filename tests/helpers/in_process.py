@@ -7,26 +7,9 @@ import socket
 import numpy as np
 import torch
 
-from kftrain import config, storage
-from kftrain.data.sharding import shard_dataset
 from kftrain.parallel.world import join_world
 from kftrain.process.stop_request import StopRequest
-from kftrain.run.documents import RunPaths
-from kftrain.tasks import build_task
 from kftrain.train import session
-
-
-def prepare(root, text, overrides=(), run_id="r"):
-    """A run that is ready to train."""
-    resolved = config.parse(text, [f"run.storage_root={root}/store", *overrides])
-    result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
-    paths = RunPaths.of(resolved.run.storage_root, run_id)
-    storage.publish_json(
-        paths.shards,
-        {"schema_version": 1, "manifest_uri": result.manifest_uri, "dataset_digest": result.dataset_digest},
-    )
-    storage.publish(paths.config, resolved.to_yaml())
-    return paths, resolved
 
 
 def train(paths, resolved, monkeypatch, stop=None):

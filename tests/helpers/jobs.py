@@ -46,7 +46,12 @@ def make_run(root, overrides=(), run_id="r"):
     source = Path(root) / "texts"
     if not source.exists():
         write_texts(source)
-    resolved = config.parse(TINY.replace("SOURCE", str(source)), [f"run.storage_root={root}/store", *overrides])
+    return prepare(root, TINY.replace("SOURCE", str(source)), overrides, run_id)
+
+
+def prepare(root, text, overrides=(), run_id="r"):
+    """A run of any configuration that is ready to train."""
+    resolved = config.parse(text, [f"run.storage_root={root}/store", *overrides])
     result = shard_dataset(resolved, build_task(resolved.task), lambda line: None)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
     storage.publish_json(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {
     *("errors", "credentials", "printable", "plain", "cluster_config", "config", "plugins", "storage", "remote"),
-    *("outages", "progress"),
+    *("outages", "positioned", "progress", "threads"),
 }
 """Modules that every folder may import; they import only each other, and `settings`."""
 

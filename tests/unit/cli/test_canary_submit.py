@@ -1,14 +1,11 @@
 """What is sent to Kubeflow, compiled for it, or answered by it holds no credentials."""
 
 import json
-import os
 
 import pytest
-from helpers import kfp_server
 from helpers.kfp_server import RUN_ID, run
 
 from kftrain import cli
-from kftrain.cli import submit
 
 CONFIG = """
 run: {name: lm, storage_root: "s3://bucket/root"}
@@ -25,24 +22,11 @@ SECRETS = {
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    import kfp
-
-    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", f"{tmp_path}/context.json")
-    monkeypatch.setattr(submit, "POLL_SECONDS", 0.01)
-    for name in os.environ:
-        if name.startswith(("KFP_", "KF_PIPELINES_")):
-            monkeypatch.delenv(name)
+def environment(nobody_logged_in, monkeypatch, tmp_path):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(CONFIG)
-
-
-@pytest.fixture
-def server():
-    with kfp_server.Server() as started:
-        yield started
 
 
 @pytest.fixture

@@ -25,21 +25,7 @@ launch: {backend: pytorchjob, nodes: 2}
 STEPS = frozenset({"shard", "train", "evaluate", "register", "finish"})
 
 
-@pytest.fixture(autouse=True)
-def nobody_logged_in(monkeypatch, tmp_path):
-    import kfp
-
-    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", f"{tmp_path}/context.json")
-    monkeypatch.setattr(submit, "POLL_SECONDS", 0.01)
-    for name in os.environ:
-        if name.startswith(("KFP_", "KF_PIPELINES_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def server():
-    with kfp_server.Server() as started:
-        yield started
+pytestmark = pytest.mark.usefixtures("nobody_logged_in")
 
 
 @pytest.fixture

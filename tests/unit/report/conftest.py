@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from report_documents import DIGESTS, make_history
+from report_documents import DIGESTS, Documents, make_history
 
 from kftrain import config
 from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, Slice
@@ -103,3 +103,15 @@ def manifest() -> dict[str, Any]:
         },
         "baselines": {"bits_per_byte": {"zlib -9": 2.512}},
     }
+
+
+@pytest.fixture
+def documents(
+    settings: config.Config,
+    completion: Completion,
+    history: list[dict[str, Any]],
+    evaluation: Evaluation,
+    registration: Registration,
+    manifest: dict[str, Any],
+) -> Documents:
+    return Documents(settings, completion, history, evaluation, registration, manifest)

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from kftrain import config, report
+from kftrain.run.documents import Completion, Evaluation, Registration
 
 DIGESTS = {
     name: character * 64 for name, character in zip(("data", "train", "check", "export", "eval"), "abcde", strict=True)
 }
+
+
+@dataclass(frozen=True)
+class Documents:
+    """All that a complete run has written."""
+
+    settings: config.Config
+    completion: Completion
+    history: list[dict[str, Any]]
+    evaluation: Evaluation
+    registration: Registration
+    manifest: dict[str, Any]
+
+    def run_page(self, written: Sequence[tuple[str, Any]] = ()) -> str:
+        """The report of the run."""
+        return report.run_html(
+            self.settings,
+            shards=self.manifest,
+            completion=self.completion,
+            history=self.history,
+            evaluation=self.evaluation,
+            registration=self.registration,
+            written=written,
+        )
 
 
 def make_history(num_steps: int) -> list[dict[str, Any]]:

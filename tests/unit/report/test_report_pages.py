@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from report_documents import DIGESTS, make_history
+from report_documents import DIGESTS, Documents, make_history
 
 from kftrain import config, report
 from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError, error_to_dict
@@ -62,28 +62,13 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def all_pages(
-    settings: config.Config,
-    completion: Completion,
-    history: list[dict[str, Any]],
-    evaluation: Evaluation,
-    registration: Registration,
-    manifest: dict[str, Any],
-    error: dict[str, Any],
-) -> Pages:
+def all_pages(of: Documents, error: dict[str, Any]) -> Pages:
     return {
-        "training": report.training_html(settings, completion, history),
-        "evaluation": report.evaluation_html(settings, evaluation),
-        "registration": report.registration_html(settings, registration),
+        "training": report.training_html(of.settings, of.completion, of.history),
+        "evaluation": report.evaluation_html(of.settings, of.evaluation),
+        "registration": report.registration_html(of.settings, of.registration),
         "failure": report.failure_html(error, "train", AT_HOME),
-        "run": report.run_html(
-            settings,
-            shards=manifest,
-            completion=completion,
-            history=history,
-            evaluation=evaluation,
-            registration=registration,
-        ),
+        "run": of.run_page(),
     }
 
 
@@ -95,16 +80,8 @@ def error() -> dict[str, Any]:
 
 
 @pytest.fixture
-def pages(
-    settings: config.Config,
-    completion: Completion,
-    history: list[dict[str, Any]],
-    evaluation: Evaluation,
-    registration: Registration,
-    manifest: dict[str, Any],
-    error: dict[str, Any],
-) -> Pages:
-    return all_pages(settings, completion, history, evaluation, registration, manifest, error)
+def pages(documents: Documents, error: dict[str, Any]) -> Pages:
+    return all_pages(documents, error)
 
 
 def with_hostile_text(value: Any) -> Any:
@@ -136,40 +113,33 @@ def test_pages_are_well_formed_and_load_nothing(pages: Pages) -> None:
         assert not re.search(r"https?://|\bsrc=|href=|@import|url\(|<script", html)
 
 
-def test_hostile_text_in_any_field_is_shown_as_text(
-    completion: Completion,
-    history: list[dict[str, Any]],
-    evaluation: Evaluation,
-    registration: Registration,
-    manifest: dict[str, Any],
-    error: dict[str, Any],
-) -> None:
+def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error: dict[str, Any]) -> None:
     settings = config.Config(
         registry=config.RegistryConfig(metric=HOSTILE, model_name=HOSTILE), data=config.DataConfig(source=HOSTILE)
     )
     interval = Interval(value=0.5, low=0.4, high=0.6)
     attacked = Evaluation.model_validate(
-        with_hostile_text(evaluation.to_dict())
+        with_hostile_text(documents.evaluation.to_dict())
         | {
             "metrics": {HOSTILE: interval.model_dump(), "other": interval.model_dump()},
             "slices": {HOSTILE: Slice(num_samples=1, metrics={HOSTILE: 0.5}).model_dump()},
             "baselines": {HOSTILE: {HOSTILE: 0.1}},
         }
     )
-    history[-1][f"validation/{HOSTILE}"] = 0.5
-    hostile_manifest = with_hostile_text(manifest) | {
-        "splits": {HOSTILE: manifest["splits"]["train"]},
+    documents.history[-1][f"validation/{HOSTILE}"] = 0.5
+    hostile_manifest = with_hostile_text(documents.manifest) | {
+        "splits": {HOSTILE: documents.manifest["splits"]["train"]},
         "baselines": {HOSTILE: {HOSTILE: HOSTILE}},
     }
-    pages = all_pages(
+    hostile = Documents(
         settings,
-        Completion.model_validate(with_hostile_text(completion.to_dict())),
-        history,
+        Completion.model_validate(with_hostile_text(documents.completion.to_dict())),
+        documents.history,
         attacked,
-        Registration.model_validate(with_hostile_text(registration.to_dict()) | {"goal": "minimize"}),
+        Registration.model_validate(with_hostile_text(documents.registration.to_dict()) | {"goal": "minimize"}),
         hostile_manifest,
-        with_hostile_text(error),
     )
+    pages = all_pages(hostile, with_hostile_text(error))
     for name, html in pages.items():
         reader = check_harmless(html)
         assert "{{ 7 * 7 }}" in reader.shown

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import itertools
 import re
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from report_documents import Documents
 
 from kftrain import config, report
 from kftrain.report import environment
@@ -23,23 +23,8 @@ def shown(page: str) -> str:
 
 
 @pytest.fixture
-def page(
-    settings: config.Config,
-    completion: Completion,
-    history: list[dict[str, Any]],
-    evaluation: Evaluation,
-    registration: Registration,
-    manifest: dict[str, Any],
-) -> str:
-    return report.run_html(
-        settings,
-        shards=manifest,
-        completion=completion,
-        history=history,
-        evaluation=evaluation,
-        registration=registration,
-        written=environment.facts(),
-    )
+def page(documents: Documents) -> str:
+    return documents.run_page(environment.facts())
 
 
 @pytest.mark.parametrize(

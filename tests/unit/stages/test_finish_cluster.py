@@ -1,6 +1,7 @@
 """The exit handler on a cluster: it takes its own pipeline run's jobs away, and no other one's."""
 
 import pytest
+from helpers import pipeline_step
 from helpers.api_server import ApiServer
 from helpers.documents import DIGITS
 from helpers.kube_namespace import NAME
@@ -46,22 +47,8 @@ def namespace(server):
 @pytest.fixture
 def own_workflow(namespace, monkeypatch):
     """This process is a step of a Workflow; the reference to it."""
-    connect = Cluster.__init__
-
-    def in_cluster(self, *arguments):
-        connect(self, *arguments)
-        self.own_namespace = NAME
-
-    monkeypatch.setattr(Cluster, "__init__", in_cluster)
-    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
-    owner = workflow(namespace, "flow")
-    namespace.create("pods", {"metadata": {"name": "step", "ownerReferences": [owner]}, "status": {}})
+    (owner,) = pipeline_step.become(namespace, monkeypatch)["metadata"]["ownerReferences"]
     return owner
-
-
-def workflow(namespace, name):
-    uid = namespace.create("workflows", {"metadata": {"name": name}})["metadata"]["uid"]
-    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": name, "uid": uid}
 
 
 def config_of(tmp_path, *overrides):
@@ -111,7 +98,7 @@ def test_the_exit_handler_deletes_the_job_of_its_own_workflow_whatever_the_label
 
 
 def test_the_job_of_another_workflow_goes_on_even_without_a_label(start_job, own_workflow, namespace, tmp_path):
-    paths = start_job(owner=workflow(namespace, "other"))
+    paths = start_job(owner=pipeline_step.workflow(namespace, "other"))
     assert KFP_LABEL not in namespace.get("pytorchjobs", JOB)["metadata"]["labels"]
     assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == []
     assert namespace.jobs() == [JOB]

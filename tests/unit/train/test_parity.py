@@ -91,7 +91,7 @@ def assert_parity(loop, paths, weight_tolerance=1e-5):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_fifty_steps_are_those_of_a_bare_loop(tmp_path, monkeypatch, seen, strategy):
-    paths, resolved = in_process.prepare(tmp_path, TEXT, [f"parallel.strategy={strategy}", "precision.compute=fp32"])
+    paths, resolved = jobs.prepare(tmp_path, TEXT, [f"parallel.strategy={strategy}", "precision.compute=fp32"])
     in_process.train(paths, resolved, monkeypatch)
     loop = bare_loop(paths, resolved)
     steps = steps_of(seen)
@@ -110,7 +110,7 @@ def test_fifty_steps_are_those_of_a_bare_loop(tmp_path, monkeypatch, seen, strat
 def test_steps_in_bf16_are_those_of_a_bare_loop(tmp_path, monkeypatch, seen, strategy):
     """Twelve: later an error of 1e-8 in a weight may have flipped a rounding of bf16, on either side."""
     overrides = [f"parallel.strategy={strategy}", "precision.compute=bf16", "train.steps=12"]
-    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, overrides)
     in_process.train(paths, resolved, monkeypatch)
     loop = bare_loop(paths, resolved)
     for step, ids in enumerate(steps_of(seen, num_steps=12)):
@@ -121,7 +121,7 @@ def test_steps_in_bf16_are_those_of_a_bare_loop(tmp_path, monkeypatch, seen, str
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_processes_take_the_steps_of_a_bare_loop(tmp_path, seen, strategy):
-    paths, resolved = in_process.prepare(tmp_path, TEXT, [f"parallel.strategy={strategy}"])
+    paths, resolved = jobs.prepare(tmp_path, TEXT, [f"parallel.strategy={strategy}"])
     done = jobs.run_worker(paths, resolved, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     loop = bare_loop(paths, resolved)
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_bare_loop_skips_it(tmp_path, 
     bad_steps = (7, 8, 30)
     losses = "+".join(str(3 * step + 1) for step in bad_steps)  # the first of the three micro batches of a step
     overrides = [f"task.nan_steps='{losses}'", "train.max_nonfinite_steps=2"]
-    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, overrides)
     in_process.train(paths, resolved, monkeypatch)
     loop = bare_loop(paths, resolved)
     for step, ids in enumerate(steps_of(seen)):
@@ -146,7 +146,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_bare_loop_skips_it(tmp_path, 
 
 def test_more_steps_in_a_row_than_the_budget_end_the_run(tmp_path, monkeypatch, seen):
     overrides = ["task.nan_steps='22+25'", "train.max_nonfinite_steps=1"]
-    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, overrides)
     with pytest.raises(DivergedError, match="step 9 is not finite"):
         in_process.train(paths, resolved, monkeypatch)
 
@@ -165,9 +165,9 @@ class StopAt(StopRequest):
 
 def test_dropout_after_a_resume_is_dropout_without_one(tmp_path, monkeypatch):
     overrides = ["model.dropout=0.3", "train.steps=16"]
-    straight, resolved = in_process.prepare(tmp_path, TEXT, overrides, "straight")
+    straight, resolved = jobs.prepare(tmp_path, TEXT, overrides, "straight")
     in_process.train(straight, resolved, monkeypatch)
-    stopped, _ = in_process.prepare(tmp_path, TEXT, overrides, "stopped")
+    stopped, _ = jobs.prepare(tmp_path, TEXT, overrides, "stopped")
     for step in (5, 6):  # asks at every step of its own attempt: the second one stops after step 11
         with contextlib.suppress(Preempted):
             in_process.train(stopped, resolved, monkeypatch, StopAt(step))
@@ -182,7 +182,7 @@ def test_dropout_after_a_resume_is_dropout_without_one(tmp_path, monkeypatch):
 
 def test_validation_leaves_dropout_out_and_training_keeps_it(tmp_path, monkeypatch):
     overrides = ["train.steps=6", "evaluate.interval_steps=3", "evaluate.batch_size=4", "model.dropout=0.4"]
-    paths, resolved = in_process.prepare(tmp_path, TEXT, overrides)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, overrides)
     in_process.train(paths, resolved, monkeypatch)
     model = regression.Network(dropout=0.4).eval()
     model.load_state_dict(exported(paths))
@@ -191,7 +191,7 @@ def test_validation_leaves_dropout_out_and_training_keeps_it(tmp_path, monkeypat
         errors = model(torch.from_numpy(split["x"])) - torch.from_numpy(split["y"])
     history = storage.read_json(paths.history)
     assert history[-1]["validation/mse"] == pytest.approx(float(errors.double().square().mean()), rel=1e-6)
-    never, _ = in_process.prepare(tmp_path, TEXT, overrides, "never")
+    never, _ = jobs.prepare(tmp_path, TEXT, overrides, "never")
     settings = resolved.evaluate.model_copy(update={"interval_steps": 0})
     in_process.train(never, resolved.model_copy(update={"evaluate": settings}), monkeypatch)
     assert jobs.losses(never) == jobs.losses(paths), "a validation changes no step"

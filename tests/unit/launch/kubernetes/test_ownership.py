@@ -1,7 +1,7 @@
 """Who a job belongs to: the Workflow of the pipeline run, which takes it along."""
 
 import pytest
-from helpers.kube_namespace import NAME
+from helpers import pipeline_step
 from helpers.launching import JOB, wait_until
 
 from kftrain.errors import LaunchError
@@ -14,20 +14,7 @@ from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV
 @pytest.fixture
 def step_pod(namespace, monkeypatch):
     """This process is a step of a pipeline run, in the same namespace."""
-    connect = Cluster.__init__
-
-    def in_cluster(self, *arguments):
-        connect(self, *arguments)
-        self.own_namespace = NAME
-
-    monkeypatch.setattr(Cluster, "__init__", in_cluster)
-    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
-    uid = namespace.create("workflows", {"metadata": {"name": "flow"}})["metadata"]["uid"]
-    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow", "uid": uid, "controller": True}
-    metadata = {"name": "step", "labels": {ownership.RUN_ID_LABEL: "kfp-1"}, "ownerReferences": [owner]}
-    status = {"phase": "Running"}
-    namespace.create("pods", {"metadata": metadata, "spec": {}, "status": status})
-    yield namespace.objects["pods"]["step"]
+    yield pipeline_step.become(namespace, monkeypatch, "kfp-1")
     namespace.objects["pods"].pop("step", None)
 
 

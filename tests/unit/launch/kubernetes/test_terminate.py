@@ -1,38 +1,21 @@
 """Terminate on a run whose exit handler will not run again: the launcher deletes the job before it is killed."""
 
 import pytest
+from helpers import pipeline_step
 from helpers.kube_namespace import NAME
 from helpers.launching import JOB, wait_until
 
 from kftrain import storage
 from kftrain.config import parse
 from kftrain.errors import Preempted
-from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes import workflow as workflow_module
-from kftrain.launch.kubernetes.client import Cluster
 
 
 @pytest.fixture
 def own_workflow(namespace, monkeypatch):
     """This process is a step of a Workflow; its name."""
-    connect = Cluster.__init__
-
-    def in_cluster(self, *arguments):
-        connect(self, *arguments)
-        self.own_namespace = NAME
-
-    monkeypatch.setattr(Cluster, "__init__", in_cluster)
-    monkeypatch.setenv(ownership.POD_NAME_ENV, "step")
-    created = namespace.create("workflows", {"metadata": {"name": "flow"}, "spec": {}})
-    owner = {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "name": "flow",
-        "uid": created["metadata"]["uid"],
-    }
-    metadata = {"name": "step", "ownerReferences": [owner], "labels": {ownership.RUN_ID_LABEL: "0b1c-2d3e"}}
-    namespace.create("pods", {"metadata": metadata, "status": {}})
-    yield "flow"
+    pipeline_step.become(namespace, monkeypatch, "0b1c-2d3e")
+    yield pipeline_step.WORKFLOW
     namespace.objects["pods"].pop("step", None)
 
 
