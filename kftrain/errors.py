@@ -8,6 +8,7 @@
     ├── LaunchError          13  the job cannot be started
     ├── EvaluationError      14  the evaluation cannot be done
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
+    │   └── MlflowError          MLflow itself failed: what it was asked for may be there all the same
     ├── UserCodeError        16  the user's own task, model or source raised
     ├── FencedError          17  another launcher, job or attempt holds the run
     │   └── OtherJobError        a job with another specification holds it
@@ -120,6 +121,10 @@ class TrackingError(KftrainError):
     """MLflow, tracking or registry, refused a request or cannot be reached."""
 
     exit_code = 15
+
+
+class MlflowError(TrackingError):
+    """MLflow itself failed or cannot be reached, or its artifacts: what it was asked for may be there all the same."""
 
 
 class UserCodeError(KftrainError):

@@ -19,7 +19,7 @@ from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
-from kftrain.errors import CheckpointError, ConfigError, EvaluationError, UserCodeError
+from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
 from kftrain.parallel.world import World, join_world
@@ -82,6 +82,8 @@ def _load(
     except (ConfigError, CheckpointError, UserCodeError) as error:
         if target.required:
             raise
+        if error.__cause__ is not None and storage.is_outage(error.__cause__):  # met by a user's code
+            raise StorageError(error.what, where=error.where) from error
         problem = error.line
     if target.required:
         return loaded

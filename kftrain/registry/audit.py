@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.errors import KftrainError, TrackingError
+from kftrain.errors import KftrainError, MlflowError, TrackingError
 from kftrain.registry import comparison, lineage
 from kftrain.registry.champion_alias import CHAMPION, ChampionAlias
 from kftrain.registry.journal import champion_version
@@ -69,6 +69,8 @@ def compare(config: Config, versions: Sequence[int], metrics: Metrics) -> list[C
 def _audit_title(alias: ChampionAlias) -> list[AuditFinding]:
     try:
         entries, aliased, situation = alias.observe()
+    except MlflowError:  # it is away, which is no finding
+        raise
     except TrackingError as error:
         return [AuditFinding(None, error.line)]
     findings = []
@@ -91,6 +93,8 @@ def _problems(alias: ChampionAlias, version: ModelVersion, contents: bool) -> li
             )
         alias.trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest, contents=contents)
+    except MlflowError:
+        raise
     except KftrainError as error:
         if error.retryable:  # storage is away, which is no finding
             raise

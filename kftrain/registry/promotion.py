@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kftrain import storage
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
-from kftrain.errors import ConfigError, EvaluationError, TrackingError
+from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
 from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, journal, lineage
 from kftrain.registry.champion_alias import ChampionAlias
@@ -319,5 +319,7 @@ def _require_version(alias: ChampionAlias, number: int) -> str:
 def _usable(alias: ChampionAlias, number: int) -> str | None:
     try:
         return _require_version(alias, number)
+    except MlflowError:  # it says nothing of the version
+        raise
     except (TrackingError, ConfigError):
         return None

@@ -17,10 +17,12 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from kftrain.errors import TrackingError
+from kftrain import outages
+from kftrain.errors import KftrainError, MlflowError, TrackingError
 from kftrain.tracking import endpoint
 
 _SETTINGS = {
@@ -65,14 +67,18 @@ def _client(uri: str) -> Any:
 
 @contextlib.contextmanager
 def connected(uri: str, failure: str) -> Iterator[Any]:
-    """Yields the client; what MLflow raises inside the block becomes a TrackingError."""
-    package = mlflow()
+    """Yields the client; what MLflow, or the driver of its artifacts, raises inside the block becomes a MlflowError."""
+    expected = (mlflow().MlflowException, OSError, *_database_errors())
     try:
         yield _client(uri)
-    except (package.MlflowException, OSError, *_database_errors()) as error:
+    except KftrainError:
+        raise
+    except Exception as error:
+        if not (isinstance(error, expected) or outages.is_of_a_driver(error)):
+            raise
         message = endpoint.redacted(str(error)).partition("\n")[0][:500]
         # Not chained: the cause may show credentials that are part of the URI.
-        raise TrackingError(
+        raise MlflowError(
             f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_fix(message)
         ) from None
 
@@ -144,6 +150,6 @@ def read_artifact(uri: str, artifact_uri: str) -> str | None:
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         except OSError as error:
-            if "404" in str(error):
+            if getattr(getattr(error, "response", None), "status_code", 0) == HTTPStatus.NOT_FOUND:
                 return None
             raise

@@ -1,13 +1,18 @@
 """A model that cannot be loaded on one process: the champion is left out by all, the run's own is an error."""
 
+import errno
+
 import pytest
 from helpers.documents import digits_config, publish_described_export
 
 from kftrain import storage
-from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError, StorageError, UserCodeError
 from kftrain.evaluate import session
+from kftrain.plugins import user_code
+from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.documents import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.stages import evaluate as stage
 
 
 class FakeWorld:
@@ -73,3 +78,32 @@ def test_what_may_pass_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "load_export", away)
     with pytest.raises(RetryableError):
         load(tmp_path, FakeWorld())
+
+
+@pytest.mark.parametrize("outage", [ConnectionError("refused"), TimeoutError("no answer"), OSError(errno.EIO, "I/O")])
+def test_code_of_a_users_model_that_meets_an_outage_is_tried_again(tmp_path, monkeypatch, outage):
+    """It may fetch a tokenizer or weights: that says nothing of the champion."""
+
+    def away(*arguments):
+        with user_code("model.kind"):
+            raise outage
+
+    monkeypatch.setattr(session, "load_export", away)
+    with pytest.raises(StorageError, match=r"refused|no answer|I/O"):
+        load(tmp_path, FakeWorld())
+    monkeypatch.setattr(session, "load_export", lambda *arguments: raised(UserCodeError("no such layer")))
+    loaded, paths, _ = load(tmp_path, FakeWorld())
+    assert loaded is None and documents.read(Unmeasured, paths.unmeasured).reason == "no such layer"
+
+
+def raised(error):
+    raise error
+
+
+def test_storage_that_is_away_is_no_obstacle_of_the_champion(tmp_path, monkeypatch):
+    """The step that looks for one before it starts a job ends instead, to be run again."""
+    folder = f"{digits_config(tmp_path).run.storage_root}/runs/c"
+    champion = Champion(1, folder, "d" * 64, f"{folder}/export", "f" * 64)
+    monkeypatch.setattr(storage, "read_bytes", lambda uri: raised(StorageError("storage cannot be reached")))
+    with pytest.raises(StorageError):
+        stage._obstacle(digits_config(tmp_path), champion, "e" * 64)
