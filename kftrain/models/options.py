@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -54,7 +55,7 @@ def construct(
     else.
     """
     arguments = arguments or {}
-    _check_names(target, section, options, arguments)
+    Taken.by(target).check(section, options, arguments)
     converted = _convert(target, section, options)
     if not is_plugin(kind):
         return target(**arguments, **converted)
@@ -71,28 +72,45 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return ", ".join(part for part in (f"known: {', '.join(names) or 'none'}", otherwise) if part)
 
 
-def _check_names(
-    target: Callable[..., Any], section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> None:
-    parameters = inspect.signature(target).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for name, value in options.items():
-        if name in arguments:
-            raise ConfigError("is set by the task", where=f"{section}.{name}", value=value, fix="remove it here")
-        if name not in named and not takes_any:
-            known = [n for n in named if n not in arguments]
-            raise ConfigError("unknown option", where=f"{section}.{name}", value=value, fix=suggest(name, known))
-    refused = [] if takes_any else [name for name in arguments if name not in named]
-    if refused:
-        raise ConfigError(
-            f"does not accept {', '.join(refused)}",
-            where=f"{section}.kind",
-            fix="add the parameters, or **arguments, to it",
-        )
-    missing = [n for n, p in named.items() if p.default is p.empty and n not in options and n not in arguments]
-    if missing:
-        raise ConfigError("a required option is missing", where=f"{section}.{missing[0]}", fix="set it")
+@dataclass(frozen=True)
+class Taken:
+    """The names that a class or a function takes."""
+
+    names: frozenset[str]
+    required: tuple[str, ...] = ()
+    """Those without a default."""
+    takes_any: bool = False
+
+    @classmethod
+    def by(cls, target: Callable[..., Any]) -> Taken:
+        """What its signature says."""
+        parameters = inspect.signature(target).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = tuple(p.name for p in named if p.default is p.empty)
+        return cls(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+    def check(self, section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        """Raises ConfigError where these options beside these arguments of ours are not what is taken."""
+        self.check_known(section, options, arguments)
+        refused = [] if self.takes_any else [name for name in arguments if name not in self.names]
+        if refused:
+            raise ConfigError(
+                f"does not accept {', '.join(refused)}",
+                where=f"{section}.kind",
+                fix="add the parameters, or **arguments, to it",
+            )
+        missing = [name for name in self.required if name not in options and name not in arguments]
+        if missing:
+            raise ConfigError("a required option is missing", where=f"{section}.{missing[0]}", fix="set it")
+
+    def check_known(self, section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        """Raises ConfigError for an option that is not taken, or that is not for the user to set."""
+        for name, value in options.items():
+            if name in arguments:
+                raise ConfigError("is set by the task", where=f"{section}.{name}", value=value, fix="remove it here")
+            if name not in self.names and not self.takes_any:
+                known = sorted(self.names - set(arguments))
+                raise ConfigError("unknown option", where=f"{section}.{name}", value=value, fix=suggest(name, known))
 
 
 def _convert(target: Callable[..., Any], section: str, options: Mapping[str, Any]) -> dict[str, Any]:

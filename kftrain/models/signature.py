@@ -1,15 +1,17 @@
 """The options of a model, checked against the source of its constructor: torch need not be there, no model is built.
 
-A typo is found in the first second of a run, on a laptop as in the first pod of a pipeline, which has no torch. What
-cannot be seen without building (values that are at odds with each other, a constructor that is computed) is left to
-the workers, who build the model before its first step.
+A typo, a model for another task, sizes at odds with each other: all of that is found in the first second of a run, on a
+laptop as in the first pod of a pipeline, which has no torch. What cannot be seen without building (what a user's code
+requires, a constructor that is computed) is left to the workers, who build the model before its first step.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
-from kftrain.models.options import suggest
+from kftrain.models.options import Taken
 from kftrain.models.registry import BUILT_IN
+from kftrain.models.sizes import SIZES
 from kftrain.plugins import search_current_folder
 from kftrain.settings import section
 
@@ -27,30 +30,73 @@ _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
 """What annotations of our own models' options consist of; one that needs more is not checked here."""
 
 
-def check_options(config: ModelConfig) -> None:
-    """Raises ConfigError for an option that the constructor of the model's kind does not take.
+def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError for options that the constructor of the model's kind does not take.
 
-    And for one of a built-in kind that has a wrong value; of a user's kind nothing is evaluated. Nothing is said about
-    a kind whose source does not show a constructor.
+    And for those of a built-in kind that have a wrong value, or sizes that do not fit each other; of a user's kind
+    nothing is evaluated. Nothing is said about a kind whose source does not show a constructor.
+
+    Args:
+        config: The model.
+        arguments: What the task tells the model; None where that is not known, and nothing is said of it.
     """
     tree = _source(BUILT_IN.get(config.kind, config.kind).partition(":")[0])
     constructor = _constructor(tree, config.kind) if tree else None
-    if tree is None or constructor is None or constructor.args.kwarg:
+    if tree is None or constructor is None:
         return
-    known = {argument.arg: argument.annotation for argument in (*constructor.args.args, *constructor.args.kwonlyargs)}
-    known.pop("self", None)
-    names = _aliases(tree) if config.kind in BUILT_IN else {}
-    for name, value in config.options().items():
-        if name not in known:
-            raise ConfigError("unknown option", where=f"model.{name}", value=value, fix=suggest(name, known))
-        _check_value(name, value, _evaluated(known[name], names))
+    taken, options = _taken(constructor.args), config.options()
+    if arguments is None:
+        taken.check_known("model", options, {})
+    else:
+        taken.check("model", options, arguments)
+    if config.kind in BUILT_IN:
+        names, annotations = _aliases(tree), _annotations(constructor.args)
+        values = {name: _checked(name, value, _evaluated(annotations[name], names)) for name, value in options.items()}
+        _check_sizes(config.kind, {**_defaults(constructor.args), **values, **(arguments or {})})
 
 
-def _check_value(name: str, value: Any, annotation: Any) -> None:
-    if annotation is None:
-        return
+def _taken(arguments: ast.arguments) -> Taken:
+    named, defaults = _annotations(arguments), _defaults(arguments)
+    required = tuple(name for name in named if name not in defaults)
+    return Taken(frozenset(named), required, arguments.kwarg is not None)
+
+
+def _annotations(arguments: ast.arguments) -> dict[str, ast.expr | None]:
+    """Name -> annotation of each parameter."""
+    found = {argument.arg: argument.annotation for argument in (*arguments.args, *arguments.kwonlyargs)}
+    found.pop("self", None)
+    return found
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, Any]:
+    """Name -> default of each parameter that has one; of one that is no literal, the expression."""
+    positional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+    pairs = [*zip(positional, arguments.defaults, strict=True)]
+    pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
+    return {argument.arg: _literal(default) for argument, default in pairs}
+
+
+def _literal(node: ast.expr) -> Any:
     try:
-        TypeAdapter(annotation).validate_python(value)
+        return ast.literal_eval(node)
+    except ValueError:
+        return node
+
+
+def _check_sizes(kind: str, values: Mapping[str, Any]) -> None:
+    """Asks what the constructor asks, if all of it is known. Raises ConfigError."""
+    check = SIZES.get(kind)
+    wanted = inspect.signature(check).parameters if check else {}
+    if check is not None and all(name in values for name in wanted):
+        check(**{name: values[name] for name in wanted})
+
+
+def _checked(name: str, value: Any, annotation: Any) -> Any:
+    """The value as the constructor gets it."""
+    if annotation is None:
+        return value
+    try:
+        return TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise ConfigError(message[0].lower() + message[1:], where=f"model.{name}", value=value) from error

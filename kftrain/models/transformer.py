@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from pydantic import Field
 from torch import Tensor, nn
 
-from kftrain.errors import ConfigError
+from kftrain.models import sizes
 from kftrain.settings.section import Amount, Count
 
 FFN_MULTIPLE = 64
@@ -72,9 +72,9 @@ class Transformer(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
+        self.head_dim = sizes.of_transformer(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         num_kv_heads = num_kv_heads or num_heads
         ffn_dim = ffn_dim or default_ffn_dim(dim)
-        self.head_dim = check_heads(dim, num_heads, num_kv_heads)
         self.num_heads, self.num_kv_heads, self.ffn_dim = num_heads, num_kv_heads, ffn_dim
         self.sequence_length, self.document_token = sequence_length, document_token
         self.rope_theta, self.norm_eps = rope_theta, norm_eps
@@ -244,27 +244,3 @@ def rotate(heads: Tensor, rotary: RotaryTables) -> Tensor:
 def default_ffn_dim(dim: int) -> int:
     """8/3 of `dim`, so that three matrices are as large as the classic two at 4 * dim, rounded up."""
     return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-
-
-def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> int:
-    """The head dim. Raises ConfigError where the heads do not fit `dim` or each other."""
-    if dim % num_heads:
-        raise ConfigError(
-            f"{num_heads} heads do not divide dim {dim}",
-            where="model.num_heads",
-            fix="make dim a multiple of num_heads",
-        )
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"{num_kv_heads} key-value heads do not divide {num_heads} heads",
-            where="model.num_kv_heads",
-            fix="use a divisor",
-        )
-    head_dim = dim // num_heads
-    if head_dim % 2:
-        raise ConfigError(
-            f"rotary embedding needs an even head dim, dim / num_heads is {head_dim}",
-            where="model.dim",
-            fix="change dim",
-        )
-    return head_dim

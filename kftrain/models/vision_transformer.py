@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from pydantic import Field
 from torch import Tensor, nn
 
-from kftrain.errors import ConfigError
+from kftrain.models import sizes
 from kftrain.settings.section import Count, Probability
 
 INITIAL_STD = 0.02
@@ -51,10 +51,11 @@ class VisionTransformer(nn.Module):
         dropout: Probability = 0.0,
     ) -> None:
         super().__init__()
-        _check_sizes(image_size, patch_size, dim, num_heads)
+        self.num_patches = sizes.of_vision_transformer(
+            image_size=image_size, patch_size=patch_size, dim=dim, num_heads=num_heads
+        )
         self.image_size, self.patch_size = image_size, patch_size
         self.num_heads, self.mlp_ratio, self.dropout = num_heads, mlp_ratio, dropout
-        self.num_patches = (image_size // patch_size) ** 2
         self.patch_embedding = nn.Conv2d(num_channels, dim, kernel_size=patch_size, stride=patch_size)
         self.position_embedding = nn.Parameter(torch.empty(self.num_patches, dim))
         self.layers = nn.ModuleList(VisionBlock(dim, num_heads, mlp_ratio * dim, dropout) for _ in range(num_layers))
@@ -141,18 +142,3 @@ class VisionBlock(nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value)
         projected: Tensor = self.project(attended.transpose(1, 2).flatten(2))
         return projected
-
-
-def _check_sizes(image_size: int, patch_size: int, dim: int, num_heads: int) -> None:
-    if image_size % patch_size:
-        raise ConfigError(
-            f"patches of {patch_size} do not divide images of {image_size}",
-            where="model.patch_size",
-            fix="use a divisor",
-        )
-    if dim % num_heads:
-        raise ConfigError(
-            f"{num_heads} heads do not divide dim {dim}",
-            where="model.num_heads",
-            fix="make dim a multiple of num_heads",
-        )

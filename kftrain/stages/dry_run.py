@@ -11,7 +11,6 @@ from kftrain.config import Config
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, evaluate_job, train_job
-from kftrain.models.signature import check_options
 from kftrain.run.completion import JobTask
 from kftrain.run.documents import RunPaths
 from kftrain.stages import preflight, resolve, tracked
@@ -36,7 +35,7 @@ def job_of_run(run_uri: str, task: JobTask) -> str:
 
 def _shown(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:
     preflight.check_batch(config)
-    check_options(config.model)
+    preflight.check_model(config)
     show = _as_pytorchjob if config.launch.backend == "pytorchjob" else _as_command
     return "".join(show(_spec(task, paths, config, mlflow_run_id), config) for task in tasks)
 

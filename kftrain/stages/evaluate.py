@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kftrain import launch, registry, report, storage, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
-from kftrain.data.shards.manifest import check_listing
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.progress import Progress, to_log
@@ -16,7 +15,7 @@ from kftrain.run import documents
 from kftrain.run.completion import metrics_uri
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
 from kftrain.stages import failure, pods, resolve, tracked
-from kftrain.stages.dataset import read_dataset
+from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
 from kftrain.trust import Trust
@@ -37,7 +36,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
             rivals = [
                 _champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)
             ]
-            _require_data(paths, [own, *rivals])
+            _require_data(paths, config, [own, *rivals])
             return rivals
 
         storage.remove(paths.unmeasured)
@@ -110,11 +109,10 @@ def _obstacle(config: Config, champion: Champion, digest: str) -> str:
     return "" if is_same else "it was trained for another task"
 
 
-def _require_data(paths: RunPaths, targets: Sequence[EvaluationTarget]) -> None:
-    """Raises DataError where data is gone that a job would be started for: before any GPU waits for it."""
+def _require_data(paths: RunPaths, config: Config, targets: Sequence[EvaluationTarget]) -> None:
+    """Raises DataError where a job would be started for data that is gone, or is another task's."""
     if not all(storage.exists(metrics_uri(target)) for target in targets):
-        shards, manifest = read_dataset(paths)
-        check_listing(shards.manifest_uri, manifest)
+        require_usable(*read_dataset(paths), config)
 
 
 def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> None:

@@ -9,6 +9,8 @@ from kftrain import credentials, storage, tracking
 from kftrain.config import Config
 from kftrain.errors import ConfigError
 from kftrain.models.signature import check_options
+from kftrain.tasks import build_task
+from kftrain.tasks.registry import BUILT_IN as TASKS
 from kftrain.tracking.endpoint import require_private_credentials
 
 MIN_FREE_SHARDS = 2
@@ -18,10 +20,19 @@ MIN_FREE_SHARDS = 2
 def check(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
     check_batch(config)
-    check_options(config.model)
+    check_model(config)
     check_free_space(config)
     require_private_credentials(config.tracking)
     tracking.check(config.tracking.uri)
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError where task and model, or their sizes, cannot go together, as far as options alone tell.
+
+    What a user's task requires of the model is asked where torch is: its code may need it.
+    """
+    is_ours = config.task.kind in TASKS
+    check_options(config.model, build_task(config.task).model_arguments() if is_ours else None)
 
 
 def check_batch(config: Config) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.data.shards.manifest import check_listing
 from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.completion import has_export
 from kftrain.run.documents import Completion, RunPaths
 from kftrain.stages import backfill, failure, pods, resolve, tracked
-from kftrain.stages.dataset import read_dataset, read_shards
+from kftrain.stages.dataset import read_dataset, read_shards, require_usable
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
 
@@ -29,7 +28,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
         shards, manifest = read_dataset(paths)
         skipped = completion is not None
         if completion is None:
-            check_listing(shards.manifest_uri, manifest)  # before any GPU waits for data that is gone
+            require_usable(shards, manifest, config)
             with tracked.restored_if_refused(paths, config, progress):
                 start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
                 completion = launch.run_training(paths, config, start)

@@ -38,7 +38,7 @@ def test_right_options_and_models_that_show_no_constructor_pass(tmp_path, monkey
         "def build(width): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    check_options(ModelConfig(kind="transformer", dim=64, rope_theta=1e4, tie_embeddings=True))
+    check_options(ModelConfig(kind="transformer", dim=96, rope_theta=1e4, tie_embeddings=True))
     check_options(ModelConfig(kind="mine_checked:Any", whatever=1))
     check_options(ModelConfig(kind="mine_checked:Inherits", whatever=1))
     check_options(ModelConfig(kind="no_such_module:Net", whatever=1))
@@ -51,7 +51,7 @@ def test_right_options_and_models_that_show_no_constructor_pass(tmp_path, monkey
 def test_the_check_imports_no_torch():
     code = (
         "import sys; from kftrain.models.signature import check_options; from kftrain.config import ModelConfig; "
-        "check_options(ModelConfig(kind='transformer', dim=32)); sys.exit('torch' in sys.modules)"
+        "check_options(ModelConfig(kind='transformer', dim=48)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

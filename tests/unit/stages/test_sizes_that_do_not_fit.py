@@ -1,0 +1,134 @@
+"""Sizes that contradict each other, of task, model and data, are refused before any data is read, or before a job."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers.documents import digits_config, sharded_run
+
+from kftrain import config, launch, storage, tracking
+from kftrain.data import sharding
+from kftrain.errors import ConfigError, DataError
+from kftrain.models import build_model
+from kftrain.stages import dry_run, failure
+from kftrain.stages.shard import shard
+from kftrain.stages.train import train
+from kftrain.tasks import build_task
+
+IMAGES = "task: {kind: image_classification, image_size: 8, num_classes: 10}\n"
+TEXT = "task: {kind: language_modeling, sequence_length: 32}\n"
+VISION = "kind: vision_transformer, "
+NO_NAMES = "task: {kind: image_classification, image_size: 8, num_classes: 3, labels: [a, b]}\n"
+
+REFUSED = {
+    "heads": (TEXT + "model: {dim: 30, num_heads: 4}", "model.num_heads: 4 heads do not divide dim 30"),
+    "default heads": (TEXT + "model: {dim: 64}", "model.num_heads: 6 heads do not divide dim 64"),
+    "key-value heads": (TEXT + "model: {num_kv_heads: 4}", "model.num_kv_heads: 4 key-value heads do not divide 6"),
+    "odd head": (TEXT + "model: {dim: 18}", "model.dim: rotary embedding needs an even head dim"),
+    "context": (TEXT + "model: {sequence_length: 16}", "model.sequence_length: is set by the task (got 16)"),
+    "vocabulary": (TEXT + "model: {vocab_size: 100}", "model.vocab_size: is set by the task (got 100)"),
+    "patches": (
+        IMAGES + f"model: {{{VISION} patch_size: 3}}",
+        "model.patch_size: patches of 3 do not divide",
+    ),
+    "patch larger": (IMAGES + f"model: {{{VISION} patch_size: 16}}", "model.patch_size: patches of 16 do not divide"),
+    "vision heads": (IMAGES + f"model: {{{VISION} num_heads: 5}}", "model.num_heads: 5 heads do not divide dim 64"),
+    "classes": (IMAGES + f"model: {{{VISION} num_classes: 3}}", "model.num_classes: is set by the task (got 3)"),
+    "labels": (
+        NO_NAMES + "model: {kind: vision_transformer}",
+        "task.labels: needs 3 different names",
+    ),
+    "images for text": (TEXT + f"model: {{{VISION} dim: 64}}", "model.kind: does not accept vocab_size"),
+    "text for images": (IMAGES + "model: {kind: transformer}", "model.kind: does not accept image_size"),
+    "missing": ("task: {kind: image_classification, num_classes: 3}", "task.image_size: a required option is missing"),
+}
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    monkeypatch.setattr(sharding, "shard_dataset", lambda *arguments: pytest.fail("data was read"))
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_first_step_refuses_it_in_one_line(tmp_path, no_data, case):
+    text, line = REFUSED[case]
+    resolved = config.parse(text, [f"run.storage_root={tmp_path}"])
+    with pytest.raises(ConfigError) as caught:
+        shard(resolved, "r-1", progress=lambda line: None)
+    assert caught.value.line.startswith(line) and "\n" not in caught.value.line
+    assert storage.read_json(f"{tmp_path}/runs/r-1/error.json")["exit_code"] == 10
+    with pytest.raises(ConfigError) as again:
+        dry_run.jobs_of_new_run(resolved)
+    assert again.value.line == caught.value.line
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_worker_that_builds_the_model_says_the_same(case):
+    text, line = REFUSED[case]
+    resolved = config.parse(text)
+    with pytest.raises(ConfigError) as caught:
+        build_model(resolved.model, build_task(resolved.task).model_arguments())
+    assert caught.value.line.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        TEXT + "model: {dim: 64, num_heads: 4, num_kv_heads: 2}",
+        IMAGES + f"model: {{{VISION} patch_size: 8}}",
+        # what a user's own classes require is known to the workers only
+        "task: {kind: 'no_such_module:Task'}\nmodel: {kind: transformer, dim: 64, num_heads: 4}",
+        IMAGES + "model: {kind: 'no_such_module:Model'}",
+    ],
+)
+def test_what_fits_or_cannot_be_known_yet_passes(text):
+    assert "train" in dry_run.jobs_of_new_run(config.parse(text))
+
+
+def test_a_users_model_is_told_what_the_task_gives_it(tmp_path, monkeypatch):
+    """From its source alone; nothing of it is imported."""
+    (tmp_path / "own_sized.py").write_text(
+        "raise SystemExit('imported')\n"
+        "class Wants:\n    def __init__(self, *, image_size, num_channels, num_classes, width): pass\n"
+        "class Lacks:\n    def __init__(self, *, image_size, width=3): pass\n"
+        "class Takes:\n    def __init__(self, *, width, **arguments): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for options, line in {
+        "Wants": "model.width: a required option is missing",
+        "Wants, num_classes: 3": "model.num_classes: is set by the task",
+        "Lacks": "model.kind: does not accept num_channels, num_classes",
+        "Takes": "model.width: a required option is missing",
+    }.items():
+        kind, _, rest = options.partition(",")
+        resolved = config.parse(IMAGES + f"model: {{kind: 'own_sized:{kind}', {rest}}}")
+        with pytest.raises(ConfigError) as caught:
+            dry_run.jobs_of_new_run(resolved)
+        assert caught.value.line.startswith(line)
+    assert dry_run.jobs_of_new_run(config.parse(IMAGES + "model: {kind: 'own_sized:Takes', width: 3}"))
+
+
+def test_the_check_imports_no_torch():
+    code = (
+        "import sys; from kftrain import config; from kftrain.stages import preflight; "
+        "preflight.check_model(config.parse('')); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def smaller_images(paths, tmp_path):
+    """Somebody has changed the task after the shards were written."""
+    storage.publish(paths.config, digits_config(tmp_path, "task.image_size=16").to_yaml())
+
+
+def test_shards_that_do_not_hold_what_the_task_reads_end_the_training_before_any_job(tmp_path, monkeypatch):
+    paths, _, _ = sharded_run(tmp_path)
+    smaller_images(paths, tmp_path)
+    monkeypatch.setattr(launch, "run_training", lambda *arguments: pytest.fail("a job was started"))
+    monkeypatch.setattr(launch, "run_evaluation", lambda *arguments: pytest.fail("a job was started"))
+    with pytest.raises(DataError) as caught:
+        train(paths.uri, lambda line: None)
+    assert "image: uint8 [8, 8, 1]" in caught.value.line and "image: uint8 [16, 16, 1]" in caught.value.line
+    assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "train")
