@@ -17,7 +17,8 @@ Results depend on the seed and the groups, not on the order of the groups: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,15 @@ Metrics = Callable[[Statistics], dict[str, np.ndarray]]
 Goal = Literal["minimize", "maximize"]
 
 
+@dataclass(frozen=True)
+class _Table:
+    """Names of the statistics, and their sums `[groups, statistics]`; `rows`: which groups of the whole, if not all."""
+
+    names: list[str]
+    sums: np.ndarray
+    rows: np.ndarray | None = None
+
+
 def intervals(
     metrics: Metrics, statistics: Statistics, num_bootstrap: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
@@ -48,11 +58,36 @@ def intervals(
     lowest for the lower bound and as the highest for the upper one, so either may be infinite. Raises EvaluationError
     where there are no groups or a metric over all groups is not finite.
     """
+    return sliced_intervals(metrics, statistics, None, num_bootstrap, confidence, seed)[0]
+
+
+def sliced_intervals(
+    metrics: Metrics,
+    statistics: Statistics,
+    slices: Sequence[str] | None,
+    num_bootstrap: int,
+    confidence: float,
+    seed: int,
+) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
+    """What `intervals` gives, and the same for each slice, from the very same resamples. `slices`: of each group.
+
+    Of a slice a resample holds as many groups as it happens to: a metric of one that a resample easily misses has no
+    finite bounds. A metric that a slice does not determine is left out of it.
+    """
     names, sums = _table(statistics)
-    sums = sums[np.lexsort(sums.T)]
-    values = {name: float(value) for name, value in _metrics_of(metrics, names, sums.sum(axis=0)).items()}
-    samples = _resampled(metrics, [(names, sums)], num_bootstrap, seed)[0]
-    return {name: _interval(name, value, samples[name], confidence) for name, value in values.items()}
+    labels, codes = np.unique(np.asarray(["" for _ in sums] if slices is None else slices), return_inverse=True)
+    order = np.lexsort(np.vstack([codes, sums.T]))  # the slices only part what is equal
+    sums, codes = sums[order], codes[order]
+    members = [] if slices is None else [np.flatnonzero(codes == code) for code in range(len(labels))]
+    tables = [_Table(names, sums), *(_Table(names, sums[rows], rows) for rows in members)]
+    samples = _resampled(metrics, tables, num_bootstrap, seed)
+    values = [_metrics_of(metrics, names, table.sums.sum(axis=0)) for table in tables]
+    whole = {name: _interval(name, float(value), samples[0][name], confidence) for name, value in values[0].items()}
+    parts = [
+        {name: _interval(name, float(v), drawn[name], confidence) for name, v in found.items() if np.isfinite(v)}
+        for found, drawn in zip(values[1:], samples[1:], strict=True)
+    ]
+    return whole, dict(zip(labels.tolist(), parts, strict=False))
 
 
 def paired_improvement(
@@ -71,8 +106,8 @@ def paired_improvement(
     Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. An
     unknown metric is a ConfigError.
     """
-    tables = [_table(statistics, order) for statistics, order in _aligned(challenger, champion)]
-    values = [_metrics_of(metrics, names, sums.sum(axis=0)) for names, sums in tables]
+    tables = [_Table(*_table(statistics, order)) for statistics, order in _aligned(challenger, champion)]
+    values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
     if metric not in values[0]:
         raise ConfigError(
             "unknown metric",
@@ -126,16 +161,14 @@ def _metrics_of(metrics: Metrics, names: list[str], sums: np.ndarray) -> dict[st
         return metrics({name: sums[..., column] for column, name in enumerate(names)})
 
 
-def _resampled(
-    metrics: Metrics, tables: list[tuple[list[str], np.ndarray]], num_bootstrap: int, seed: int
-) -> list[dict[str, np.ndarray]]:
-    """Per table: metric name -> its value in every resample; all tables under the same weights."""
+def _resampled(metrics: Metrics, tables: list[_Table], num_bootstrap: int, seed: int) -> list[dict[str, np.ndarray]]:
+    """Per table: metric name -> its value in every resample; all tables under the same weights. The first is whole."""
     sums: list[list[np.ndarray]] = [[] for _ in tables]
-    for weights in _weights(len(tables[0][1]), num_bootstrap, seed):
-        for (_, table), chunks in zip(tables, sums, strict=True):
-            chunks.append(weights @ table)
+    for weights in _weights(len(tables[0].sums), num_bootstrap, seed):
+        for table, chunks in zip(tables, sums, strict=True):
+            chunks.append((weights if table.rows is None else weights[:, table.rows]) @ table.sums)
     return [
-        _metrics_of(metrics, names, np.concatenate(chunks)) for (names, _), chunks in zip(tables, sums, strict=True)
+        _metrics_of(metrics, table.names, np.concatenate(chunks)) for table, chunks in zip(tables, sums, strict=True)
     ]
 
 

@@ -175,6 +175,8 @@ class EvaluateConfig(Section):
     """
     num_bootstrap: Annotated[int, Field(ge=100, le=MAX_INTEGER)] = 1000
     """Resamples behind each confidence interval."""
+    num_examples: Annotated[int, Field(ge=0, le=12)] = 6
+    """Samples that reports show: so many spread over the data, so many of the largest loss; 0: nothing of the data."""
     cpu_threads: Count = 1
     """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""
 

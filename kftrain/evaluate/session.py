@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kftrain import bootstrap, storage
+from kftrain import storage
 from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
+from kftrain.evaluate import examples
 from kftrain.evaluate.identity import SPLIT
-from kftrain.evaluate.score import Statistics, group_sums, score, total_metrics
+from kftrain.evaluate.measures import CONFIDENCE, measure
+from kftrain.evaluate.score import Statistics, group_sums, score
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -31,19 +33,27 @@ from kftrain.run.documents import (
     Evaluation,
     EvaluationRequest,
     EvaluationTarget,
+    Example,
     RunPaths,
-    Slice,
     Unmeasured,
     to_be_scored,
 )
 from kftrain.tasks.base import Task
 from kftrain.trust import Trust, read_shards
 
-CONFIDENCE = 0.95
-"""Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
-
 METRICS = "metrics.json"
 STATISTICS = "statistics.npz"
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What the first process knows of a model that was scored: sums and rows of each group, by the groups' keys."""
+
+    task: Task
+    sums: Statistics
+    num_rows: np.ndarray
+    keys: list[str]
+    examples: list[Example]
 
 
 def evaluate(paths: RunPaths, config: Config) -> None:
@@ -63,8 +73,8 @@ def evaluate(paths: RunPaths, config: Config) -> None:
                 scored = (
                     None if world.from_main(exists) else _score(target, paths, request, dataset, config, world, pulse)
                 )
-                if scored is not None and world.is_main:
-                    _publish(target, request.evaluation_digest, manifest, dataset, config, *scored)
+                if scored is not None:
+                    _publish(target, request.evaluation_digest, manifest, dataset, config, scored)
                 world.gather_slowly(None)  # the first process has the statistics to work through
 
 
@@ -104,17 +114,28 @@ def _score(
     config: Config,
     world: World,
     pulse: Liveness,
-) -> tuple[Task, Statistics, np.ndarray] | None:
-    """The task of an export, the statistics of every sample, and the samples' groups; None where it cannot be loaded.
+) -> _Scored | None:
+    """What an export was scored with; None where it cannot be loaded, and on all processes but the first.
 
     Collective. The model is gone by the end.
     """
     loaded = _load(target, paths, request, config, world)
     if loaded is None:
         return None
-    model, batch_size = loaded.model.to(world.device), config.evaluate.batch_size
+    task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
     with pulse.watched():
-        return loaded.task, *score(model, loaded.task, dataset, world, batch_size, on_batch=pulse.goes_on)
+        statistics, groups = score(model, task, dataset, world, settings.batch_size, on_batch=pulse.goes_on)
+    if not world.is_main:
+        return None
+    sums = group_sums(statistics, groups, dataset.num_groups)
+    num_rows = np.bincount(groups, minlength=dataset.num_groups)
+    keys = dataset.group_keys()
+    worst_first = examples.losses(task, sums, config.registry.metric, config.registry.goal)
+    chosen = examples.choose(worst_first, settings.num_examples)
+    shown = examples.collect(
+        task, model, dataset, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
+    )
+    return _Scored(task, sums, num_rows, keys, shown)
 
 
 def _publish(
@@ -123,13 +144,10 @@ def _publish(
     manifest: Manifest,
     dataset: ShardedDataset,
     config: Config,
-    task: Task,
-    statistics: Statistics,
-    groups: np.ndarray,
+    scored: _Scored,
 ) -> None:
-    grouped = group_sums(statistics, groups, dataset.num_groups)
-    keys = dataset.group_keys()
-    content = pack_statistics(grouped, keys)
+    content = pack_statistics(scored.sums, scored.keys)
+    metrics, slices = measure(scored.task, scored.sums, scored.num_rows, scored.keys, config.evaluate.num_bootstrap)
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
         checkpoint_digest=target.checkpoint_digest,
@@ -139,10 +157,11 @@ def _publish(
         num_samples=dataset.num_samples,
         num_groups=dataset.num_groups,
         confidence=CONFIDENCE,
-        metrics=bootstrap.intervals(task.metrics, grouped, config.evaluate.num_bootstrap, CONFIDENCE, seed=0),
-        slices=_slices(task, statistics, groups, grouped, keys),
+        metrics=metrics,
+        slices=slices,
         baselines=manifest.baselines,
-        confusion=_confusion(task, grouped),
+        confusion=_confusion(scored.task, scored.sums),
+        examples=scored.examples,
         statistics_sha256=storage.sha256_bytes(content),
     )
     storage.publish(storage.join(target.output_uri, STATISTICS), content)
@@ -155,28 +174,6 @@ def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
     arrays: dict[str, Any] = {"keys": np.array(keys), **grouped}
     np.savez(buffer, **arrays)
     return buffer.getvalue()
-
-
-def _slices(
-    task: Task, statistics: Statistics, groups: np.ndarray, grouped: Statistics, keys: list[str]
-) -> dict[str, Slice]:
-    """Metrics of every named part of the data; none where all of it has one name.
-
-    A metric that a part does not determine (a rate of nothing) is left out of it.
-    """
-    with user_code("task.slice_names"):
-        names = np.array(task.slice_names(keys, grouped))
-    if len(names) != len(keys):
-        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(names))
-    if len(set(names)) < 2:
-        return {}
-    result = {}
-    for name in sorted(set(names)):
-        rows = (names == name)[groups]
-        part = {statistic: values[rows] for statistic, values in statistics.items()}
-        metrics = {metric: value for metric, value in total_metrics(task, part).items() if math.isfinite(value)}
-        result[str(name)] = Slice(num_samples=int(rows.sum()), metrics=metrics)
-    return result
 
 
 def _confusion(task: Task, grouped: Statistics) -> Confusion | None:

@@ -51,6 +51,24 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One sample of the data with what the model says of it."""
+
+    name: str
+    facts: Sequence[Fact]
+    picture: str = ""
+    """A PNG in base64, and nothing else."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Samples beside each other."""
+
+    title: str
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
 class Section:
     """The report of one stage."""
 
@@ -63,6 +81,7 @@ class Section:
     figures: Sequence[Fact] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
+    galleries: Sequence[Gallery] = ()
     command: str = ""
     """A command to run next."""
     log: Sequence[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -9,14 +10,16 @@ from kftrain.config import Config
 from kftrain.report import content, wording
 from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
 from kftrain.report.charts.interval import Row, SliceRow, interval_chart, slice_chart
-from kftrain.report.content import Chart, Fact, Section, Table
-from kftrain.run.documents import Confusion, Evaluation, Interval
+from kftrain.report.content import Chart, Fact, Gallery, Sample, Section, Table
+from kftrain.run.documents import Confusion, Evaluation, Example, Interval, Slice
 
 MAX_SLICES = 30
 """Slices that are drawn; of more, two thirds worst and one third best."""
 
 MIN_SLICE_SAMPLES = 10
 """A slice of fewer samples never heads the list: its value is chance."""
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 
 MAX_BASELINES = 12
 MAX_MISTAKES = 12
@@ -45,6 +48,7 @@ def section(config: Config, evaluation: Evaluation) -> Section:
             *([_confusion_chart(confusion)] if confusion and drawn else []),
         ],
         tables=[_frequent_mistakes(confusion)] if confusion and not drawn else [],
+        galleries=_galleries(evaluation),
         facts=_facts(evaluation),
     )
 
@@ -95,11 +99,14 @@ def _relation(found: Interval, goal: str, name: str, baseline: float) -> str:
 
 def _sample_size(found: Interval, evaluation: Evaluation) -> str:
     edges = wording.interval(found.value, found.low, found.high)[1]
-    level = wording.number(100 * evaluation.confidence, 3).removesuffix(".0")
     groups = wording.plural(evaluation.num_groups, "independent group")
     samples = wording.plural(evaluation.num_samples, "sample")
     size = samples if evaluation.num_groups == evaluation.num_samples else f"{groups} with {samples}"
-    return f"The {level}% interval is {edges}, from {size}."
+    return f"The {_level(evaluation)} interval is {edges}, from {size}."
+
+
+def _level(evaluation: Evaluation) -> str:
+    return f"{wording.number(100 * evaluation.confidence, 3).removesuffix('.0')}%"
 
 
 def _figures(primary: str, evaluation: Evaluation) -> list[Fact]:
@@ -135,7 +142,8 @@ def _slice_chart(metric: str, goal: str, evaluation: Evaluation) -> Chart | None
             wording.clean(name),
             each.metrics[metric],
             each.num_samples,
-            _worse(each.metrics[metric], whole, goal),
+            _worse(each, metric, whole, goal),
+            each.intervals.get(metric),
         )
         for name, each in evaluation.slices.items()
         if metric in each.metrics
@@ -150,10 +158,12 @@ def _slice_chart(metric: str, goal: str, evaluation: Evaluation) -> Chart | None
     left_out = (
         "" if len(shown) == len(rows) else f", {len(shown)} of {wording.count(len(rows))}: the first and the last"
     )
+    if any(row.bounds for row in shown):
+        first += f"; bars: {_level(evaluation)} intervals, coloured where the whole is outside"
     table = Table(
         title,
-        ["slice", metric, "samples"],
-        [[r.name, wording.number(float(r.value)), wording.count(r.num_samples)] for r in shown],
+        ["slice", metric, "interval", "samples"],
+        [[r.name, *r.shown, wording.count(r.num_samples)] for r in shown],
     )
     description = f"{title}, {first}: " + ", ".join(f"{row.name} {wording.number(float(row.value))}" for row in shown)
     return Chart(title, slice_chart(shown, whole, description=description), first + left_out, table)
@@ -174,9 +184,29 @@ def _shown_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
     return [*large, *small][:MAX_SLICES]
 
 
-def _worse(value: float, whole: float, goal: str) -> bool | None:
-    better = is_better(value, whole, goal)
+def _worse(each: Slice, metric: str, whole: float, goal: str) -> bool | None:
+    """Whether a slice is worse than the whole; None where that cannot be told, as within its interval."""
+    bounds = each.intervals.get(metric)
+    if bounds is not None and bounds.low <= whole <= bounds.high:
+        return None
+    better = is_better(each.metrics[metric], whole, goal)
     return None if better is None else not better
+
+
+def _galleries(evaluation: Evaluation) -> list[Gallery]:
+    """Sample predictions, in the order in which they were chosen."""
+    found = {
+        "Samples spread over the data": [each for each in evaluation.examples if not each.is_worst],
+        "Samples with the largest loss": [each for each in evaluation.examples if each.is_worst],
+    }
+    return [Gallery(title, [_sample(each) for each in shown]) for title, shown in found.items() if shown]
+
+
+def _sample(example: Example) -> Sample:
+    shown = [Fact(wording.clean(name), wording.clean(text)) for name, text in example.shown.items()]
+    metrics = [Fact(wording.label(name).lower(), wording.number(value)) for name, value in example.metrics.items()]
+    picture = example.picture if _BASE64.fullmatch(example.picture) else ""
+    return Sample(wording.clean(example.key), [*shown, *metrics], picture)
 
 
 def _badness(value: float, goal: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from kftrain.report.content import Fact, Section, Table
+from kftrain.report.content import Fact, Gallery, Section, Table
 from kftrain.report.wording import clean
 
 MAX_COLUMNS = 12
@@ -31,6 +31,7 @@ def render(section: Section) -> str:
     blocks += [_figures(section.figures)] if section.figures else []
     tables = [chart.table for chart in section.charts if chart.table is not None] + list(section.tables)
     blocks += [_table(table) for table in tables if len(table.columns) <= MAX_COLUMNS]
+    blocks += [_table(_as_table(gallery)) for gallery in section.galleries]
     blocks += ["\n".join(_fact(fact) for fact in section.facts)] if section.facts else []
     return "\n\n".join(blocks) + "\n"
 
@@ -44,6 +45,17 @@ def escape(text: str) -> str:
 def _figures(figures: Iterable[Fact]) -> str:
     rows = [[figure.name, f"{figure.value} ({figure.note})" if figure.note else figure.value] for figure in figures]
     return _rows(["", ""], rows)
+
+
+def _as_table(gallery: Gallery) -> Table:
+    """A line for each sample, without its picture."""
+    names = list(dict.fromkeys(fact.name for sample in gallery.samples for fact in sample.facts))[: MAX_COLUMNS - 1]
+    values = [{fact.name: fact.value for fact in sample.facts} for sample in gallery.samples]
+    rows = [
+        [sample.name, *(known.get(name, "") for name in names)]
+        for sample, known in zip(gallery.samples, values, strict=True)
+    ]
+    return Table(gallery.title, ["sample", *names], rows)
 
 
 def _table(table: Table) -> str:

@@ -16,9 +16,6 @@ from kftrain.run.documents import Completion
 VALIDATION = "validation/"
 MAX_VALIDATION_CHARTS = 8
 
-LOSS_UNITS = {"language_modeling": "nats per token", "image_classification": "nats per image"}
-"""By the kind of a built-in task; of a user's own the unit is not known."""
-
 SHOWN_SECTIONS = ("model", "optimizer", "precision")
 """Of the configuration, what is in sight; the whole is folded away below."""
 
@@ -51,7 +48,7 @@ def section(
         tone="neutral",
         sentences=_why_validations_differ(config, history, sizes),
         figures=_figures(config, completion, sizes) if completion else (),
-        charts=_charts(config, history, baselines or {}),
+        charts=_charts(config, completion, history, baselines or {}),
         tables=[_settings(config)],
         facts=_facts(config, completion) if completion else (),
     )
@@ -109,7 +106,7 @@ def _figures(config: Config, completion: Completion, sizes: Sizes) -> list[Fact]
     speed = completion.metrics.get("samples_per_second")
     loss = completion.metrics.get("loss")
     figures = [
-        Fact("Final loss", "" if loss is None else wording.number(loss), LOSS_UNITS.get(config.task.kind, "")),
+        Fact("Final loss", "" if loss is None else wording.number(loss), completion.loss_unit),
         Fact("Steps", wording.count(completion.step), f"of {wording.count(config.train.steps)}"),
         Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(completion, sizes)),
         Fact("Speed", "" if speed is None else wording.number(speed, 3), "samples/s"),
@@ -135,11 +132,16 @@ def _facts(config: Config, completion: Completion) -> list[Fact]:
     ]
 
 
-def _charts(config: Config, history: History, baselines: Mapping[str, Mapping[str, float]]) -> list[Chart]:
+def _charts(
+    config: Config,
+    completion: Completion | None,
+    history: History,
+    baselines: Mapping[str, Mapping[str, float]],
+) -> list[Chart]:
     clip = config.train.gradient_clip_norm
     limit = [Reference(f"clipped above {clip:g}", clip)] if clip > 0 else []
     quantities = [
-        _loss_chart(history, LOSS_UNITS.get(config.task.kind, "")),
+        _loss_chart(history, completion.loss_unit if completion else ""),
         *_validation_charts(history, baselines),
         _chart("Learning rate", "learning_rate", history, from_zero=True),
         _chart("Gradient norm", "gradient_norm", history, limit, smooth=True),
@@ -162,7 +164,7 @@ def _loss_chart(history: History, unit: str) -> Chart | None:
     drawing = line_chart(
         series, description=_description("Loss", series), x_range=_x_range(history), height=210, max_x_ticks=6
     )
-    note = ", ".join(part for part in (unit, _note(series, logarithmic=is_logarithmic(series))) if part)
+    note = ", ".join(part for part in (wording.clean(unit), _note(series, logarithmic=is_logarithmic(series))) if part)
     return Chart("Loss", drawing, note, _table("Loss", series), wide=True)
 
 

@@ -72,6 +72,8 @@ class Completion(Document):
     """Last values of what training recorded: `loss`, `learning_rate`, `samples_per_second` …"""
     seconds: float
     """Wall time of the last attempt."""
+    loss_unit: str = ""
+    """As the task names it; completions of before do not say."""
 
 
 class Interval(BaseModel):
@@ -100,6 +102,23 @@ class Slice(BaseModel):
 
     num_samples: int
     metrics: dict[str, float]
+    intervals: dict[str, Interval] = {}
+    """Of the same metrics, from the resamples of the whole; evaluations of before have none."""
+
+
+class Example(BaseModel):
+    """A group (document, image) of the validation split, as a report shows it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    is_worst: bool
+    """Chosen for its large loss; otherwise for its place in the data."""
+    metrics: dict[str, float] = {}
+    shown: dict[str, str] = {}
+    """What the task says of its first row: the input, the prediction …"""
+    picture: str = ""
+    """A PNG in base64."""
 
 
 class Confusion(BaseModel):
@@ -129,6 +148,8 @@ class Evaluation(Document):
     baselines: dict[str, dict[str, float]] = {}
     """What the metric must be read against: metric name -> baseline name -> value."""
     confusion: Confusion | None = None
+    examples: list[Example] = []
+    """Sample predictions: some spread over the data, then those with the largest loss."""
     statistics_sha256: str
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
 

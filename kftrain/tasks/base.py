@@ -99,3 +99,20 @@ class Task(Protocol):
         A task with an attribute `input_column` also gets lists, arrays and series of values, as a column of that name.
         """
         ...
+
+
+class Described(Protocol):
+    """What a task may have besides, for people who read reports."""
+
+    loss_unit: str
+    """Unit of one loss term: `nats per token`."""
+
+    loss_metric: str
+    """The metric that is the mean loss; the samples where it is largest are shown. Without it: the gate's metric."""
+
+    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
+        """What to show of each of some rows: name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`.
+
+        `batch`: the same rows on the model's device. Called in evaluation mode without gradients, on one process.
+        """
+        ...

@@ -47,6 +47,8 @@ class ImageClassification:
     """
 
     input_column = "image"
+    loss_unit = "nats per image"
+    loss_metric = "cross_entropy"
 
     def __init__(
         self,
@@ -175,6 +177,20 @@ class ImageClassification:
         )
         np.add.at(matrix, pairs, 1)
         return self.labels, matrix
+
+    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
+        """The picture, its class, the predicted one and the probability that the model gives to each of the two."""
+        probabilities = model(batch["images"]).float().softmax(dim=-1).cpu().numpy()
+        pixels = np.clip(arrays["image"] * (255 / self.max_value), 0, 255).astype(np.uint8)
+        pictures = pixels if self.num_channels == 3 else pixels[..., 0]
+        return [
+            {
+                "picture": picture,
+                "class": f"{self.labels[label]} (p = {row[label]:.3f})",
+                "predicted": f"{self.labels[row.argmax()]} (p = {row.max():.3f})",
+            }
+            for picture, label, row in zip(pictures, arrays["label"].tolist(), probabilities, strict=True)
+        ]
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         """Probability of each class, one column per label.

@@ -40,6 +40,12 @@ ROWS_PER_BLOCK = 256
 PREDICT_BATCH_ROWS = 32
 """Rows of one forward pass in `predict`."""
 
+MAX_CONTINUED_TOKENS = 32
+"""How far `examples` lets the model write; each token is one forward pass of a few rows."""
+
+MAX_SHOWN_BYTES = 96
+"""Of the text before that."""
+
 MAX_SLICES = 12
 """Slices that are named; the smaller ones are counted together as `other`."""
 
@@ -53,6 +59,8 @@ class LanguageModeling:
     """
 
     input_column = "text"
+    loss_unit = "nats per token"
+    loss_metric = "bits_per_byte"
 
     def __init__(self, *, sequence_length: Count = 256, tokenizer: str = "bytes") -> None:
         self.sequence_length = sequence_length
@@ -159,6 +167,32 @@ class LanguageModeling:
 
     def confusion(self, statistics: Mapping[str, np.ndarray]) -> None:
         """None: 256 classes make no table to read."""
+
+    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
+        """Text of each row up to its middle, how it goes on, and how the model does, always with the likeliest byte."""
+        import torch
+
+        num_continued = max(1, min(MAX_CONTINUED_TOKENS, self.sequence_length // 2))
+        num_tokens = (arrays["tokens"] != self.tokenizer.padding).sum(axis=1)
+        starts = np.clip(num_tokens // 2, 1, max(1, self.sequence_length // 2))
+        tokens = torch.cat([batch["inputs"], batch["targets"][:, -1:]], dim=1)
+        rows, places = torch.arange(len(tokens), device=tokens.device), torch.from_numpy(starts).to(tokens.device)
+        tokens[torch.arange(tokens.shape[1], device=tokens.device) >= places.unsqueeze(1)] = self.tokenizer.padding
+        for _ in range(num_continued):
+            logits = model(tokens[:, :-1])[rows, places - 1]
+            tokens[rows, places] = logits[:, : self.tokenizer.num_bytes].float().argmax(dim=-1)
+            places = places + 1
+        return [
+            {
+                "text": self._shown(row[:start])[-MAX_SHOWN_BYTES:],
+                "goes on": self._shown(row[start : start + num_continued]),
+                "the model writes": self._shown(written[start : min(start + num_continued, end)]),
+            }
+            for row, start, end, written in zip(arrays["tokens"], starts, num_tokens, tokens.cpu().numpy(), strict=True)
+        ]
+
+    def _shown(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(tokens).decode("utf-8", "replace")
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         """`bits_per_byte` and `num_bytes` of each row's `text`, computed as evaluation computes a document.

@@ -15,6 +15,8 @@ BUILT_IN = {
 }
 """Kind -> `module:attr`, imported when it is built."""
 
+MAX_NAME_CHARACTERS = 80
+
 METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))
 """What a task must have."""
 
@@ -30,7 +32,14 @@ def build_task(config: TaskConfig) -> Task:
         _require_methods(target, config.kind)
     task = options.construct(target, config.kind, "task", config.options())
     _require_methods(task, config.kind)
+    for name in ("loss_unit", "loss_metric"):
+        _require_text(name, getattr(task, name, ""), config.kind)
     return cast(Task, task)
+
+
+def _require_text(name: str, value: object, kind: str) -> None:
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+        raise ConfigError(f"{name} must be text of at most {MAX_NAME_CHARACTERS} characters", where=kind, value=value)
 
 
 def _require_methods(task: object, kind: str) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Regression:
     """Predicts a number from measurements; metrics `rmse` (in the target's unit) and `r2`."""
 
+    loss_unit = "squared standard deviations of the target"
+    loss_metric = "rmse"
+
     def __init__(self, *, num_features: int, target_mean: float = 0.0, target_std: float = 1.0) -> None:
         self.num_features, self.target_mean, self.target_std = num_features, target_mean, target_std
 
@@ -83,6 +86,12 @@ class Regression:
 
     def confusion(self, statistics: Mapping[str, np.ndarray]) -> None:
         return None
+
+    def examples(
+        self, model: torch.nn.Module, arrays: Arrays, batch: dict[str, torch.Tensor]
+    ) -> list[Mapping[str, Any]]:
+        predictions = self._predict(model, batch["features"]).tolist()
+        return [{"target": float(t), "prediction": p} for t, p in zip(arrays["target"], predictions, strict=True)]
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         import pandas

@@ -6,6 +6,7 @@ matter here, and bars from zero would hide them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from kftrain.report import wording
 from kftrain.report.charts import svg
 from kftrain.report.charts.ticks import Scale, linear_scale
+from kftrain.run.documents import Interval
 
 ROW_PX = 34
 SLICE_ROW_PX = 21
@@ -58,6 +60,15 @@ class SliceRow:
     value: float
     num_samples: int
     worse: bool | None = None
+    bounds: Interval | None = None
+    """Its interval; bounds that are not known are infinite."""
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The figure, and its interval where that is known."""
+        if self.bounds is None or not (math.isfinite(self.bounds.low) and math.isfinite(self.bounds.high)):
+            return wording.number(float(self.value)), ""
+        return wording.interval(self.value, self.bounds.low, self.bounds.high)
 
 
 def interval_chart(
@@ -81,20 +92,21 @@ def interval_chart(
 
 
 def slice_chart(rows: Sequence[SliceRow], whole: float, *, description: str) -> Markup:
-    """A row per slice: a dot, tied to the value of the whole (a vertical line); colour tells worse from better."""
+    """A row per slice: a dot on its interval; the whole is a vertical line; colour tells worse from better."""
     names = [wording.ellipsis(row.name, MAX_NAME_CHARACTERS) for row in rows]
-    values = [wording.number(float(row.value)) for row in rows]
+    values = [row.shown[0] for row in rows]
     counts = [wording.count(row.num_samples) for row in rows]
     value_px = 16 + max(wording.width_px(value, BOLD_PX) for value in values)
     right = value_px + 14 + max(wording.width_px(count) for count in [*counts, "samples"])
-    scale = _scale([row.value for row in rows] + [whole])
+    edges = [edge for row in rows if row.bounds for edge in (row.bounds.low, row.bounds.high)]
+    scale = _scale([row.value for row in rows] + [whole] + edges)
     height = SLICE_ROW_PX * len(rows)
     left = _names_px(names)
     parts = [*svg.horizontal_axis(scale, height, grid_top=0), *_guide(Guide("all", whole), scale, height)]
     parts.append(svg.text("samples", "100%", -10, anchor="end", dx=right))
     for index, row in enumerate(rows):
         y = SLICE_ROW_PX * (index + 0.5)
-        parts += [svg.text(names[index], 0, y, style="row", dx=-left), *_stem(row, whole, scale, y)]
+        parts += [svg.text(names[index], 0, y, style="row", dx=-left), *_slice(row, whole, scale, y)]
         parts.append(svg.text(values[index], "100%", y, style="figure", anchor="end", dx=value_px))
         parts.append(svg.text(counts[index], "100%", y, anchor="end", dx=right))
     return svg.drawing(parts, height, svg.Padding(18, right, BOTTOM_PX, left), description)
@@ -140,13 +152,20 @@ def _figure(value: str, below: str, y: float) -> list[Markup]:
     return [svg.text(value, "100%", y - 6, style="figure", dx=16), svg.text(below, "100%", y + 8, dx=16)]
 
 
-def _stem(row: SliceRow, whole: float, scale: Scale, y: float) -> list[Markup]:
+def _slice(row: SliceRow, whole: float, scale: Scale, y: float) -> list[Markup]:
+    """A dot on its interval; without one, tied to the value of the whole."""
     if wording.finite(row.value) is None:
         return []
     style = {True: "worse", False: "better", None: "plain"}[row.worse]
     at = svg.across(scale.fraction(row.value))
     parts = []
-    if wording.finite(whole) is not None:
+    if row.bounds is not None:
+        low, high = (
+            edge if wording.finite(bound) is None else scale.fraction(bound)
+            for bound, edge in ((row.bounds.low, 0.0), (row.bounds.high, 1.0))
+        )
+        parts.append(svg.line(svg.across(low), y, svg.across(high), y, f"interval {style}"))
+    elif wording.finite(whole) is not None:
         parts.append(svg.line(svg.across(scale.fraction(whole)), y, at, y, f"stem {style}"))
     return [*parts, svg.element("circle", cx=at, cy=y, r=4, class_=f"dot {style}")]
 

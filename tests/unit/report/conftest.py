@@ -8,7 +8,7 @@ import pytest
 from report_documents import DIGESTS, Documents, make_history
 
 from kftrain import config
-from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, Slice
+from kftrain.run.documents import Completion, Confusion, Evaluation, Example, Interval, Registration, Slice
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def completion() -> Completion:
         num_parameters=1_861_248,
         metrics={"loss": 1.58834, "samples_per_second": 287.3, "learning_rate": 1e-4},
         seconds=200.4,
+        loss_unit="nats per token",
     )
 
 
@@ -63,6 +64,15 @@ def evaluation() -> Evaluation:
         },
         baselines={"bits_per_byte": {"zlib -9": 2.512, "order-2": 2.946}},
         confusion=Confusion(labels=["cat", "dog", "ship"], matrix=[[90, 9, 1], [4, 95, 1], [0, 0, 100]]),
+        examples=[
+            Example(
+                key="json/decoder.py",
+                is_worst=False,
+                metrics={"bits_per_byte": 2.25},
+                shown={"text": "def decode(self, s):\n    obj", "the model writes": "ect = self"},
+            ),
+            Example(key="asyncio/base.py", is_worst=True, metrics={"bits_per_byte": 4.5}, picture="iVBORw0KGgo="),
+        ],
         statistics_sha256="f" * 64,
     )
 

@@ -14,7 +14,7 @@ from kftrain.report.content import Fact, Section, Table
 from kftrain.report.markdown import escape, render
 from kftrain.report.wording import clean
 from kftrain.run.advice import Place, Situation
-from kftrain.run.documents import Completion, Evaluation, Registration, Slice
+from kftrain.run.documents import Completion, Evaluation, Example, Registration, Slice
 
 HOSTILE = "a|b`c`<script>x</script>\n# head\n[l](http://e) ![i](x) **b** &amp; \\ ~~s~~ | --- |"
 special = st.text(alphabet="ab1.-+=#|`*_<>[]()!~\\&{}$^: \n\t", max_size=25)
@@ -68,6 +68,7 @@ def test_hostile_text_in_documents_stays_text(
             "slices": {HOSTILE: Slice(num_samples=1, metrics={"bits_per_byte": 1.0})},
             "baselines": {"bits_per_byte": {HOSTILE: 1.0}},
             "export_uri": HOSTILE,
+            "examples": [Example(key=HOSTILE, is_worst=True, metrics={HOSTILE: 1.0}, shown={HOSTILE: HOSTILE})],
         }
     )
     pages = [
@@ -97,7 +98,7 @@ def test_the_evaluation_is_tables(evaluation: Evaluation) -> None:
     text = report.evaluation_markdown(config.Config(), evaluation)
     assert "| this model | 2.337 | 2.289 to 2.383 |" in text
     assert "| zlib -9 | 2.512 |   |" in text
-    assert "| asyncio | 2.554 | 67 |" in text
+    assert "| asyncio | 2.554 |   | 67 |" in text
     assert "| cat | 90 | 9 | 1 |" in text
 
 

@@ -21,14 +21,14 @@ TAGS = set(
     re.findall(
         r"\w+",
         "html head meta title style body main header footer section p h1 h2 h3 small strong span dl dt dd div figure"
-        " figcaption svg path line circle rect text table caption thead tbody tr th td pre code details summary",
+        " figcaption img svg path line circle rect text table caption thead tbody tr th td pre code details summary",
     )
 )
 ATTRIBUTES = set(
     re.findall(
         r"[\w-]+",
-        "lang charset http-equiv content name class scope title style role aria-label width height viewbox x y x1 y1 x2"
-        " preserveaspectratio y2 cx cy r dx d text-anchor transform fill-opacity vector-effect",
+        "lang charset http-equiv content name class scope title src alt style role aria-label width height viewbox x y"
+        " x1 y1 x2 preserveaspectratio y2 cx cy r dx d text-anchor transform fill-opacity vector-effect",
     )
 )
 Pages = dict[str, str]
@@ -101,6 +101,7 @@ def check_harmless(html: str) -> Reader:
     assert reader.tags <= TAGS
     assert {name for name, _ in reader.attributes} <= ATTRIBUTES
     for name, value in reader.attributes:
+        assert name != "src" or re.fullmatch(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}", value)
         assert name != "style" or re.fullmatch(r"padding:[\d px]+(;max-width:\d+px)?", value)
     (style,) = re.findall(r"<style>(.*?)</style>", html, flags=re.DOTALL)
     assert not re.search(r"url\(|@import|https?:|expression", style)
@@ -110,7 +111,7 @@ def check_harmless(html: str) -> Reader:
 def test_pages_are_well_formed_and_load_nothing(pages: Pages) -> None:
     for html in pages.values():
         check_harmless(html)
-        assert not re.search(r"https?://|\bsrc=|href=|@import|url\(|<script", html)
+        assert not re.search(r"https?://|\bsrc=(?!\"data:image/png;base64,)|href=|@import|url\(|<script", html)
 
 
 def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error: dict[str, Any]) -> None:
@@ -124,6 +125,10 @@ def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error:
             "metrics": {HOSTILE: interval.model_dump(), "other": interval.model_dump()},
             "slices": {HOSTILE: Slice(num_samples=1, metrics={HOSTILE: 0.5}).model_dump()},
             "baselines": {HOSTILE: {HOSTILE: 0.1}},
+            "examples": [
+                {"key": HOSTILE, "is_worst": w, "metrics": {HOSTILE: 1}, "shown": {HOSTILE: HOSTILE}, "picture": p}
+                for w, p in [(True, HOSTILE), (False, '"onerror="x'), (False, "aGk=\n")]
+            ],
         }
     )
     documents.history[-1][f"validation/{HOSTILE}"] = 0.5

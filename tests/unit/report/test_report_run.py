@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -32,6 +33,8 @@ def page(documents: Documents) -> str:
     [
         "0.0388 epochs",  # 12,800 samples of 248,731 + 81,004
         "nats per token",
+        "Samples spread over the data json/decoder.py text def decode(self, s): obj the model writes ect = self",
+        "Samples with the largest loss asyncio/base.py bits per byte 4.500",
         "the first 256 samples of the validation split (evaluate.max_interval_samples), the evaluation is of all 5,321",
         "model.kind",
         "optimizer.learning_rate 0.001",
@@ -112,3 +115,56 @@ def test_the_name_of_a_level_lies_over_no_curve(name: str) -> None:
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if x0 <= at <= x1:
                 assert abs(y0 + (y1 - y0) * (at - x0) / (x1 - x0) - middle) > 7, (x, label.attrib)
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """Name of each slice -> the colour of its dot and, if it has one, of its interval."""
+    found = {}
+    for name, rest in re.findall(r'class="row">([^<]+)</text>(.*?)(?=class="row"|</svg>)', page, flags=re.DOTALL):
+        bar, dot = re.search(r'class="(interval|stem) (\w+)"', rest), re.search(r'class="dot (\w+)"', rest)
+        found[name] = f"{bar[1] if bar else ''} {dot[1] if dot else ''}"
+    return found
+
+
+def test_a_slice_has_its_interval_and_a_colour_only_where_the_whole_is_outside(
+    settings: config.Config, evaluation: Evaluation
+) -> None:
+    # The whole is 2.337; lower is better.
+    bounds = {"worse": (2.5, 2.4, 2.6), "chance": (2.9, 2.2, 3.4), "better": (2.0, 1.9, 2.1), "open": (2.8, None, None)}
+    slices = {
+        name: Slice(
+            num_samples=50,
+            metrics={"bits_per_byte": value},
+            intervals={"bits_per_byte": {"value": value, "low": low, "high": high}},  # type: ignore[dict-item]
+        )
+        for name, (value, low, high) in bounds.items()
+    }
+    changed = evaluation.model_copy(update={"slices": slices})
+    drawn = rows_of(report.evaluation_html(settings, changed))
+    assert {name: drawn[name] for name in bounds} == {
+        "worse": "interval worse",
+        "chance": "interval plain",
+        "better": "interval better",
+        "open": "interval plain",
+    }
+    text = report.evaluation_markdown(settings, changed)
+    assert "| worse | 2.50 | 2.40 to 2.60 | 50 |" in text and "| open | 2.800 |   | 50 |" in text
+    before = rows_of(report.evaluation_html(settings, evaluation))
+    assert (before["asyncio"], before["ctypes"]) == ("stem worse", "stem better")
+
+
+def test_a_unit_is_shown_for_an_own_tasks_loss_and_none_where_none_is_known(
+    settings: config.Config, completion: Completion, history: list[dict[str, Any]]
+) -> None:
+    own = settings.model_copy(update={"task": config.TaskConfig(kind="my.task:Regression")})
+    known = completion.model_copy(update={"loss_unit": "squared <b>km</b>"})
+    assert shown(report.training_html(own, known, history)).count("squared <b>km</b>") == 2
+    unknown = completion.model_copy(update={"loss_unit": ""})
+    assert "nats" not in shown(report.training_html(own, unknown, history))
+
+
+def test_pages_of_an_evaluation_without_samples_say_nothing_of_them(
+    settings: config.Config, evaluation: Evaluation
+) -> None:
+    without = evaluation.model_copy(update={"examples": []})
+    assert "Samples" not in shown(report.evaluation_html(settings, without))

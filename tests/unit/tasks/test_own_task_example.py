@@ -120,3 +120,14 @@ def _first_record(loaded):
 
 def _with_path():
     return {**os.environ, "PYTHONPATH": f"{EXAMPLE}:{REPOSITORY}"}
+
+
+def test_the_example_shows_targets_and_predictions(loaded):
+    task = build_task(loaded.task)
+    model = build_model(loaded.model, task.model_arguments())
+    held_out = {name: rows[:3] for name, rows in encoded(loaded, task)["validation"].items()}
+    with torch.no_grad():
+        shown = task.examples(model.eval(), held_out, task.batch(held_out))
+    answer = task.predict(model, pandas.DataFrame(held_out["features"]))["prediction"]
+    assert [each["target"] for each in shown] == held_out["target"].tolist()
+    assert [each["prediction"] for each in shown] == pytest.approx(answer.tolist())

@@ -1,0 +1,40 @@
+"""Metrics of an evaluation and of its slices, from sums per group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kftrain import bootstrap
+from kftrain.errors import EvaluationError
+from kftrain.evaluate.score import Statistics
+from kftrain.plugins import user_code
+from kftrain.run.documents import Interval, Slice
+from kftrain.tasks.base import Task
+
+CONFIDENCE = 0.95
+"""Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
+
+
+def measure(
+    task: Task, sums: Statistics, num_rows: np.ndarray, keys: list[str], num_bootstrap: int
+) -> tuple[dict[str, Interval], dict[str, Slice]]:
+    """Metrics over all groups, and of every named part of them; no parts where all groups have one name.
+
+    `sums` and `num_rows` are those of each group, `[groups]`. A metric that a part does not determine (a rate of
+    nothing) is left out of it.
+    """
+    with user_code("task.slice_names"):
+        names = np.array(task.slice_names(keys, sums))
+    if len(names) != len(keys):
+        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(names))
+    named = names.tolist() if len(set(names)) > 1 else None
+    whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, seed=0)
+    slices = {
+        str(name): Slice(
+            num_samples=int(num_rows[names == name].sum()),
+            metrics={metric: found.value for metric, found in metrics.items()},
+            intervals=metrics,
+        )
+        for name, metrics in parts.items()
+    }
+    return whole, slices
