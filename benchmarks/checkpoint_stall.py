@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.parallel.world import World
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 NUM_TENSORS = 48
 COLUMNS = 512

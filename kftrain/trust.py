@@ -16,7 +16,8 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import ConfigError, DataError
 from kftrain.run import documents
-from kftrain.run.documents import RunPaths, RunShards
+from kftrain.run.documents import RunShards
+from kftrain.run.paths import RunPaths
 
 KINDS_VARIABLE = "KFTRAIN_TRUSTED_KINDS"
 """Kinds that may be built, with commas between them."""

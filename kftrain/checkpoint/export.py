@@ -29,7 +29,7 @@ from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.run import commit, documents
 from kftrain.run.commit import FileEntry
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.registry import BUILT_IN as TASKS

@@ -22,7 +22,7 @@ from kftrain.parallel.world import World
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 @dataclass(frozen=True)

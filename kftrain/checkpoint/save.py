@@ -38,7 +38,7 @@ from kftrain.parallel.world import World
 from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 METADATA = ".metadata"
 """DCP's name of the file that it writes last."""

@@ -12,7 +12,7 @@ from kftrain.cli.options import echo, json_option
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointName
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 @click.group("checkpoints")

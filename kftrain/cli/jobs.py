@@ -11,7 +11,7 @@ import click
 from kftrain import storage
 from kftrain.cli.options import echo, json_option
 from kftrain.errors import ConfigError
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
 if TYPE_CHECKING:

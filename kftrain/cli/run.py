@@ -28,7 +28,7 @@ from kftrain.process.channel import Channel
 from kftrain.progress import unmarked
 from kftrain.run.advice import Place, Situation
 from kftrain.run.best_effort import best_effort
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import failure, parameters, resolve, tracked
 

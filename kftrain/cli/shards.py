@@ -59,7 +59,7 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
 def manifest_uri(uri: str) -> str:
     """The manifest of a dataset, whichever way it was named."""
     from kftrain.data.shards.manifest import MANIFEST_NAME
-    from kftrain.run.documents import RunPaths
+    from kftrain.run.paths import RunPaths
     from kftrain.stages.dataset import read_shards
 
     absolute = storage.absolute(uri)

@@ -17,7 +17,7 @@ from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, LaunchError
 from kftrain.kubeflow.client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
 from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters, remote, resolve
 
 POLL_SECONDS = 5.0

@@ -10,7 +10,8 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.report import wording
 from kftrain.run import advice, documents
 from kftrain.run.advice import Situation
-from kftrain.run.documents import Completion, Evaluation, Interval, Registration, RunPaths
+from kftrain.run.documents import Completion, Evaluation, Interval, Registration
+from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
 from kftrain.stages.resolve import load_config

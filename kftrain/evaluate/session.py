@@ -34,10 +34,10 @@ from kftrain.run.documents import (
     EvaluationRequest,
     EvaluationTarget,
     Example,
-    RunPaths,
     Unmeasured,
     to_be_scored,
 )
+from kftrain.run.paths import RunPaths
 from kftrain.tasks.base import Task
 from kftrain.trust import Trust, read_shards
 

@@ -27,7 +27,8 @@ from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
 from kftrain.run.completion import keep_config, metrics_uri, read_completion, read_evaluations
-from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
+from kftrain.run.paths import RunPaths
 
 
 def run_training(paths: RunPaths, config: Config, mlflow_run_id: Callable[[], str] = str) -> Completion:

@@ -8,7 +8,7 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.process.lifecycle import num_local_gpus
 from kftrain.run.completion import JobTask
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
 """The MLflow run that rank 0 logs to."""

@@ -15,7 +15,8 @@ from kftrain.config import Config
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
 from kftrain.run import documents
-from kftrain.run.documents import Evaluation, Interval, RunPaths, Unmeasured
+from kftrain.run.documents import Evaluation, Interval, Unmeasured
+from kftrain.run.paths import RunPaths
 from kftrain.trust import Trust
 
 RESAMPLING_SEED = 0

@@ -27,7 +27,8 @@ from kftrain.registry.reference import (
     Reference,
     require_export,
 )
-from kftrain.run.documents import Completion, Evaluation, RunPaths
+from kftrain.run.documents import Completion, Evaluation
+from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, runs
 from kftrain.tracking.client import ModelVersion
 from kftrain.trust import Trust

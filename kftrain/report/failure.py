@@ -48,7 +48,7 @@ def _facts(error: Mapping[str, Any], stage: str, situation: Situation) -> list[F
 
 
 def _places(found: Mapping[str, Any]) -> list[Fact]:
-    """What the launcher found out about a job: see `contracts.FailureSummary`."""
+    """What the launcher found out about a job: see `documents.FailureSummary`."""
     rank = found.get("rank")
     return [
         Fact("Class", _text(found, "failure_class")),

@@ -18,7 +18,7 @@ import uuid
 from kftrain import storage
 from kftrain.errors import FencedError
 from kftrain.run import documents
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 class Claim(documents.Document):

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from kftrain import storage
 from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.run import attempts, documents
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"

@@ -15,7 +15,8 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.run import documents
-from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunPaths, RunShards
+from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunShards
+from kftrain.run.paths import RunPaths
 
 JobTask = Literal["train", "evaluate"]
 """What a job does."""

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from kftrain import storage
 from kftrain.run.best_effort import best_effort
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 INTERVAL_SECONDS = 60.0
 """Between two beats."""

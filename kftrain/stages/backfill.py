@@ -9,7 +9,7 @@ from kftrain import storage, tracking
 from kftrain.config import Config
 from kftrain.errors import TrackingError
 from kftrain.progress import Progress
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 
 

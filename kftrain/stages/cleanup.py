@@ -16,7 +16,7 @@ from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.kinds.pytorchjob import KFP_RUN_LABEL, RUN_LABEL, label_value, started_for
 from kftrain.launch.kubernetes.lease import delete_own
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 STALE_SECONDS = 3600.0
 """A temporary file that nobody has touched for so long belongs to a process that is gone."""

@@ -10,7 +10,8 @@ from kftrain.data.schema import SampleSchema
 from kftrain.data.shards.manifest import Manifest, check_listing, read_manifest
 from kftrain.errors import DataError
 from kftrain.plugins import is_plugin, user_code
-from kftrain.run.documents import RunPaths, RunShards
+from kftrain.run.documents import RunShards
+from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.trust import read_shards as read_shards
 

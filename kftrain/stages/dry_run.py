@@ -12,7 +12,7 @@ from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, evaluate_job, train_job
 from kftrain.run.completion import JobTask
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight, resolve, tracked
 
 ALL_TASKS: tuple[JobTask, ...] = ("train", "evaluate")

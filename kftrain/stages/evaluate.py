@@ -13,7 +13,8 @@ from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.completion import metrics_uri
-from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Unmeasured
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite

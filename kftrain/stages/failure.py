@@ -24,7 +24,8 @@ from kftrain.process.termination import leave_step_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.run import documents
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.run.documents import FailureSummary
+from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 
 KFP_RUNTIME_ENV = "_KFP_RUNTIME"

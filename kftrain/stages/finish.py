@@ -16,7 +16,7 @@ from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableErro
 from kftrain.progress import Progress, to_log
 from kftrain.run.advice import FailureClass, Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import cleanup, failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 class TaskConfig(Protocol):

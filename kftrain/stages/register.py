@@ -17,7 +17,8 @@ from kftrain.progress import Progress, to_log
 from kftrain.report import environment
 from kftrain.run import documents
 from kftrain.run.commit import differences
-from kftrain.run.documents import Completion, Evaluation, Registration, RunPaths
+from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_complete, read_evaluation

@@ -25,7 +25,7 @@ from kftrain.plugins import is_plugin
 from kftrain.run import attempts, commit
 from kftrain.run.best_effort import retryable
 from kftrain.run.commit import differences
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters
 
 Knobs = dict[str, str | int | float]

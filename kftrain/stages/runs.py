@@ -14,7 +14,8 @@ from kftrain.errors import KftrainError, TrackingError
 from kftrain.registry.journal import Journal, champion_version
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
-from kftrain.run.documents import Completion, Registration, RunPaths
+from kftrain.run.documents import Completion, Registration
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, resolve
 
 UNREADABLE = "unreadable"

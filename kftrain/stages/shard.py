@@ -15,7 +15,8 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
 from kftrain.process import channel
 from kftrain.progress import Progress, to_log
-from kftrain.run.documents import RunPaths, RunShards
+from kftrain.run.documents import RunShards
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, preflight, remote, resolve
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.outcome import Outcome

@@ -13,7 +13,8 @@ from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preem
 from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
-from kftrain.run.documents import Document, RunPaths, RunShards
+from kftrain.run.documents import Document, RunShards
+from kftrain.run.paths import RunPaths
 from kftrain.tracking import DatasetLineage
 
 

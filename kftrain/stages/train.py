@@ -11,7 +11,8 @@ from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.completion import has_export
-from kftrain.run.documents import Completion, RunPaths
+from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
 from kftrain.stages import backfill, failure, pods, resolve, tracked
 from kftrain.stages.dataset import read_dataset, read_shards, require_usable
 from kftrain.stages.outcome import Outcome, finite

@@ -40,7 +40,8 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.progress import VERIFYING, to_log
 from kftrain.run import attempts, commit
 from kftrain.run.completion import has_export
-from kftrain.run.documents import Completion, RunPaths, read
+from kftrain.run.documents import Completion, read
+from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train import probe

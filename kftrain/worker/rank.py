@@ -17,7 +17,7 @@ from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.process.lifecycle import imports_for_good
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.completion import load_config
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.worker import output
 from kftrain.worker.error_report import leave
 

@@ -46,8 +46,8 @@ from kftrain.progress import to_log
 from kftrain.run import attempts, documents
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.completion import JobTask, is_complete, load_config
-from kftrain.run.documents import RunPaths
 from kftrain.run.heartbeat import LauncherWatch
+from kftrain.run.paths import RunPaths
 from kftrain.worker import root_cause
 from kftrain.worker.node_job import NodeJob
 from kftrain.worker.output import OUTPUT_ENV, Output, shortened

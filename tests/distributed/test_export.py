@@ -10,6 +10,7 @@ from kftrain.checkpoint.export import group_by_size, load_export
 from kftrain.errors import CheckpointError
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def test_an_export_that_was_never_finished_is_written_anew(completion, tmp_path,
     """A process that is killed while files go to an object store leaves some of them, but never the manifest."""
     found = storage.read_json(storage.join(completion.export_uri, "kftrain.json"))
     description = export.Description.model_validate(found)
-    paths = documents.RunPaths(str(tmp_path))
+    paths = RunPaths(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish_json", killed)
         with pytest.raises(KeyboardInterrupt):

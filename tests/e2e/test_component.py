@@ -6,7 +6,8 @@ from e2e.kfp_step import delete_workflow, terminate_workflow
 from e2e.namespace import wait_until
 
 from kftrain.run import attempts, documents
-from kftrain.run.documents import Completion, RunPaths
+from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 

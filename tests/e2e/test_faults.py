@@ -8,7 +8,8 @@ from helpers.jobs import losses
 from kftrain import storage
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.run import attempts, documents
-from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.run.documents import FailureSummary
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -8,7 +8,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(900)
 

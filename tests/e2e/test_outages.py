@@ -9,7 +9,7 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

@@ -8,7 +8,8 @@ from e2e.namespace import wait_until
 from helpers.jobs import losses
 
 from kftrain.run import attempts, documents
-from kftrain.run.documents import Registration, RunPaths
+from kftrain.run.documents import Registration
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -6,7 +6,8 @@ import json
 from kftrain import config, storage
 from kftrain.data.sharding import shard_dataset
 from kftrain.evaluate.identity import evaluation_digest
-from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, RunPaths, RunShards
+from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, RunShards
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 from kftrain.tasks import build_task
 

@@ -12,7 +12,8 @@ import psutil
 from kftrain import config, storage
 from kftrain.data.sharding import shard_dataset
 from kftrain.run import documents
-from kftrain.run.documents import Completion, EvaluationRequest, EvaluationTarget, RunPaths
+from kftrain.run.documents import Completion, EvaluationRequest, EvaluationTarget
+from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 
 TINY = """

@@ -5,7 +5,7 @@ import time
 
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, terminate, watcher
 from kftrain.launch.kubernetes.launcher import ClusterLauncher
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 JOB = "r-train"
 """The job of run `r`."""

@@ -9,7 +9,8 @@ from helpers.documents import DIGITS
 
 from kftrain import storage
 from kftrain.run import documents
-from kftrain.run.documents import Registration, RunPaths
+from kftrain.run.documents import Registration
+from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
 

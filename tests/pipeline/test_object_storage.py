@@ -12,7 +12,8 @@ from helpers.object_store import BUCKET, ObjectStore
 
 from kftrain import storage
 from kftrain.run import commit
-from kftrain.run.documents import Registration, RunPaths, read
+from kftrain.run.documents import Registration, read
+from kftrain.run.paths import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

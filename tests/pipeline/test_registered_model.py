@@ -14,7 +14,8 @@ from kftrain import storage
 from kftrain.config import DataConfig
 from kftrain.data.sources import resolve_source
 from kftrain.run import documents
-from kftrain.run.documents import Evaluation, RunPaths
+from kftrain.run.documents import Evaluation
+from kftrain.run.paths import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

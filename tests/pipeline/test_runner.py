@@ -24,7 +24,7 @@ def work(folder: str, seconds: float) -> str:
 
     from kftrain.config import Config
     from kftrain.progress import to_log
-    from kftrain.run.documents import RunPaths
+    from kftrain.run.paths import RunPaths
     from kftrain.stages.failure import reported
 
     with reported("work", RunPaths(folder), Config(), to_log):

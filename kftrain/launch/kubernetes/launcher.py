@@ -32,8 +32,9 @@ from kftrain.progress import to_log
 from kftrain.run import documents
 from kftrain.run.advice import FailureClass
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.run.documents import FailureSummary
 from kftrain.run.heartbeat import Heartbeat
+from kftrain.run.paths import RunPaths
 
 POLL_SECONDS = 1.0
 GOING_SECONDS = 300.0

@@ -12,7 +12,7 @@ from kftrain.launch.kubernetes.observation import Pod
 from kftrain.outages import UNREACHABLE
 from kftrain.run import attempts, documents
 from kftrain.run.attempts import Claim
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 DELETED = "deleted"
 """Stands for the disruption of a pod that somebody deleted while it ran: `kubectl`, a drained node, a suspension."""

@@ -25,7 +25,8 @@ from kftrain.run import documents
 from kftrain.run.advice import FailureClass
 from kftrain.run.best_effort import best_effort
 from kftrain.run.completion import is_complete
-from kftrain.run.documents import FailureSummary, RunPaths
+from kftrain.run.documents import FailureSummary
+from kftrain.run.paths import RunPaths
 
 ANNOTATE_SECONDS = 30.0
 EXPLAIN_SECONDS = 3.0

@@ -13,7 +13,7 @@ from helpers import checkpoints
 from kftrain import storage
 from kftrain.data.shards import staging
 from kftrain.run import attempts, commit
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 class Disk:

@@ -11,7 +11,7 @@ from kftrain.checkpoint import export
 from kftrain.errors import CheckpointError, RetryableError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 DESCRIPTION = export.Description(model={}, task={}, model_arguments={})
 

@@ -7,7 +7,7 @@ from kftrain.checkpoint import load
 from kftrain.errors import CheckpointError, FencedError, RetryableError
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 IDENTITY = {"seed": 0}
 

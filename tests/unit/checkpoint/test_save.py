@@ -10,7 +10,7 @@ from helpers import checkpoints
 from kftrain import storage
 from kftrain.errors import DataError, error_to_dict
 from kftrain.run import attempts, commit
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 def driver_error():

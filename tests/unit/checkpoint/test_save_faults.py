@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from kftrain import storage
 from kftrain.errors import FencedError, RetryableError
 from kftrain.run import attempts, commit
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from kftrain.cli import cli
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from helpers.documents import opened_run
 from kftrain import cli, config
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, evaluate_job, train_job
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 
 CLUSTER = """

@@ -13,7 +13,7 @@ from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.process import channel
 from kftrain.progress import to_log
 from kftrain.run.advice import Place, Situation
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked
 
 HERE = Situation(Place.LAPTOP, log="x.log")

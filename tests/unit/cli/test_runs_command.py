@@ -69,7 +69,7 @@ def test_a_run_that_failed_says_why(tmp_path, run, error, state):
 
 def test_a_run_is_running_while_its_process_lives_and_unfinished_after_that(tmp_path, run):
     assert one(tmp_path)["state"] == "unfinished"
-    script = "import sys; from kftrain import attempts; from kftrain.run.documents import RunPaths;"
+    script = "import sys; from kftrain.run import attempts; from kftrain.run.paths import RunPaths;"
     script += "attempts.claim(RunPaths(sys.argv[1]), 0, 1); print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script, run.uri], stdin=pipe, stdout=pipe) as process:

@@ -16,7 +16,7 @@ from s3fs.errors import translate_boto_error
 from kftrain import outages, storage
 from kftrain.errors import ConfigError, RetryableError
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -11,7 +11,8 @@ from kftrain.evaluate import session
 from kftrain.plugins import user_code
 from kftrain.registry import Champion
 from kftrain.run import documents
-from kftrain.run.documents import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.run.documents import EvaluationRequest, EvaluationTarget, Unmeasured
+from kftrain.run.paths import RunPaths
 from kftrain.stages import evaluate as stage
 
 

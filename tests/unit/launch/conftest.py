@@ -7,7 +7,7 @@ from helpers.launching import FAST, JOB, Launch, threads, wait_until
 from kftrain import config
 from kftrain.launch import spec
 from kftrain.launch.kubernetes import client
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 TEXT = """
 tracking: {uri: "http://mlflow:5000"}

@@ -7,7 +7,8 @@ from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher
 from kftrain.run import attempts
 from kftrain.run.completion import load_config
-from kftrain.run.documents import Completion, RunPaths
+from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
 
 
 class ScriptedLauncher:
@@ -146,7 +147,7 @@ def test_attempts_without_progress_for_storage_that_is_full_or_away_may_be_made_
 
 def test_attempts_that_could_not_even_leave_their_error_lacked_storage(paths, monkeypatch):
     _, training = run(paths, monkeypatch, [(0, RetryableError("lost"))] * 3)
-    monkeypatch.setattr(jobs.contracts, "read_error", lambda uri: None)
+    monkeypatch.setattr(jobs.documents, "read_error", lambda uri: None)
     with pytest.raises(StorageError, match=r"at last: .*left no error") as caught:
         training()
     assert caught.value.exit_code == 138

@@ -12,7 +12,8 @@ pytest.importorskip("mlflow")
 
 from kftrain import bootstrap, registry, storage, tracking
 from kftrain.config import Config, parse
-from kftrain.run.documents import Completion, Evaluation, Registration, RunPaths
+from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.paths import RunPaths
 from kftrain.tracking import client
 
 NUM_GROUPS = 60

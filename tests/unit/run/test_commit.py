@@ -4,7 +4,7 @@ from kftrain import storage
 from kftrain.errors import CheckpointError, FencedError
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 IDENTITY = {"seed": 0, "train": {"steps": 10}}
 

@@ -12,7 +12,8 @@ from kftrain.run.completion import (
     read_completion,
     read_evaluations,
 )
-from kftrain.run.documents import EvaluationRequest, EvaluationTarget, RunPaths, Unmeasured
+from kftrain.run.documents import EvaluationRequest, EvaluationTarget, Unmeasured
+from kftrain.run.paths import RunPaths
 
 
 @pytest.fixture

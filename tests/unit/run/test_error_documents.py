@@ -6,7 +6,7 @@ import pytest
 
 from kftrain.errors import BUG_CODE, KftrainError, error_from_dict
 from kftrain.run import documents
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 LINE = "task.loss: must return a scalar"
 

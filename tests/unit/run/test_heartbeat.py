@@ -6,8 +6,8 @@ from botocore.exceptions import ClientError
 
 from kftrain import outages, storage
 from kftrain.run import heartbeat
-from kftrain.run.documents import RunPaths
 from kftrain.run.heartbeat import Heartbeat, LauncherWatch, Silence
+from kftrain.run.paths import RunPaths
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from kftrain import config
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import cleanup
 
 

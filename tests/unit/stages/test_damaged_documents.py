@@ -6,7 +6,7 @@ from helpers.documents import digits_config, finished_run, sharded_run
 from kftrain import storage, tracking
 from kftrain.errors import DataError, KftrainError
 from kftrain.run import completion
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 from kftrain.stages.dataset import read_shards
 from kftrain.stages.finish import finish

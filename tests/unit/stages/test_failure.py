@@ -18,7 +18,7 @@ from kftrain.errors import (
     error_from_dict,
 )
 from kftrain.process import stage_lifetime, termination
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked
 
 

@@ -13,7 +13,7 @@ from kftrain.launch.kubernetes import client, ownership
 from kftrain.launch.kubernetes import workflow as workflow_module
 from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.kinds import pytorchjob
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import cleanup, failure, resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 

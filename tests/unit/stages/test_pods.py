@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from kftrain import config, storage
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import pods, resolve
 
 NOTHING = {"node_selector": None, "tolerations": None, "affinity": None, "volumes": None, "volume_mounts": None}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kftrain import config, storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
 

@@ -29,7 +29,7 @@ from kftrain.errors import (
 )
 from kftrain.registry import Champion
 from kftrain.run import documents
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
@@ -453,7 +453,7 @@ def test_the_exit_handler_of_a_run_that_succeeded_says_so(tmp_path, calls, state
 
 def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
-    paths = documents.RunPaths(run.run_uri)
+    paths = RunPaths(run.run_uri)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
     outcome = finish_of(tmp_path, "FAILED", calls)
@@ -465,7 +465,7 @@ def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls)
 
 def test_a_step_that_was_killed_without_a_word_still_fails_the_mlflow_run(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
-    storage.publish_json(tracked.uri(documents.RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(tracked.uri(RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     assert "RUNNING" in finish_of(tmp_path, "RUNNING", calls).summary["result"]
     assert calls.finished == [("m-1", "FAILED")]
 

@@ -10,7 +10,8 @@ from kftrain.checkpoint import load
 from kftrain.errors import CheckpointError, FencedError
 from kftrain.run import attempts, documents
 from kftrain.run.completion import has_export
-from kftrain.run.documents import Completion, RunPaths
+from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
 from kftrain.train import session
 
 

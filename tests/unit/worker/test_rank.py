@@ -14,7 +14,7 @@ from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.worker.error_report import classify
 from kftrain.worker.node_job import NodeJob
 from kftrain.worker.rank import report

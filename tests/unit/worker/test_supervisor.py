@@ -17,8 +17,8 @@ from kftrain import storage
 from kftrain.errors import ConfigError, FencedError, Preempted, UserCodeError
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 from kftrain.run import attempts
-from kftrain.run.documents import RunPaths
 from kftrain.run.heartbeat import Heartbeat
+from kftrain.run.paths import RunPaths
 from kftrain.worker.root_cause import LOST_PEER
 
 SUPERVISOR = """

@@ -20,7 +20,7 @@ from kftrain.cluster_config import KubernetesConfig
 from kftrain.config import Config
 from kftrain.launch.kubernetes.reachable import require_reachable
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 API_VERSION = "kubeflow.org/v1"
 KIND = "PyTorchJob"

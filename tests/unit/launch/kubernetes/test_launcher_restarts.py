@@ -24,7 +24,7 @@ from kftrain.launch.kubernetes.pod_exits import Budget, PodExits, committed_step
 from kftrain.outages import UNREACHABLE
 from kftrain.run import attempts
 from kftrain.run.attempts import Claim
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 
 def commit(paths, step, attempt=1):

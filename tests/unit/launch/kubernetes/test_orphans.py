@@ -28,7 +28,7 @@ from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, watc
 from kftrain.launch.kubernetes.launcher import ClusterLauncher
 from kftrain.launch.kubernetes.lease import mark_of
 from kftrain.launch.kubernetes.watcher import Watcher
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 from kftrain.stages import cleanup
 
 FAULTS = ("503", "reset", "lost")

@@ -9,7 +9,7 @@ from kftrain import config, storage
 from kftrain.errors import LaunchError
 from kftrain.launch import spec
 from kftrain.launch.kubernetes.kinds import pytorchjob
-from kftrain.run.documents import RunPaths
+from kftrain.run.paths import RunPaths
 
 ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden" / "pytorchjob.yaml"
