@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,18 @@ def rehearse(
             handle.remove()
 
 
-def require_equal_buffers(seen: list[Seen]) -> None:
+def require_equal_buffers(seen: list[Seen], combined: Collection[str] = ()) -> None:
     """Raises ConfigError where a loss leaves other buffers on one process than on another: each would go its own way.
 
-    What becomes the same on all of them, such as a count of steps, may change.
+    What becomes the same on all of them, such as a count of steps, may change, and so may what is combined after each
+    step: `combined`, names.
     """
-    for name in sorted({name for each in seen for name in each.changed}):
+    for name in sorted({name for each in seen for name in each.changed} - set(combined)):
         if len({each.changed.get(name) for each in seen}) > 1:
             raise ConfigError(
                 "a buffer that the forward pass changes differs from process to process",
                 where=f"model {name}",
-                fix="combine it over the processes in forward, train a parameter instead, or use one process",
+                fix="name it in the model's buffer_reductions, train a parameter instead, or use one process",
             )
 
 

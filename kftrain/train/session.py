@@ -32,7 +32,7 @@ from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, erro
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.models.modes import begin_training
-from kftrain.parallel import blocks, wrap
+from kftrain.parallel import blocks, buffers, wrap
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -218,10 +218,12 @@ def build(config: Config, task: Task, loader: TrainLoader, world: World) -> tupl
     kept = begin_training(model)
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
+    combined = buffers.CombinedBuffers(model, world)
     names, calls = _probe(model, config, loader, world)
     distributed = wrap.distribute(model, _layout(config), world, names)
     optimizer = build_optimizer(distributed, config.optimizer)
-    return Stepper(distributed, optimizer, task, calls, world, config.train.gradient_clip_norm), described
+    clip_norm = config.train.gradient_clip_norm
+    return Stepper(distributed, optimizer, task, calls, world, clip_norm, combined), described
 
 
 def _layout(config: Config) -> wrap.Layout:
@@ -245,7 +247,7 @@ def _probe(model: nn.Module, config: Config, loader: TrainLoader, world: World) 
         micro = next(steps).micro_batches[0]
     seen = _on_all(world, lambda: probe.look(model, task, micro, found.names, world.device, seed))
     names = blocks.choose(found, [each.calls for each in seen])
-    probe.require_equal_buffers(seen)
+    probe.require_equal_buffers(seen, buffers.declared(model))
     dtype = wrap.DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _on_all(world, lambda: probe.rehearse(model, task, micro, names, world.device, seed, dtype))

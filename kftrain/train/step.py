@@ -21,6 +21,7 @@ from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
 from kftrain.models import modes
 from kftrain.parallel import blocks, wrap
+from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.world import World
 from kftrain.plugins import user_code
@@ -50,10 +51,12 @@ class Stepper:
         calls: blocks.Calls,
         world: World,
         clip_norm: float,
+        buffers: CombinedBuffers,
     ) -> None:
         """`calls`: of the model and its blocks, in each computation of the loss; on one process it may vary."""
         self.model, self.optimizer, self.task = model, optimizer, task
         self._world, self._clip_norm, self._calls = world, clip_norm, calls
+        self._buffers = buffers
         self._modes = modes.modes_of(model)
         self._used = UsedParameters(model, world)
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if world.size > 1 else None
@@ -65,6 +68,7 @@ class Stepper:
     def run(self, batch: StepBatch, num_terms: int) -> StepResult:
         """Takes one step. `num_terms`: loss terms of the step over all processes. Collective."""
         modes.restore(self._modes)
+        self._buffers.begin()
         total = torch.zeros((), dtype=torch.float64)
         last = len(batch.micro_batches) - 1
         for index, micro in enumerate(batch.micro_batches):
@@ -72,6 +76,7 @@ class Stepper:
                 loss = self._loss(micro) / max(num_terms, 1)
                 (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach().double()
+        self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
         self._used.drop_unused()
         norm = self._clip()
         finite = bool(np.isfinite(norm))

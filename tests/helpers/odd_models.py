@@ -219,6 +219,31 @@ class Codebook(Stack):
         return out + self.codes.to(out.dtype)
 
 
+class Statistics(Stack):
+    """Keeps what it has seen, in each way that can be combined, and computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer_reductions = {"seen.me*": "mean", "seen.[ct]o*": "sum", "*.peak": "max", "pick*": "first"}
+        self.seen = nn.Module()
+        self.seen.register_buffer("mean", torch.zeros(DIM))
+        self.seen.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self.seen.register_buffer("total", torch.ones(DIM))
+        self.seen.register_buffer("peak", torch.full((DIM,), -10.0), persistent=False)
+        self.register_buffer("picked", torch.zeros(DIM))
+
+    def forward(self, x):
+        out = super().forward(x) + self.seen.mean + self.seen.total / self.seen.count + 0.1 * self.seen.peak.tanh()
+        if self.training:
+            with torch.no_grad():
+                self.seen.mean = 0.9 * self.seen.mean + 0.1 * x.mean(0)
+                self.seen.count += len(x)
+                self.seen.total += x.sum(0)
+                self.seen.peak.copy_(torch.maximum(self.seen.peak, x.amax(0)))
+                self.picked.copy_(x[0])
+        return out
+
+
 class Recurrent(Stack):
     def __init__(self):
         super().__init__()

@@ -69,6 +69,7 @@ WORKING = [
     kind("Frozen"),
     kind("MixedTypes"),
     kind("Codebook", average="false"),
+    kind("Statistics"),
     kind("Recurrent"),
     kind("Normalised"),
     kind("ReadsItsTensors"),

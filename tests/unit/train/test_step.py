@@ -11,6 +11,7 @@ from torch import nn
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
 from kftrain.parallel import wrap
+from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.train.step import Stepper, loss_of, seed_step, terms_of
 
 LAYOUT = wrap.Layout("fsdp", -1, 1, True, "fp32", "fp32", False)
@@ -49,7 +50,7 @@ def world(monkeypatch):
 def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
     distributed = wrap.distribute(model, LAYOUT, world, [])
     optimizer = torch.optim.SGD(distributed.parameters(), lr=lr)
-    return Stepper(distributed, optimizer, task or Sums(), [""], world, clip_norm)
+    return Stepper(distributed, optimizer, task or Sums(), [""], world, clip_norm, CombinedBuffers(model, world))
 
 
 def weights(model):

@@ -1,0 +1,115 @@
+"""Buffers that each process changes in its forward pass, and how the model says that they become one.
+
+A model declares it: `buffer_reductions = {"*.running_mean": "mean", "num_seen": "sum"}`, patterns of names -> what the
+buffers of that name are after each step:
+
+    mean    the mean over processes, weighted by their samples
+    sum     what it was before the step, and the changes of all processes
+    max     the elementwise maximum over processes
+    first   that of the first process
+
+So they are what one process would have that takes as many micro batches in a step, each of the samples of all: with
+`mean` where a forward takes a buffer to a mean over its samples (a moving average), with `sum` where it adds a sum over
+them, with `max` where it takes a maximum. What a micro batch computes from them within a step is each process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kftrain.errors import ConfigError
+from kftrain.parallel.world import World
+
+ATTRIBUTE = "buffer_reductions"
+
+Reduction = Literal["mean", "sum", "max", "first"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+def declared(model: nn.Module) -> dict[str, Reduction]:
+    """Names of the buffers that are combined -> how; of two patterns that fit, the first counts.
+
+    Raises ConfigError where the declaration is none, or names what the model does not have.
+    """
+    patterns: Any = getattr(model, ATTRIBUTE, {})
+    if not isinstance(patterns, Mapping) or any(how not in REDUCTIONS for how in patterns.values()):
+        fix = f"map patterns of buffers' names to {', '.join(REDUCTIONS)}"
+        raise _error("is no declaration", patterns, fix)
+    buffers = dict(model.named_buffers())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in buffers):
+            raise _error("names no buffer of the model", pattern, "see model.named_buffers()")
+    chosen = {name: next((how for p, how in patterns.items() if fnmatchcase(name, p)), None) for name in buffers}
+    found = {name: cast(Reduction, how) for name, how in chosen.items() if how is not None}
+    for name, how in found.items():
+        if buffers[name].is_complex():
+            raise _error("names a buffer of complex numbers", name, "keep its two parts in two buffers")
+        if how == "mean" and not buffers[name].is_floating_point():
+            raise _error("takes the mean of a buffer that holds no floating-point numbers", name, "use sum or max")
+    return found
+
+
+class CombinedBuffers:
+    """The buffers that a model declares. Made before the model is distributed, which may change their names."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """Raises ConfigError as `declared` does."""
+        self._world = world
+        self._slots = {name: (*_owner(model, name), how) for name, how in declared(model).items()}
+        self._before: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a step: notes what sums start from."""
+        if self._world.size > 1:
+            sums = {name: slot for name, slot in self._slots.items() if slot[2] == "sum"}
+            self._before = {name: _on_cpu(module._buffers[key]) for name, (module, key, _) in sums.items()}
+
+    @torch.no_grad()
+    def combine(self, num_samples: float) -> None:
+        """After the forward passes of a step: makes the buffers the same on all processes. Collective.
+
+        `num_samples`: of this process in this step.
+        """
+        if self._world.size == 1 or not self._slots:
+            return
+        (total,) = self._world.sum([num_samples])
+        weight = num_samples / total if total else 1 / self._world.size
+        for name, (module, key, how) in self._slots.items():
+            buffer = module._buffers[key]
+            assert buffer is not None, name
+            if how == "first":
+                self._world.copy_from_main(buffer)
+            else:
+                buffer.copy_(self._combined(how, _on_cpu(buffer), self._before.get(name), weight))
+
+    def _combined(self, how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: float) -> torch.Tensor:
+        if how == "max":
+            self._world.maximum(own)
+            return own
+        part = own * weight if how == "mean" else own - cast(torch.Tensor, before)
+        dist.all_reduce(part, group=self._world.control)
+        return part if how == "mean" else cast(torch.Tensor, before) + part
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a buffer, and its key there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _on_cpu(buffer: torch.Tensor | None) -> torch.Tensor:
+    """A copy in float64 or int64, in which nothing is lost on the way."""
+    assert buffer is not None
+    wide = torch.float64 if buffer.is_floating_point() else torch.int64
+    return buffer.detach().to("cpu", wide, copy=True)
+
+
+def _error(what: str, value: Any, fix: str) -> ConfigError:
+    return ConfigError(what, where=f"model.{ATTRIBUTE}", value=value, fix=fix)
