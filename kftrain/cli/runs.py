@@ -1,4 +1,4 @@
-"""`kftrain runs`: what there is below a storage root."""
+"""`kftrain runs`: what there is below a storage root, or in MLflow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from kftrain import config as configuration
 from kftrain import storage
 from kftrain.cli.options import config_options, echo, json_option
+from kftrain.credentials import redacted
 from kftrain.report import wording
 from kftrain.stages import resolve, runs
 from kftrain.stages.runs import RunState
@@ -21,22 +22,30 @@ HEADINGS = ("run", "state", "step", "metric", "version")
 @click.command("runs")
 @click.argument("storage_root", default="")
 @config_options
+@click.option(
+    "--mlflow", "from_mlflow", is_flag=True, help="Ask MLflow at tracking.uri, for runs of every storage root."
+)
 @json_option
-def runs_command(storage_root: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+def runs_command(
+    storage_root: str, config_file: tuple[str, ...], overrides: tuple[str, ...], from_mlflow: bool, as_json: bool
+) -> None:
     """List the runs below STORAGE_ROOT: state, step, the gate's metric, and which is champion.
 
     Without it, below run.storage_root of --config, by default the current folder. They are read from the files of the
-    runs; MLflow has the same ones under the experiment of the configuration.
+    runs. With --mlflow they are those of every experiment at tracking.uri (--config, or --set tracking.uri=URI): state
+    and champion are as MLflow shows them, the step is the last one recorded.
     """
+    if from_mlflow and storage_root:
+        raise click.UsageError("MLflow lists the runs of every storage root: leave STORAGE_ROOT out, or --mlflow")
     config = resolve.anchored(configuration.load(config_file, overrides), ".")
     root = storage.absolute(storage_root) if storage_root else config.run.storage_root
-    found = list(runs.list_runs(root))
+    found = runs.list_tracked(config.tracking.uri) if from_mlflow else list(runs.list_runs(root))
     if as_json:
         echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif found:
         echo("\n".join(table(found)))
     else:
-        echo(f"no runs in {storage.join(root, 'runs')}")
+        echo(f"no runs in {redacted(config.tracking.uri) if from_mlflow else storage.join(root, 'runs')}")
 
 
 def table(found: list[RunState]) -> list[str]:

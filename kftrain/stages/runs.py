@@ -1,4 +1,4 @@
-"""The runs below a storage root, as their documents show them; nothing is written, and no MLflow is asked."""
+"""The runs below a storage root, as their documents show them, or those that MLflow knows; nothing is written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, resolve
+from kftrain.tracking import listing
+from kftrain.tracking.listing import ListedRun
 
 UNREADABLE = "unreadable"
 
@@ -30,7 +32,7 @@ class RunState:
     state: str
     """`registered`, `trained`, `running`, `stopped`, `failed`, `unfinished`, or `unreadable`."""
     step: int = 0
-    """Of the newest committed checkpoint."""
+    """Of the newest committed checkpoint; of those that MLflow lists, the last one that was recorded."""
     num_steps: int = 0
     metric: str = ""
     """What the gate compares."""
@@ -38,7 +40,7 @@ class RunState:
     model_name: str = ""
     version: int | None = None
     is_champion: bool = False
-    """By the journal of promotions."""
+    """By the journal of promotions; of those that MLflow lists, by its alias."""
     reason: str = ""
     """Why it failed, stopped or cannot be read."""
 
@@ -49,6 +51,29 @@ def list_runs(storage_root: str) -> Iterator[RunState]:
         paths = RunPaths.of(storage_root, name)
         if storage.exists(paths.config):
             yield read(paths)
+
+
+def list_tracked(tracking_uri: str) -> list[RunState]:
+    """Every run that MLflow knows, whichever storage root it lies in, by name. Raises TrackingError."""
+    return [_tracked(run) for run in listing.list_runs(tracking_uri)]
+
+
+def _tracked(run: ListedRun) -> RunState:
+    states = {"RUNNING": "running", "FINISHED": "trained", "FAILED": "failed", "KILLED": "stopped"}
+    is_registered = run.version is not None and run.status == "FINISHED"
+    return RunState(
+        run_id=run.run_id,
+        uri=RunPaths.of(run.storage_root, run.run_id).uri if run.storage_root else "",
+        state="registered" if is_registered else states.get(run.status, run.status.lower()),
+        step=run.step,
+        num_steps=run.num_steps,
+        metric=run.metric,
+        value=run.value,
+        model_name=run.model_name if run.version is not None else "",
+        version=run.version,
+        is_champion=run.is_champion,
+        reason=run.error,
+    )
 
 
 def read(paths: RunPaths) -> RunState:

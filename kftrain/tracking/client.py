@@ -119,10 +119,21 @@ def create_run(uri: str, experiment_id: str, name: str, tags: Mapping[str, str])
 def read_run(uri: str, run_id: str) -> RunRecord:
     """What is recorded of a run."""
     with session.connected(uri, f"cannot read run {run_id}") as client:
-        run = client.get_run(run_id)
-        # The proto is the public view of the latest metrics that carries their steps.
-        latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
-        return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest)
+        return _record(client.get_run(run_id))
+
+
+def tagged_runs(uri: str, tag: str) -> dict[str, RunRecord]:
+    """All runs of all experiments that have the tag, by id."""
+    found: dict[str, RunRecord] = {}
+    with session.connected(uri, "cannot search runs") as client:
+        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        token: str | None = None
+        while True:
+            page = client.search_runs(experiments, f"tags.`{tag}` LIKE '%'", page_token=token)
+            found.update((str(run.info.run_id), _record(run)) for run in page)
+            token = page.token
+            if not token:
+                return found
 
 
 def log_points(uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None) -> None:
@@ -345,6 +356,12 @@ def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
             client.delete_registered_model_alias(name, alias)
         else:
             session.upsert(client.set_registered_model_alias, name, alias, str(version))
+
+
+def _record(run: Any) -> RunRecord:
+    # The proto is the public view of the latest metrics that carries their steps.
+    latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
+    return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest)
 
 
 def _version(entity: Any) -> ModelVersion:

@@ -1,0 +1,82 @@
+"""The runs that a tracking server knows, whichever storage root they lie in; nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kftrain.errors import TrackingError
+from kftrain.tracking import client, endpoint
+from kftrain.tracking.base import metric_name
+from kftrain.tracking.runs import EVALUATION_PREFIX, RUN_ID_TAG, check
+
+CHAMPION_ALIAS = "champion"
+ERROR_TAG = "kftrain.error"
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A training as MLflow shows it."""
+
+    run_id: str
+    storage_root: str
+    status: str
+    """`RUNNING`, `FINISHED`, `FAILED` or `KILLED`."""
+    step: int
+    """The last one that was recorded."""
+    num_steps: int
+    metric: str
+    """What the gate compares; empty where it was not evaluated yet."""
+    value: float | None
+    model_name: str
+    version: int | None
+    is_champion: bool
+    """By the alias."""
+    error: str
+
+
+def list_runs(uri: str) -> list[ListedRun]:
+    """Every training of every experiment, by its id. Raises TrackingError."""
+    path = endpoint.sqlite_path(uri)
+    if path is not None and not path.exists():  # MLflow would make one
+        raise TrackingError(
+            "there is no such database", where="tracking.uri", value=str(path), fix="check tracking.uri"
+        )
+    check(uri)
+    found = {key: run for key, run in client.tagged_runs(uri, RUN_ID_TAG).items() if "," not in run.tags[RUN_ID_TAG]}
+    models = {key: _model_name(run) for key, run in found.items()}
+    versions = _versions(uri, sorted(set(models.values())))
+    listed = [_listed(run, models[key], *versions.get((models[key], key), (None, False))) for key, run in found.items()]
+    return sorted(listed, key=lambda run: run.run_id)
+
+
+def _versions(uri: str, names: Sequence[str]) -> dict[tuple[str, str], tuple[int, bool]]:
+    """(model, MLflow id of the run) -> its highest version, and whether that is champion."""
+    found = {}
+    for name in filter(None, names):
+        champion = client.get_aliases(uri, name).get(CHAMPION_ALIAS)
+        for each in client.search_versions(uri, name):
+            found[name, each.run_id] = each.version, each.version == champion
+    return found
+
+
+def _model_name(run: client.RunRecord) -> str:
+    return run.params.get("registry.model_name") or run.params.get("run.name", "")
+
+
+def _listed(run: client.RunRecord, model_name: str, version: int | None, is_champion: bool) -> ListedRun:
+    metric, steps = run.params.get("registry.metric", ""), run.params.get("train.steps", "")
+    point = run.latest.get(metric_name(EVALUATION_PREFIX + metric))
+    return ListedRun(
+        run_id=run.tags[RUN_ID_TAG],
+        storage_root=run.params.get("run.storage_root", ""),
+        status=run.status,
+        step=run.latest["loss"].step if "loss" in run.latest else 0,
+        num_steps=int(steps) if steps.isdecimal() else 0,
+        metric=metric if point else "",
+        value=point.value if point else None,
+        model_name=model_name,
+        version=version,
+        is_champion=is_champion,
+        error=run.tags.get(ERROR_TAG, "") if run.status in ("FAILED", "KILLED") else "",
+    )
