@@ -159,7 +159,7 @@ def test_fault_16_a_stream_goes_on_where_it_was_when_the_store_is_back(server_of
 STOPPED = """
 import sys, threading
 from kftrain import remote, storage
-from kftrain.stages import lifetime
+from kftrain.process import stage_lifetime as lifetime
 with lifetime.signals_as_errors():
     print("up", flush=True)
     storage.publish("s3://bucket/x", b"x")

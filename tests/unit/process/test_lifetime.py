@@ -13,7 +13,7 @@ from kftrain.process.stage_lifetime import PARENT_VARIABLE
 
 STAGE = """
 import subprocess, sys, time
-from kftrain.stages import lifetime
+from kftrain.process import stage_lifetime as lifetime
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 lifetime.end_with_parent()
 print(child.pid, flush=True)
