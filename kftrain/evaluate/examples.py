@@ -94,9 +94,9 @@ def metrics_of_groups(task: Task, sums: Statistics) -> dict[str, np.ndarray]:
 def _shown(
     task: Task, model: nn.Module, dataset: ShardedDataset, rows: list[int], batch_size: int, device: torch.device
 ) -> list[Shown]:
-    """What the task shows of each row; nothing where it has no `examples`."""
+    """What the task shows of each row; nothing where it has no method `examples`."""
     examples = getattr(task, "examples", None)
-    if examples is None:
+    if not callable(examples):
         return [{} for _ in rows]
     found: list[Shown] = []
     for start in range(0, len(rows), batch_size):

@@ -152,10 +152,11 @@ def test_what_a_task_must_not_answer_is_refused_with_its_place(digits, answer, p
     assert raised.value.where == "task.examples"
 
 
-def test_a_task_that_shows_nothing_has_its_metrics_shown(digits):
+@pytest.mark.parametrize("attribute", [None, ["of its own"]])
+def test_a_task_that_shows_nothing_has_its_metrics_shown(digits, attribute):
     task, collect = digits[0], digits[-1]
     quiet = Answers(None)
-    quiet.metrics, quiet.examples = task.metrics, None
+    quiet.metrics, quiet.examples = task.metrics, attribute
     found = collect(quiet)
     assert all(not example.shown and not example.picture and "accuracy" in example.metrics for example in found)
 
