@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, ValidationError
 
 from kftrain import storage
+from kftrain.checkpoint.allowance import limited_to
 from kftrain.config import ModelConfig, TaskConfig
 from kftrain.errors import CheckpointError, RetryableError
 from kftrain.models import build_model
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 2 << 30
 """Tensors are collected into files of at most this size (a larger tensor has a file of its own)."""
+
+MAX_DOCUMENT_BYTES = 16 << 20
+"""Of a description: what is read as JSON takes many times its size."""
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "kftrain.json"
@@ -169,8 +173,10 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
         config = json.loads(_content(uri, manifest, "config.json"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError("config.json is not valid JSON", where=uri, fix="export the checkpoint again") from error
+    num_bytes = _num_tensor_bytes(uri, manifest)
     try:
-        task, model = build_task(recipe.task), build_model(recipe.model, recipe.model_arguments)
+        with limited_to(num_bytes, storage.join(uri, DESCRIPTION)):
+            task, model = build_task(recipe.task), build_model(recipe.model, recipe.model_arguments)
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"
         raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
@@ -210,7 +216,25 @@ def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
 def _content(uri: str, manifest: ExportManifest, name: str) -> bytes:
     if name not in manifest.files:
         raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
+    if name.endswith(".json") and manifest.files[name].bytes > MAX_DOCUMENT_BYTES:
+        what = f"a description is larger than {MAX_DOCUMENT_BYTES} bytes"
+        raise CheckpointError(what, where=storage.join(uri, name), value=manifest.files[name].bytes)
     return commit.read_verified(storage.join(uri, name), manifest.files[name])
+
+
+def _tensor_files(uri: str, manifest: ExportManifest) -> list[str]:
+    names = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    if not names:
+        raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
+    return names
+
+
+def _num_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
+    """Size of the files of tensors, which are seen to be there: a manifest can claim any size."""
+    files = {name: manifest.files[name] for name in _tensor_files(uri, manifest)}
+    for name, entry in files.items():
+        commit.require_size(storage.join(uri, name), entry)
+    return sum(entry.bytes for entry in files.values())
 
 
 def _fill(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
@@ -218,13 +242,11 @@ def _fill(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    names = sorted(name for name in manifest.files if name.endswith(".safetensors"))
-    if not names:
-        raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
     missing, unexpected = set(model.state_dict()), set[str]()
-    for name in names:
+    for name in _tensor_files(uri, manifest):
+        content = _content(uri, manifest, name)
         try:
-            keys = model.load_state_dict(load(_content(uri, manifest, name)), strict=False)
+            keys = model.load_state_dict(load(content), strict=False)
         except (SafetensorError, RuntimeError, LookupError) as error:
             said = " ".join(str(error).splitlines()[:2])
             raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error

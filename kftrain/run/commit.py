@@ -163,16 +163,24 @@ def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] =
 
 def read_verified(uri: str, expected: FileEntry) -> bytes:
     """The content of a file, whose very bytes were checked. Raises CheckpointError."""
+    require_size(uri, expected)
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError as error:
+        raise CheckpointError("a file is missing", where=uri) from error
+    if (digest := storage.sha256_bytes(content)) != expected.sha256:
+        raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=uri, value=digest)
+    return content
+
+
+def require_size(uri: str, expected: FileEntry) -> None:
+    """Raises CheckpointError where a file is missing or has another length."""
     try:
         size = storage.size_bytes(uri)
-        content = storage.read_bytes(uri) if size == expected.bytes else b""
     except FileNotFoundError as error:
         raise CheckpointError("a file is missing", where=uri) from error
     if size != expected.bytes:
         raise CheckpointError(f"a file has the wrong length, expected {expected.bytes} bytes", where=uri, value=size)
-    if (digest := storage.sha256_bytes(content)) != expected.sha256:
-        raise CheckpointError("a file is damaged: its sha256 differs from the manifest", where=uri, value=digest)
-    return content
 
 
 def has_files(uri: str, files: dict[str, FileEntry]) -> bool:

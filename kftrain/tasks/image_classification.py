@@ -6,6 +6,7 @@ per-group statistics, so that slices by class and the confusion table need no se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -64,8 +65,8 @@ class ImageClassification:
     ) -> None:
         self.image_size, self.num_channels, self.num_classes = image_size, num_channels, num_classes
         self.max_value, self.mean, self.std, self.resize = max_value, mean, std, resize
-        self.labels = list(labels) if labels else [str(number) for number in range(num_classes)]
-        if len(set(self.labels)) != num_classes:
+        self._names = list(labels or ())
+        if labels and not len(set(labels)) == len(labels) == num_classes:
             raise ConfigError(
                 f"needs {num_classes} different names",
                 where="task.labels",
@@ -76,6 +77,11 @@ class ImageClassification:
             raise ConfigError(
                 "resize=crop makes grey or RGB images", where="task.num_channels", value=num_channels, fix="1 or 3"
             )
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """Names of the classes. Made where they are asked for: who describes a task may claim any number of classes."""
+        return self._names or [str(number) for number in range(self.num_classes)]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
