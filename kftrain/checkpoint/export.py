@@ -24,16 +24,17 @@ from pydantic import Field, ValidationError
 
 from kftrain import storage
 from kftrain.checkpoint.allowance import limited_to
-from kftrain.config import ModelConfig, TaskConfig
 from kftrain.errors import CheckpointError, RetryableError
 from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
+from kftrain.models.settings import ModelConfig
 from kftrain.run import commit, documents
 from kftrain.run.commit import FileEntry
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.registry import BUILT_IN as TASKS
+from kftrain.tasks.settings import TaskConfig
 from kftrain.trust import Trust
 
 if TYPE_CHECKING:

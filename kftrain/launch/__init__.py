@@ -1,8 +1,32 @@
 """Jobs: what runs on many processes, where it is started, and how its success is known. Imports no torch."""
 
-from kftrain.launch.jobs import run_evaluation, run_training
-from kftrain.launch.kubernetes.access import require_jobs
-from kftrain.launch.kubernetes.ownership import is_pipeline_pod
-from kftrain.launch.kubernetes.workflow import explain_pipeline_run, pipeline_tags
+from typing import TYPE_CHECKING
 
-__all__ = ["run_evaluation", "run_training", "require_jobs", "is_pipeline_pod", "explain_pipeline_run", "pipeline_tags"]
+from kftrain.lazy import attributes
+
+if TYPE_CHECKING:
+    from kftrain.launch.jobs import run_evaluation, run_training
+    from kftrain.launch.kubernetes.access import require_jobs
+    from kftrain.launch.kubernetes.ownership import is_pipeline_pod
+    from kftrain.launch.kubernetes.workflow import explain_pipeline_run, pipeline_tags
+
+__all__ = [
+    "run_evaluation",
+    "run_training",
+    "require_jobs",
+    "is_pipeline_pod",
+    "explain_pipeline_run",
+    "pipeline_tags",
+]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "run_evaluation": "kftrain.launch.jobs",
+        "run_training": "kftrain.launch.jobs",
+        "require_jobs": "kftrain.launch.kubernetes.access",
+        "is_pipeline_pod": "kftrain.launch.kubernetes.ownership",
+        "explain_pipeline_run": "kftrain.launch.kubernetes.workflow",
+        "pipeline_tags": "kftrain.launch.kubernetes.workflow",
+    },
+)

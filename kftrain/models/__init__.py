@@ -1,5 +1,19 @@
 """Networks: plain modules without distributed code. Importing this package does not import torch."""
 
-from kftrain.models.registry import build_model
+from typing import TYPE_CHECKING
 
-__all__ = ["build_model"]
+from kftrain.lazy import attributes
+
+if TYPE_CHECKING:
+    from kftrain.models.registry import build_model
+
+__all__ = [
+    "build_model",
+]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "build_model": "kftrain.models.registry",
+    },
+)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
 from kftrain.models import options
 from kftrain.models.masters import to_fp32
+from kftrain.models.settings import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn

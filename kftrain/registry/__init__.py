@@ -1,8 +1,13 @@
 """Registry: models as versions in MLflow, by reference, and which of them is champion."""
 
-from kftrain.registry.audit import AuditFinding, ComparedVersion, audit, compare
-from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
-from kftrain.registry.register import RegisteredVersion, register
+from typing import TYPE_CHECKING
+
+from kftrain.lazy import attributes
+
+if TYPE_CHECKING:
+    from kftrain.registry.findings import AuditFinding, ComparedVersion, audit, compare
+    from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
+    from kftrain.registry.registration import RegisteredVersion, register
 
 __all__ = [
     "register",
@@ -18,3 +23,21 @@ __all__ = [
     "AuditFinding",
     "ComparedVersion",
 ]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "register": "kftrain.registry.registration",
+        "gate_and_promote": "kftrain.registry.promotion",
+        "champion": "kftrain.registry.promotion",
+        "promote": "kftrain.registry.promotion",
+        "rollback": "kftrain.registry.promotion",
+        "remove_dead_writers": "kftrain.registry.promotion",
+        "audit": "kftrain.registry.findings",
+        "compare": "kftrain.registry.findings",
+        "RegisteredVersion": "kftrain.registry.registration",
+        "Champion": "kftrain.registry.promotion",
+        "AuditFinding": "kftrain.registry.findings",
+        "ComparedVersion": "kftrain.registry.findings",
+    },
+)

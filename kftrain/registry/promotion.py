@@ -20,7 +20,7 @@ from kftrain.registry.comparison import Measured
 from kftrain.registry.gate import Decision, decide, metric_of
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
-from kftrain.registry.register import RegisteredVersion, require_same_export
+from kftrain.registry.registration import RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, Interval, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, endpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,3 +19,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+class Plugin(Section):
+    """A section whose `kind` names a built-in or a user's `module:attr`; the other keys go to what it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    def options(self) -> dict[str, Any]:
+        """All keys but `kind`."""
+        return dict(self.model_extra or {})

@@ -1,6 +1,22 @@
 """What is learned, apart from how it is distributed. Importing it does not import torch."""
 
-from kftrain.tasks.base import Task
-from kftrain.tasks.registry import build_task
+from typing import TYPE_CHECKING
 
-__all__ = ["Task", "build_task"]
+from kftrain.lazy import attributes
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Task
+    from kftrain.tasks.registry import build_task
+
+__all__ = [
+    "Task",
+    "build_task",
+]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "Task": "kftrain.tasks.base",
+        "build_task": "kftrain.tasks.registry",
+    },
+)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from kftrain.config import TaskConfig
 from kftrain.errors import ConfigError
 from kftrain.models import options
 from kftrain.tasks.base import Task
+from kftrain.tasks.settings import TaskConfig
 
 BUILT_IN = {
     "language_modeling": "kftrain.tasks.language_modeling:LanguageModeling",

@@ -17,9 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from kftrain import credentials
-from kftrain.config import TrackingConfig
 from kftrain.credentials import redacted as redacted
 from kftrain.errors import TrackingError
+from kftrain.tracking.settings import TrackingConfig
 
 PROBE_TIMEOUT_SECONDS = 5.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kftrain.config import OptimizerConfig
+from kftrain.train.settings import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from kftrain.checkpoint.save import CheckpointWriter
+from kftrain.checkpoint.settings import CheckpointConfig
 from kftrain.checkpoint.staging import State
-from kftrain.config import CheckpointConfig
 from kftrain.errors import RetryableError
 from kftrain.progress import to_log
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from helpers.toy_data import toy_config
 
-from kftrain.config import DataConfig
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Record
+from kftrain.data.settings import DataConfig
 from kftrain.data.sharding import shard_dataset
 from kftrain.data.sources import resolve_source
 from kftrain.tasks.base import Task
@@ -61,7 +61,7 @@ _READ = """
 import importlib, sys
 for name in sys.argv[3:]:
     importlib.import_module(name)
-from kftrain.config import DataConfig
+from kftrain.data.settings import DataConfig
 from kftrain.data import sources
 
 def memory():

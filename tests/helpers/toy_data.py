@@ -6,7 +6,8 @@ from pathlib import Path
 
 from helpers.toy_task import ToyTask
 
-from kftrain.config import Config, DataConfig, RunConfig
+from kftrain.config import Config, RunConfig
+from kftrain.data.settings import DataConfig
 from kftrain.data.sharding import ShardingResult, shard_dataset
 
 

@@ -11,7 +11,7 @@ from helpers.documents import DIGITS
 from helpers.mlflow_server import Server
 
 from kftrain import storage
-from kftrain.config import DataConfig
+from kftrain.data.settings import DataConfig
 from kftrain.data.sources import resolve_source
 from kftrain.run import documents
 from kftrain.run.documents import Evaluation

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kftrain import plugins, storage
-from kftrain.config import DataConfig
 from kftrain.data.schema import SPLITS, Record, Source
+from kftrain.data.settings import DataConfig
 from kftrain.data.sources.decoding import is_image
 from kftrain.data.sources.digits import DigitsSource
 from kftrain.data.sources.huggingface import HuggingFaceSource, is_saved_dataset

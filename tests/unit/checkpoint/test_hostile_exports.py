@@ -10,10 +10,11 @@ import safetensors.torch
 import torch
 
 from kftrain.checkpoint.export import load_export, verify_export
-from kftrain.config import ModelConfig, TaskConfig
 from kftrain.errors import CheckpointError, ConfigError, KftrainError
 from kftrain.models import build_model
+from kftrain.models.settings import ModelConfig
 from kftrain.tasks import build_task
+from kftrain.tasks.settings import TaskConfig
 from kftrain.trust import KINDS_VARIABLE, ROOTS_VARIABLE, Trust
 
 TASK = {"kind": "language_modeling", "sequence_length": 8}

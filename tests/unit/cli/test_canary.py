@@ -10,7 +10,6 @@ import pytest
 from helpers.toy_data import text_folder
 
 from kftrain import cli, config, plugins
-from kftrain.config import TrackingConfig
 from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.reachable import require_tracking_server
@@ -18,6 +17,7 @@ from kftrain.run.best_effort import best_effort
 from kftrain.stages import failure, preflight, remote, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
 from kftrain.tracking.runs import flatten
+from kftrain.tracking.settings import TrackingConfig
 from kftrain.worker import rank
 
 CANARY = "caNAry@1/2"

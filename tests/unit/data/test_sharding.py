@@ -14,7 +14,6 @@ from helpers.toy_data import shard_toy, text_folder, toy_config
 from helpers.toy_task import ToyTask
 
 from kftrain import storage
-from kftrain.config import TaskConfig
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.data.sharding import shard_dataset
@@ -22,6 +21,7 @@ from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import staging
 from kftrain.data.shards.manifest import read_manifest, verify_shards
 from kftrain.errors import DataError, RetryableError, UserCodeError
+from kftrain.tasks.settings import TaskConfig
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,6 @@ import torch
 from helpers.documents import digits_config, sharded_run
 from PIL import Image
 
-from kftrain.config import TaskConfig
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, UserCodeError
@@ -18,6 +17,7 @@ from kftrain.evaluate.score import group_sums
 from kftrain.models import build_model
 from kftrain.tasks import build_task
 from kftrain.tasks.language_modeling import LanguageModeling
+from kftrain.tasks.settings import TaskConfig
 
 nan, inf = np.nan, np.inf
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
 from kftrain.models import build_model, modes
+from kftrain.models.settings import ModelConfig
 
 
 def build(dtype=torch.bfloat16, extra="module"):

@@ -4,9 +4,9 @@ import sys
 import pytest
 import torch
 
-from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.models import build_model
+from kftrain.models.settings import ModelConfig
 from kftrain.models.transformer import Transformer
 from kftrain.models.vision_transformer import VisionTransformer
 

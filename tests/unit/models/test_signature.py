@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from kftrain.config import ModelConfig
 from kftrain.errors import ConfigError
 from kftrain.models.registry import BUILT_IN
+from kftrain.models.settings import ModelConfig
 from kftrain.models.signature import check_options
 
 
@@ -50,7 +50,9 @@ def test_right_options_and_models_that_show_no_constructor_pass(tmp_path, monkey
 
 def test_the_check_imports_no_torch():
     code = (
-        "import sys; from kftrain.models.signature import check_options; from kftrain.config import ModelConfig; "
+        "import sys\n"
+        "from kftrain.models.signature import check_options\n"
+        "from kftrain.models.settings import ModelConfig\n"
         "check_options(ModelConfig(kind='transformer', dim=48)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

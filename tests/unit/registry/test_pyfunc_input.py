@@ -5,9 +5,9 @@ import pandas
 import pytest
 import torch
 
-from kftrain.config import ModelConfig
 from kftrain.errors import DataError
 from kftrain.models import build_model
+from kftrain.models.settings import ModelConfig
 from kftrain.registry.pyfunc_loader import ExportedModel
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling

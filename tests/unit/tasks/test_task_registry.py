@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kftrain.config import TaskConfig
 from kftrain.errors import ConfigError
 from kftrain.tasks import build_task
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
+from kftrain.tasks.settings import TaskConfig
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -66,7 +66,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 import numpy, kftrain.tasks
-from kftrain.config import TaskConfig
+from kftrain.tasks.settings import TaskConfig
 from kftrain.data.schema import Record
 for module in pkgutil.iter_modules(kftrain.tasks.__path__, "kftrain.tasks."):
     __import__(module.name)

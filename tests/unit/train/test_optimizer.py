@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.config import OptimizerConfig
 from kftrain.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from kftrain.train.settings import OptimizerConfig
 
 
 def test_warmup_rises_to_the_peak_and_the_cosine_falls_to_the_floor():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kftrain.config import CheckpointConfig
+from kftrain.checkpoint.settings import CheckpointConfig
 from kftrain.errors import FencedError, RetryableError
 from kftrain.train.saves import Saves
 

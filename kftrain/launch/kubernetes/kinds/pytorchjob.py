@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kftrain import storage
-from kftrain.cluster_config import KubernetesConfig
 from kftrain.config import Config
 from kftrain.launch.kubernetes.reachable import require_reachable
+from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec
 from kftrain.run.paths import RunPaths
 

@@ -16,7 +16,7 @@ from kftrain.errors import DataError
 
 READ_UNDER_A_LIMIT = """
 import resource, sys
-from kftrain.config import DataConfig
+from kftrain.data.settings import DataConfig
 from kftrain.data import sources
 from kftrain.errors import DataError
 paths = sys.argv[2:]

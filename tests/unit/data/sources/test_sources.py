@@ -198,7 +198,7 @@ def test_resolving_imports_none_of_the_libraries_that_reading_needs(tmp_path: Pa
     (tmp_path / name).write_text("x")
     script = (
         "import sys\n"
-        "from kftrain.config import DataConfig\n"
+        "from kftrain.data.settings import DataConfig\n"
         "from kftrain.data import sharding, sources\n"
         "sources.resolve(DataConfig(source=sys.argv[1])).listing()\n"
         "print(sorted({'pyarrow', 'PIL', 'datasets', 'torch'} & sys.modules.keys()))\n"

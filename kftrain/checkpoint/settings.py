@@ -1,0 +1,26 @@
+"""The section `checkpoint`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kftrain.settings.section import Amount, Count, Section
+
+
+class CheckpointConfig(Section):
+    """When state is saved and how much of it is kept."""
+
+    interval_steps: Count = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: Count = 2
+    """Committed checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    max_failed_saves: Amount = 3
+    """Checkpoints in a row that may fail to be written (a full disk, a storage that is away) while training goes on;
+    one more ends the attempt, to be tried again (138). The last one of a training must not fail."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    """How long one checkpoint may take to be written. If it takes longer, storage hangs, and the attempt ends, to be
+    tried again (138)."""

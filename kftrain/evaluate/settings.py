@@ -1,0 +1,30 @@
+"""The section `evaluate`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kftrain.plain import MAX_INTEGER
+from kftrain.settings.section import Amount, Count, Section
+
+
+class EvaluateConfig(Section):
+    """How the trained model is measured."""
+
+    interval_steps: Amount = 200
+    """Steps between quick evaluations on the first validation samples while training; 0: none."""
+    max_interval_samples: Count = 256
+    """Samples of a quick evaluation."""
+    batch_size: Count = 32
+    """Samples per forward pass.
+
+    Batches are cut from the data, not from the number of processes: results are the same on any number.
+    """
+    num_bootstrap: Annotated[int, Field(ge=100, le=MAX_INTEGER)] = 1000
+    """Resamples behind each confidence interval."""
+    num_examples: Annotated[int, Field(ge=0, le=12)] = 6
+    """Samples that reports show: so many spread over the data, so many of the largest loss; 0: nothing of the data."""
+    cpu_threads: Count = 1
+    """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""

@@ -1,0 +1,47 @@
+"""The section `registry`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kftrain.errors import ConfigError
+from kftrain.settings.section import Count, Section
+
+
+class RegistryConfig(Section):
+    """How a model is registered and when it becomes champion."""
+
+    model_name: str = ""
+    """Name of the registered model; empty: the run's name."""
+    promotion: Literal["auto", "manual"] = "auto"
+    """`auto`: a challenger that passes the gate becomes champion; `manual`: the gate only reports."""
+    metric: str = "bits_per_byte"
+    """The metric that the gate compares."""
+    goal: Literal["minimize", "maximize"] = "minimize"
+    """Which direction of the metric is better."""
+    min_effect: Annotated[float, Field(ge=0.0)] = 0.0
+    """The improvement must exceed this, in the metric's unit."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    """Confidence of the two-sided interval that the gate looks at: 0.95 promotes an equal model at 2.5 % a try."""
+    min_groups: Count = 20
+    """With fewer groups (documents, images) in the validation split, a person decides, whatever `promotion` says."""
+    trusted_kinds: tuple[str, ...] = ()
+    """Kinds (`module:attr`) of a champion's model and task that may be built, beside those of this configuration."""
+    trusted_roots: tuple[str, ...] = ()
+    """Storage roots below which champions are read, beside `run.storage_root`."""
+
+    def require_metric(self, known: Iterable[str]) -> None:
+        """Raises ConfigError where the task has other metrics than the one that the gate is to compare.
+
+        The metric is no part of what is trained, so a run goes on with another one from where it was.
+        """
+        names = sorted(known)
+        if self.metric in names:
+            return
+        near = (difflib.get_close_matches(self.metric, names, n=1, cutoff=0.0) or ["METRIC"])[0]
+        fix = f"known: {', '.join(names) or 'none'}; go on with --resume RUN --set registry.metric={near}"
+        raise ConfigError("the task has no such metric", where="registry.metric", value=self.metric, fix=fix)

@@ -1,0 +1,12 @@
+"""The section `task`."""
+
+from __future__ import annotations
+
+from kftrain.settings.section import Plugin
+
+
+class TaskConfig(Plugin):
+    """What is learned. Further keys belong to the task."""
+
+    kind: str = "language_modeling"
+    """`language_modeling`, `image_classification`, or a user's `module:attr`."""
