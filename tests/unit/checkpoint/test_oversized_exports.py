@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 
 from kftrain.checkpoint.export import load_export
-from kftrain.config import ModelConfig, TaskConfig
+from kftrain.models.settings import ModelConfig
+from kftrain.tasks.settings import TaskConfig
 from kftrain.errors import CheckpointError
 from kftrain.models import build_model
 from kftrain.models.transformer import Transformer
