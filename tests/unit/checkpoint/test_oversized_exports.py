@@ -9,13 +9,13 @@ import safetensors.torch
 import torch
 
 from kftrain.checkpoint.export import load_export
-from kftrain.models.settings import ModelConfig
-from kftrain.tasks.settings import TaskConfig
 from kftrain.errors import CheckpointError
 from kftrain.models import build_model
+from kftrain.models.settings import ModelConfig
 from kftrain.models.transformer import Transformer
 from kftrain.models.vision_transformer import VisionTransformer
 from kftrain.tasks import build_task
+from kftrain.tasks.settings import TaskConfig
 
 TEXT = {"kind": "language_modeling", "sequence_length": 8}
 IMAGES = {"kind": "image_classification", "image_size": 8, "num_classes": 3}
