@@ -5,6 +5,7 @@ from e2e.commands import kftrain, options
 from e2e.kfp_step import delete_workflow, terminate_workflow
 from e2e.namespace import wait_until
 
+from kftrain import storage
 from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
@@ -71,6 +72,7 @@ def test_terminate_deletes_the_job_before_argo_kills_its_launcher(kfp_steps, run
 
 
 def test_the_exit_handler_deletes_the_job_of_a_step_that_was_killed(kfp_steps, run_uri):
+    storage.publish_json(f"{run_uri}/pipelines/{kfp_steps.name}.json", {})  # as the pipeline run's first step leaves it
     pod = kfp_steps.start("train", {"run_uri": run_uri})
     kfp_steps.wait_for(pod, "checkpoint at step 10 started")
     kfp_steps.namespace.delete_pod(pod, grace_seconds=0)
