@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from kftrain import storage
 from kftrain.checkpoint.allowance import limited_to
@@ -30,6 +30,14 @@ from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.settings import ModelConfig
 from kftrain.run import commit, documents
 from kftrain.run.commit import FileEntry
+from kftrain.run.export import (
+    ExportManifest,
+    digest_of_export,
+    is_export,
+    manifest_uri,
+    read_export_manifest,
+    require_whole,
+)
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
@@ -46,7 +54,6 @@ MAX_FILE_BYTES = 2 << 30
 MAX_DOCUMENT_BYTES = 16 << 20
 """Of a description: what is read as JSON takes many times its size."""
 
-MANIFEST = "manifest.json"
 DESCRIPTION = "kftrain.json"
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
@@ -70,16 +77,6 @@ class Recipe:
     model_arguments: dict[str, Any]
 
 
-class ExportManifest(documents.Document):
-    """`manifest.json` of an export."""
-
-    checkpoint_digest: str
-    training_digest: str
-    dataset_digest: str
-    step: int
-    files: Annotated[commit.Files, Field(min_length=1)]
-
-
 @dataclass(frozen=True)
 class LoadedExport:
     """A trained model, in evaluation mode on the CPU, with its task."""
@@ -99,9 +96,9 @@ def export_checkpoint(
     """
     manifest, digest = commit.read_manifest(checkpoint_uri)
     uri = paths.export(digest)
-    if not _is_whole(uri):
+    if not is_export(uri):
         commit.verify_files(checkpoint_uri, manifest.files)
-        storage.remove(storage.join(uri, MANIFEST))  # first: nobody takes for an export what is being deleted
+        storage.remove(manifest_uri(uri))  # first: nobody takes for an export what is being deleted
         storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
         with storage.new_folder(uri) as folder:
             _write_tensors(checkpoint_uri, manifest.files, folder)
@@ -117,29 +114,13 @@ def export_checkpoint(
         )
         if not commit.has_files(uri, files):  # the old folder could not be deleted, or another process made one
             raise RetryableError("other files than the ones of this export are in its folder", where=uri)
-        storage.publish_json(storage.join(uri, MANIFEST), export.to_dict())  # last: it says that the others are there
-    return uri, export_digest(uri)
-
-
-def _is_whole(uri: str) -> bool:
-    """Whether an export is there with all its files; one with a damaged manifest is none."""
-    try:
-        manifest = documents.read(ExportManifest, storage.join(uri, MANIFEST), CheckpointError)
-    except CheckpointError:
-        return False
-    return commit.has_files(uri, manifest.files)
-
-
-def export_digest(uri: str) -> str:
-    """Digest of an export: the sha256 of its manifest. Raises CheckpointError where there is none."""
-    return storage.sha256_bytes(_manifest_content(uri))
+        storage.publish_json(manifest_uri(uri), export.to_dict())  # last: it says that the others are there
+    return uri, digest_of_export(uri)
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
     """The manifest of an export whose every file was checked. Raises CheckpointError."""
-    manifest = _read_manifest(uri, digest)
-    commit.verify_files(uri, manifest.files)
-    return manifest
+    return require_whole(uri, digest, contents=True)
 
 
 def read_recipe(uri: str, digest: str, trust: Trust) -> Recipe:
@@ -148,10 +129,7 @@ def read_recipe(uri: str, digest: str, trust: Trust) -> Recipe:
     Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged or incomplete.
     """
     trust.require_place(uri)
-    manifest = _read_manifest(uri, digest)
-    if not commit.has_files(uri, manifest.files):
-        raise CheckpointError("files of the export are missing or have another size", where=uri)
-    return _recipe(uri, manifest, trust)
+    return _recipe(uri, require_whole(uri, digest), trust)
 
 
 def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExport:
@@ -168,7 +146,7 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
     """
     trust = trust or Trust.by_default()
     trust.require_place(uri)
-    manifest = _read_manifest(uri, digest)
+    manifest = read_export_manifest(uri, digest)
     recipe = _recipe(uri, manifest, trust)
     try:
         config = json.loads(_content(uri, manifest, "config.json"))
@@ -183,21 +161,6 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
         raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
     _fill(model, uri, manifest)
     return LoadedExport(model.eval(), task, config)
-
-
-def _manifest_content(uri: str) -> bytes:
-    try:
-        return storage.read_bytes(storage.join(uri, MANIFEST))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError("no export here", where=uri, fix="run: kftrain checkpoints export") from error
-
-
-def _read_manifest(uri: str, digest: str) -> ExportManifest:
-    content = _manifest_content(uri)
-    actual = storage.sha256_bytes(content)
-    if actual != digest:
-        raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
-    return documents.parse(ExportManifest, content, storage.join(uri, MANIFEST), CheckpointError)
 
 
 def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:

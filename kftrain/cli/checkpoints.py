@@ -55,13 +55,13 @@ def verify(uri: str) -> None:
 @json_option
 def export(uri: str, as_json: bool) -> None:
     """Write one folder of safetensors from a checkpoint (or from a run's newest one)."""
-    from kftrain.stages.resolve import load_config
+    from kftrain.run.config import read_config
     from kftrain.tasks import build_task
     from kftrain.train.session import export_model
 
     chosen = _checkpoint(uri)
     paths = RunPaths(chosen.rsplit("/", 2)[0])
-    config = load_config(paths.uri)
+    config = read_config(paths)
     folder, digest = export_model(paths, config, build_task(config.task), chosen)
     echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
 

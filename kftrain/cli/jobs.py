@@ -11,8 +11,8 @@ import click
 from kftrain import storage
 from kftrain.cli.options import echo, json_option
 from kftrain.errors import ConfigError
+from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve
 
 if TYPE_CHECKING:
     from kftrain.launch.kubernetes.client import Cluster
@@ -68,7 +68,7 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
 def _is_local(run: str) -> bool:
     """Whether a run's folder is named whose jobs are processes of a machine."""
     uri = storage.absolute(run) if "/" in run else ""
-    return bool(uri) and storage.exists(RunPaths(uri).config) and resolve.load_config(uri).launch.backend == "local"
+    return bool(uri) and is_opened(RunPaths(uri)) and read_config(RunPaths(uri)).launch.backend == "local"
 
 
 def _show_local(paths: RunPaths, as_json: bool) -> None:

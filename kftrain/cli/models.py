@@ -16,7 +16,9 @@ from kftrain.config import Config
 from kftrain.errors import TrackingError
 from kftrain.registry import ComparedVersion
 from kftrain.report import wording
+from kftrain.run.config import read_config
 from kftrain.run.documents import Interval
+from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -94,7 +96,7 @@ def audit(
 
 def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> Config:
     if run_uri:
-        saved = resolve.load_config(storage.absolute(run_uri))
+        saved = read_config(RunPaths(storage.absolute(run_uri)))
         return configuration.parse(saved.to_yaml(), overrides, where=run_uri)
     return resolve.anchored(configuration.load(config_file, overrides), ".")
 

@@ -10,11 +10,11 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.report import wording
 from kftrain.run import advice, documents
 from kftrain.run.advice import Situation
+from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Interval, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
-from kftrain.stages.resolve import load_config
 
 LABEL_WIDTH = 12
 
@@ -22,7 +22,7 @@ LABEL_WIDTH = 12
 def success_lines(run_uri: str) -> list[str]:
     """What was trained, how good it is, and where it is now."""
     paths = RunPaths(run_uri)
-    config = load_config(run_uri)
+    config = read_config(RunPaths(run_uri))
     completion = documents.read(Completion, paths.complete)
     registration = documents.read(Registration, paths.registration)
     evaluation = read_evaluation(paths, config, completion)

@@ -26,7 +26,8 @@ from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
-from kftrain.run.completion import keep_config, metrics_uri, read_completion, read_evaluations
+from kftrain.run.completion import metrics_uri, read_completion, read_evaluations
+from kftrain.run.config import keep_job_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
 from kftrain.run.paths import RunPaths
 
@@ -69,7 +70,7 @@ def run_evaluation(
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
-    keep_config(paths, config)
+    keep_job_config(paths, config)
     failures_in_a_row = 0
     while True:
         storage.remove(paths.error)

@@ -49,6 +49,10 @@ class RunPaths:
         """The resolved configuration."""
         return storage.join(self.uri, "config.yaml")
 
+    def job_config(self, config_digest: str) -> str:
+        """The configuration that one job was started for."""
+        return storage.join(self.uri, "configs", f"{config_digest[:16]}.yaml")
+
     @property
     def shards(self) -> str:
         """Pointer to the run's shards."""

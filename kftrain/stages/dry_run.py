@@ -12,8 +12,9 @@ from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, evaluate_job, train_job
 from kftrain.run.completion import JobTask
+from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import preflight, resolve, tracked
+from kftrain.stages import preflight, tracked
 
 ALL_TASKS: tuple[JobTask, ...] = ("train", "evaluate")
 
@@ -30,7 +31,7 @@ def jobs_of_new_run(config: Config, run_id: str = "") -> str:
 def job_of_run(run_uri: str, task: JobTask) -> str:
     """One job of a run that exists, which is only read. Raises ConfigError or LaunchError."""
     paths = RunPaths(run_uri)
-    return _shown(paths, resolve.load_config(run_uri), (task,), tracked.read(paths))
+    return _shown(paths, read_config(RunPaths(run_uri)), (task,), tracked.read(paths))
 
 
 def _shown(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:

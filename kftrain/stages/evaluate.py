@@ -13,9 +13,10 @@ from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.completion import metrics_uri
+from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Unmeasured
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, pods, resolve, tracked
+from kftrain.stages import failure, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
@@ -26,7 +27,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig 
     """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("evaluate", progress):
-        config = pods.apply(resolve.load_config(run_uri), paths, task_config)
+        config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)

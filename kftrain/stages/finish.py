@@ -16,6 +16,7 @@ from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableErro
 from kftrain.progress import Progress, to_log
 from kftrain.run.advice import FailureClass, Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
+from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import cleanup, failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
@@ -98,7 +99,7 @@ def _leave_report(paths: RunPaths, error: dict[str, Any], url: str) -> bool | No
     """Writes the failure report into the run's folder; False where nobody has opened that, None where it is unknown."""
     is_open = None
     with best_effort("the failure report could not be written", REPORT_SECONDS):
-        is_open = storage.exists(paths.config)
+        is_open = is_opened(paths)
         if is_open:
             storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri, url).html)
     return is_open
@@ -109,7 +110,7 @@ def _opened(
 ) -> tuple[Config, RunPaths]:
     """The run as the first step has opened it, with the knobs of the pipeline run. Raises ConfigError."""
     config, paths = _named(text, knobs, resume_run, job_id, values)
-    return (resolve.load_config(paths.uri) if storage.exists(paths.config) else config), paths
+    return (read_config(paths) if is_opened(paths) else config), paths
 
 
 def _named(

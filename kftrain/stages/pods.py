@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.run.config import keep_config
 from kftrain.run.paths import RunPaths
 
 
@@ -44,7 +44,7 @@ def apply(config: Config, paths: RunPaths, task_config: TaskConfig | None) -> Co
     """The same, saved in the run's folder where it changes anything: workers read it there."""
     changed = with_task_config(config, task_config)
     if changed != config:
-        storage.publish(paths.config, changed.to_yaml())
+        keep_config(paths, changed)
     return changed
 
 

@@ -17,9 +17,10 @@ from kftrain.progress import Progress, to_log
 from kftrain.report import environment
 from kftrain.run import documents
 from kftrain.run.commit import differences
+from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, resolve, tracked
+from kftrain.stages import failure, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_complete, read_evaluation
 from kftrain.stages.outcome import Outcome, finite
@@ -32,7 +33,7 @@ REPORT_NAME = "report.html"
 def register(run_uri: str, progress: Progress = to_log) -> Outcome:
     """Registers the evaluated model of a run and promotes it by policy. Raises KftrainError."""
     with failure.announced("register", progress):
-        config = resolve.load_config(run_uri)
+        config = read_config(RunPaths(run_uri))
     return _register("register", RunPaths(run_uri), config, progress)
 
 
@@ -40,7 +41,7 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
     """Decides again on the model of a run that is registered, with other settings of the gate. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("gate", progress):
-        saved = resolve.load_config(run_uri)
+        saved = read_config(RunPaths(run_uri))
         config = configuration.parse(saved.to_yaml(), overrides, where=paths.config)
         require_only_registry(saved, config)
         documents.read(Registration, paths.registration, TrackingError)

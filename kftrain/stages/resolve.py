@@ -23,8 +23,8 @@ from kftrain.data.sources.webdataset import is_shard_pattern
 from kftrain.errors import ConfigError, OtherTrainingError
 from kftrain.plugins import is_plugin
 from kftrain.run import attempts, commit
-from kftrain.run.best_effort import retryable
 from kftrain.run.commit import differences
+from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters
 
@@ -115,7 +115,7 @@ def resumed(
     uri = run if "/" in run else RunPaths.of(config.run.storage_root, valid_run_id(run)).uri
     paths = _run_folder(storage.absolute(uri, base))
     if keep:
-        saved = load_config(paths.uri).to_yaml()
+        saved = read_config(paths).to_yaml()
         config = anchored(configuration.parse(saved, overrides, paths.config, above), base)
     section = config.run.model_copy(update={"storage_root": paths.storage_root})
     return config.model_copy(update={"run": section}), paths.run_id
@@ -186,7 +186,7 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     Raises ConfigError where a run that must exist does not, and OtherTrainingError where it is another training.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
-    previous = load_config(paths.uri) if storage.exists(paths.config) else None
+    previous = read_config(paths) if is_opened(paths) else None
     if previous is None and must_exist:
         raise _no_such_run(config, run_id)
     if previous is not None and has_trained(paths):
@@ -201,7 +201,7 @@ def keep(run: OpenedRun, job_id: str = "") -> None:
     """
     if job_id:
         storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
-    storage.publish(run.paths.config, run.config.to_yaml())
+    keep_config(run.paths, run.config)
 
 
 def is_opened_by(paths: RunPaths, job_id: str) -> bool:
@@ -216,19 +216,6 @@ def _opener(paths: RunPaths, job_id: str) -> str:
 def has_trained(paths: RunPaths) -> bool:
     """Whether a checkpoint was ever committed: from then on the run is one training, which cannot become another."""
     return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
-
-
-def load_config(run_uri: str) -> Config:
-    """The configuration in a run's folder. Raises ConfigError, and RetryableError where it cannot be read now."""
-    paths = RunPaths(run_uri)
-    with retryable("the run cannot be read", run_uri):
-        try:
-            text = storage.read_text(paths.config)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError("not a run: it has no config.yaml", where=run_uri, fix="check the run's URI") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"damaged: {error}", where=paths.config) from error
-    return configuration.parse(text, where=paths.config)
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:

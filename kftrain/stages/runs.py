@@ -14,11 +14,16 @@ from kftrain.errors import KftrainError, TrackingError
 from kftrain.registry.journal import Journal, champion_version
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
+from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.paths import RunPaths
+<<<<<<< HEAD
 from kftrain.stages import failure, resolve
 from kftrain.tracking import listing
 from kftrain.tracking.listing import ListedRun
+=======
+from kftrain.stages import failure
+>>>>>>> 9341108 (Whether an export or a training is whole, and the configuration in a run's folder, are asked in one place each)
 
 UNREADABLE = "unreadable"
 
@@ -49,7 +54,7 @@ def list_runs(storage_root: str) -> Iterator[RunState]:
     """Every run below a storage root, by name."""
     for name in storage.list_names(storage.join(storage_root, "runs")):
         paths = RunPaths.of(storage_root, name)
-        if storage.exists(paths.config):
+        if is_opened(paths):
             yield read(paths)
 
 
@@ -79,7 +84,7 @@ def _tracked(run: ListedRun) -> RunState:
 def read(paths: RunPaths) -> RunState:
     """A run at a glance; one whose documents are damaged says so."""
     try:
-        return _read(paths, resolve.load_config(paths.uri))
+        return _read(paths, read_config(paths))
     except KftrainError as error:
         return RunState(paths.run_id, paths.uri, UNREADABLE, reason=error.line)
 

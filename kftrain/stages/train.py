@@ -7,14 +7,13 @@ from typing import Any
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.errors import CheckpointError, OtherTrainingError
 from kftrain.progress import Progress, to_log
-from kftrain.run import documents
-from kftrain.run.completion import has_export
+from kftrain.run.completion import find_completion
+from kftrain.run.config import read_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.stages import backfill, failure, pods, resolve, tracked
-from kftrain.stages.dataset import read_dataset, read_shards, require_usable
+from kftrain.stages import backfill, failure, pods, tracked
+from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite
 from kftrain.stages.pods import TaskConfig
 
@@ -23,8 +22,8 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
     """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
-        config = pods.apply(resolve.load_config(run_uri), paths, task_config)
-        completion = _existing(paths, config)  # what is complete stays as it is where another training is refused
+        config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
+        completion = find_completion(paths, config)  # what is complete stays as it is where another training is refused
     with failure.reported("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
         skipped = completion is not None
@@ -40,21 +39,6 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | N
 def read_history(paths: RunPaths) -> list[dict[str, Any]]:
     """The recorded points of the training curve; empty before the first checkpoint."""
     return storage.read_json_if_exists(paths.history) or []
-
-
-def _existing(paths: RunPaths, config: Config) -> Completion | None:
-    """The completion of a run that has one. Raises OtherTrainingError where it is of another training."""
-    if not storage.exists(paths.complete):
-        return None
-    completion = documents.read(Completion, paths.complete, CheckpointError)
-    if completion.training_digest != config.training_digest(read_shards(paths).dataset_digest):
-        raise OtherTrainingError(
-            "COMPLETE.json is of another training",
-            where=paths.complete,
-            value=completion.training_digest,
-            fix="start a new run",
-        )
-    return completion if has_export(completion) else None
 
 
 def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress) -> Outcome:

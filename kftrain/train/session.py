@@ -39,8 +39,8 @@ from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.progress import VERIFYING, to_log
 from kftrain.run import attempts, commit
-from kftrain.run.completion import has_export
-from kftrain.run.documents import Completion, read
+from kftrain.run.completion import find_completion
+from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
@@ -106,7 +106,7 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     """
     start = time.monotonic()
     training = _read_training(paths, config)
-    if _is_complete(training):
+    if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
         return
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
@@ -118,13 +118,6 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
         _complete(training, finished, time.monotonic() - start)
-
-
-def _is_complete(training: Training) -> bool:
-    if not storage.exists(training.paths.complete):
-        return False
-    completion = read(Completion, training.paths.complete)
-    return completion.training_digest == training.digest and has_export(completion)
 
 
 def _read_training(paths: RunPaths, config: Config) -> Training:

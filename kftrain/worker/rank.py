@@ -16,7 +16,7 @@ from kftrain.config import Config
 from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.process.lifecycle import imports_for_good
 from kftrain.process.stop_request import StopRequest
-from kftrain.run.completion import load_config
+from kftrain.run.config import read_job_config
 from kftrain.run.paths import RunPaths
 from kftrain.worker import output
 from kftrain.worker.error_report import leave
@@ -37,7 +37,7 @@ def run(task: str, run_uri: str, digest: str) -> int:
 
 def _train(paths: RunPaths, digest: str) -> None:
     with StopRequest().on_sigterm() as stop:
-        resolved = _load_config(paths, digest)
+        resolved = _read_job_config(paths, digest)
         with imports_for_good():
             from kftrain.train.session import train
 
@@ -46,16 +46,16 @@ def _train(paths: RunPaths, digest: str) -> None:
 
 def _evaluate(paths: RunPaths, digest: str) -> None:
     """Has nothing to commit, so SIGTERM simply ends it."""
-    resolved = _load_config(paths, digest)
+    resolved = _read_job_config(paths, digest)
     with imports_for_good():
         from kftrain.evaluate.session import evaluate
 
     evaluate(paths, resolved)
 
 
-def _load_config(paths: RunPaths, digest: str) -> Config:
+def _read_job_config(paths: RunPaths, digest: str) -> Config:
     """Storage that is away is not waited for until the other processes take this one for hung."""
-    resolved = load_config(paths, digest)
+    resolved = read_job_config(paths, digest)
     outages.limit(resolved.launch.timeout_seconds / 2)
     return resolved
 

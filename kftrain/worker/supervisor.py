@@ -45,7 +45,8 @@ from kftrain.process.termination import leave_message
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
-from kftrain.run.completion import JobTask, is_complete, load_config
+from kftrain.run.completion import JobTask, is_complete
+from kftrain.run.config import read_job_config
 from kftrain.run.heartbeat import LauncherWatch
 from kftrain.run.paths import RunPaths
 from kftrain.worker import root_cause
@@ -188,7 +189,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._on_signal)
         try:
             with retryable("the run cannot be read", self._paths.uri):
-                config = load_config(self._paths, self._share.digest)
+                config = read_job_config(self._paths, self._share.digest)
                 complete = is_complete(self._share.task, self._paths, config)
                 logs = self._logs_uri()
             if complete:

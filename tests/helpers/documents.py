@@ -129,7 +129,9 @@ def publish_commit(paths, step=10):
 def publish_export(uri):
     """An export of one file, whole as `completion` sees it; returns its URI."""
     storage.publish(f"{uri}/model.safetensors", b"tensors")
-    manifest = {"files": {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}}
+    files = {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}
+    digests = {"checkpoint_digest": "c", "training_digest": "t", "dataset_digest": "d"}
+    manifest = {"schema_version": 1, "step": 1, "files": files, **digests}
     storage.publish_json(f"{uri}/manifest.json", manifest)
     return uri
 

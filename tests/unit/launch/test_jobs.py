@@ -6,7 +6,7 @@ from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError, 
 from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher
 from kftrain.run import attempts
-from kftrain.run.completion import load_config
+from kftrain.run.config import read_job_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 
@@ -100,7 +100,7 @@ def test_a_job_keeps_the_configuration_that_it_was_started_for(paths, monkeypatc
     class Opened(ScriptedLauncher):
         def run(self, job):
             storage.publish(paths.config, config.parse("launch: {nodes: 4}").to_yaml())
-            assert load_config(paths, job.config_digest) == RESOLVED
+            assert read_job_config(paths, job.config_digest) == RESOLVED
             return super().run(job)
 
     launcher = Opened(paths, [(0, None)])

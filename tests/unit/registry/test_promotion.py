@@ -110,7 +110,7 @@ def test_an_export_that_was_exchanged_after_the_evaluation_is_not_promoted(confi
     registered = run.register()
     manifest = storage.join(run.completion.export_uri, "manifest.json")
     storage.publish(manifest, storage.read_text(manifest).replace("bytes", "bytez"))
-    with pytest.raises(TrackingError, match="not the one with digest"):
+    with pytest.raises(TrackingError, match="not the expected one"):
         run.gate(registered)
     assert journal_of(config) == []
 

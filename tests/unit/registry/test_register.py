@@ -10,7 +10,7 @@ import pytest
 from kftrain import registry, storage
 from kftrain.errors import EvaluationError, TrackingError
 from kftrain.registry.reference import require_export
-from kftrain.run import commit
+from kftrain.run import commit, export
 from kftrain.tracking import client
 
 
@@ -110,7 +110,7 @@ def test_processes_that_register_the_same_export_at_once_agree_on_one_version(co
 def test_what_does_not_exist_is_not_registered(config, finished):
     run = finished("one", 0.6)
     storage.remove(run.completion.export_uri)
-    with pytest.raises(TrackingError, match="the export is gone"):
+    with pytest.raises(TrackingError, match="no export here"):
         run.register()
     assert versions(config) == []
 
@@ -120,11 +120,11 @@ def test_an_export_that_was_exchanged_or_cut_is_not_registered(finished):
     weights = storage.join(run.completion.export_uri, "model.safetensors")
     content = storage.read_bytes(weights)
     storage.publish(weights, content[:-1])
-    with pytest.raises(TrackingError, match="should have"):
+    with pytest.raises(TrackingError, match="files of the export are missing or have another size"):
         run.register()
     storage.publish(weights, content)
     storage.publish_json(storage.join(run.completion.export_uri, "manifest.json"), {"files": {}})
-    with pytest.raises(TrackingError, match="not the one with digest"):
+    with pytest.raises(TrackingError, match="not the expected one"):
         run.register()
 
 
@@ -191,12 +191,17 @@ def test_nothing_that_is_stored_can_be_unpickled(config, finished, tmp_path):
 
 
 def test_the_manifest_is_the_one_that_the_checkpoint_package_writes():
-    assert commit.MANIFEST == "manifest.json"
+    assert export.MANIFEST == "manifest.json"
     assert set(commit.FileEntry.model_fields) == {"bytes", "sha256"}
 
 
 def test_an_export_that_lists_no_files_is_none(tmp_path):
-    manifest = storage.dump_json({"schema_version": 1, "files": {}})
+    manifest = storage.dump_json(
+        {
+            **{"schema_version": 1, "checkpoint_digest": "c", "training_digest": "t", "dataset_digest": "d"},
+            **{"step": 1, "files": {}},
+        }
+    )
     storage.publish(f"{tmp_path}/export/manifest.json", manifest)
-    with pytest.raises(TrackingError, match="the manifest of the export is damaged"):
+    with pytest.raises(TrackingError, match=r"manifest\.json is damaged: files"):
         require_export(f"{tmp_path}/export", storage.sha256_text(manifest))

@@ -4,15 +4,14 @@ from helpers.documents import completion_of, digits_config, evaluation_of, publi
 from kftrain import storage
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.run.completion import (
-    has_export,
     is_complete,
-    keep_config,
-    load_config,
     metrics_uri,
     read_completion,
     read_evaluations,
 )
+from kftrain.run.config import keep_job_config, read_job_config
 from kftrain.run.documents import EvaluationRequest, EvaluationTarget, Unmeasured
+from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
 
 
@@ -42,7 +41,7 @@ def test_a_training_whose_export_is_gone_is_not_complete(run):
     storage.publish_json(paths.complete, completion.to_dict())
     storage.publish(f"{completion.export_uri}/config.json", "{}")  # half of it may be left
     assert not is_complete("train", paths, resolved)
-    with pytest.raises(LaunchError, match=f"{completion.export_uri}: the export of this run is gone"):
+    with pytest.raises(LaunchError, match=f"{paths.complete}: the export of this run is gone"):
         read_completion(paths, resolved)
 
 
@@ -126,21 +125,21 @@ def test_an_evaluation_that_nobody_asked_for_is_not_complete(run):
 
 def test_a_worker_takes_the_configuration_that_its_job_was_started_for_and_no_other(run):
     paths, resolved = run
-    assert load_config(paths, resolved.digest()) == resolved
+    assert read_job_config(paths, resolved.digest()) == resolved
     with pytest.raises(ConfigError, match=r"config\.yaml is not the one this job was started for"):
-        load_config(paths, "another")
+        read_job_config(paths, "another")
     storage.remove(paths.config)
     with pytest.raises(ConfigError, match=r"it has no config\.yaml"):
-        load_config(paths, resolved.digest())
+        read_job_config(paths, resolved.digest())
 
 
 def test_a_worker_that_is_started_again_takes_what_its_job_was_started_for_whoever_opened_the_run_since(run, tmp_path):
     paths, resolved = run
-    keep_config(paths, resolved)
+    keep_job_config(paths, resolved)
     other = digits_config(tmp_path, "launch.timeout_seconds=77")
     storage.publish(paths.config, other.to_yaml())
-    assert load_config(paths, resolved.digest()) == resolved
-    assert load_config(paths, other.digest()) == other
+    assert read_job_config(paths, resolved.digest()) == resolved
+    assert read_job_config(paths, other.digest()) == other
 
 
 @pytest.fixture
@@ -160,11 +159,9 @@ def export_uri(tmp_path):
         ("manifest.json", "[]"),
     ],
 )
-def test_an_export_is_there_with_every_file_of_its_manifest(run, export_uri, name, content):
-    paths, resolved = run
-    completion = completion_of(paths, resolved, "d", export_uri=export_uri)
-    assert has_export(completion)
+def test_an_export_is_there_with_every_file_of_its_manifest(export_uri, name, content):
+    assert is_export(export_uri)
     storage.remove(f"{export_uri}/{name}")
     if content is not None:
         storage.publish(f"{export_uri}/{name}", content)
-    assert not has_export(completion)
+    assert not is_export(export_uri)

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 from kftrain import config, storage
+from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import pods, resolve
+from kftrain.stages import pods
 
 NOTHING = {"node_selector": None, "tolerations": None, "affinity": None, "volumes": None, "volume_mounts": None}
 TOLERATION = {"key": "gpu", "operator": "Exists"}
@@ -36,8 +37,8 @@ def test_what_is_set_on_the_task_joins_the_configuration():
 def test_it_is_saved_for_the_workers_once_and_a_retry_changes_nothing(tmp_path):
     paths = RunPaths.of(str(tmp_path), "r")
     storage.publish(paths.config, config.parse("").to_yaml())
-    first = pods.apply(resolve.load_config(paths.uri), paths, task_config(tolerations=[TOLERATION]))
-    again = pods.apply(resolve.load_config(paths.uri), paths, task_config(tolerations=[TOLERATION]))
-    assert first == again == resolve.load_config(paths.uri)
+    first = pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    again = pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    assert first == again == read_config(paths)
     assert first.launch.kubernetes.tolerations == (TOLERATION,)
     assert pods.apply(first, paths, task_config()) == pods.apply(first, paths, None) == first

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kftrain import config, storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.run import attempts
+from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
@@ -121,7 +122,7 @@ def test_a_run_id_that_is_no_plain_name_is_refused(run_id):
 def test_a_new_run_keeps_its_resolved_configuration(tmp_path):
     run = opened(tmp_path, "train.steps=9")
     assert run.previous is None
-    assert resolve.load_config(run.paths.uri) == run.config
+    assert read_config(run.paths) == run.config
     assert "learning_rate" in storage.read_text(run.paths.config)
 
 
@@ -129,7 +130,7 @@ def test_a_run_opens_again_with_other_launch_settings_and_those_are_kept(tmp_pat
     opened(tmp_path, "launch.processes_per_node=2")
     again = opened(tmp_path, "launch.processes_per_node=1", must_exist=True)
     assert again.previous.launch.processes_per_node == 2
-    assert resolve.load_config(again.paths.uri).launch.processes_per_node == 1
+    assert read_config(again.paths).launch.processes_per_node == 1
 
 
 def test_a_run_refuses_another_training_and_names_every_field_old_and_new(tmp_path):
@@ -139,14 +140,14 @@ def test_a_run_refuses_another_training_and_names_every_field_old_and_new(tmp_pa
         opened(tmp_path, "model.dim=64", "optimizer.learning_rate=0.5", "run.seed=3")
     for part in ("model.dim 32 -> 64", "optimizer.learning_rate 0.001 -> 0.5", "seed 0 -> 3"):
         assert part in caught.value.line
-    assert resolve.load_config(run.paths.uri).run.seed == 0
+    assert read_config(run.paths).run.seed == 0
 
 
 def test_a_run_that_has_committed_nothing_may_still_become_another_training(tmp_path):
     """A typo in the model is found by the first step: nothing is lost when it is mended in the same run."""
     opened(tmp_path, "model.dim=32")
     again = opened(tmp_path, "model.dim=64", must_exist=True)
-    assert resolve.load_config(again.paths.uri).model.model_dump()["dim"] == 64
+    assert read_config(again.paths).model.model_dump()["dim"] == 64
 
 
 @pytest.mark.parametrize("trace", ["checkpoint", "complete", "claim"])
@@ -172,11 +173,11 @@ def test_a_run_that_must_exist_and_does_not_is_refused_with_those_that_do(tmp_pa
 
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="not a run"):
-        resolve.load_config(str(tmp_path))
+        read_config(RunPaths(str(tmp_path)))
 
 
 def test_a_saved_configuration_that_is_no_text_is_refused(tmp_path):
     paths = RunPaths.of(str(tmp_path), "a-1")
     storage.publish(paths.config, b"run: {seed: 1}\xff")
     with pytest.raises(ConfigError, match=r"config\.yaml: damaged"):
-        resolve.load_config(paths.uri)
+        read_config(paths)

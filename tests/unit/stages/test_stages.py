@@ -29,8 +29,9 @@ from kftrain.errors import (
 )
 from kftrain.registry import Champion
 from kftrain.run import documents
+from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, resolve, tracked
+from kftrain.stages import failure, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
@@ -91,7 +92,7 @@ def test_a_pipeline_run_gets_its_folder_from_the_job_and_a_retry_finds_it(tmp_pa
     first = shard_from_pipeline(text, {"steps": 7}, "", "8F-11", calls.lines.append)
     again = shard_from_pipeline(text, {"steps": 7}, "", "8F-11", calls.lines.append)
     assert first.run_uri == again.run_uri and first.run_uri.endswith("/runs/tiny-8f11")
-    assert resolve.load_config(first.run_uri).train.steps == 7
+    assert read_config(RunPaths(first.run_uri)).train.steps == 7
 
 
 def test_a_resumed_run_keeps_its_data_when_the_source_has_grown(tmp_path, calls):
@@ -420,7 +421,7 @@ def test_the_gate_can_be_asked_again_with_other_settings_of_its_own(tmp_path, ca
     paths, _ = finished_run(tmp_path)
     gate(paths.uri, ("registry.min_effect=0.5",), calls.lines.append)
     assert registering[0].registry.min_effect == 0.5
-    assert resolve.load_config(paths.uri).registry.min_effect == 0.0
+    assert read_config(paths).registry.min_effect == 0.0
 
 
 @pytest.mark.parametrize("override", ["train.steps=1", "registry.model_name=other", "run.storage_root=/elsewhere"])

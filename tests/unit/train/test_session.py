@@ -9,8 +9,8 @@ from kftrain import storage
 from kftrain.checkpoint import load
 from kftrain.errors import CheckpointError, FencedError
 from kftrain.run import attempts, documents
-from kftrain.run.completion import has_export
 from kftrain.run.documents import Completion
+from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
 from kftrain.train import session
 
@@ -23,7 +23,7 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
     done = jobs.run_worker(paths, resolved, processes=1)
     assert done.returncode == 0, done.stdout + done.stderr
     after = documents.read(Completion, paths.complete)
-    assert has_export(after) and (after.attempt, before.attempt) == (2, 1)
+    assert is_export(after.export_uri) and (after.attempt, before.attempt) == (2, 1)
     assert (after.checkpoint_digest, after.export_digest) == (before.checkpoint_digest, before.export_digest)
     assert "going on after step 4" in done.stdout and "step 4/4" not in done.stdout
 

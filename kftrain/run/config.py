@@ -1,0 +1,77 @@
+"""The configuration in a run's folder: kept when the run is opened and when a job is started, and read from there.
+
+`config.yaml` is what the run was opened with last. `configs/<digest>.yaml` is what one job was started for: whoever
+opens the run meanwhile, with other launch settings, must not change what workers find that are started again.
+"""
+
+from __future__ import annotations
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.run.best_effort import retryable
+from kftrain.run.paths import RunPaths
+
+
+def is_opened(paths: RunPaths) -> bool:
+    """Whether somebody has opened the run: its folder holds a configuration."""
+    return storage.exists(paths.config)
+
+
+def keep_config(paths: RunPaths, config: Config) -> None:
+    """Makes it the run's configuration."""
+    storage.publish(paths.config, config.to_yaml())
+
+
+def keep_job_config(paths: RunPaths, config: Config) -> None:
+    """Keeps what a job is started for, for its workers."""
+    storage.publish(paths.job_config(config.digest()), config.to_yaml())
+
+
+def read_config(paths: RunPaths) -> Config:
+    """The run's configuration. Raises ConfigError, and RetryableError where it cannot be read now."""
+    found = _parsed(paths.config)
+    if found is None:
+        raise _no_run(paths)
+    return found
+
+
+def read_job_config(paths: RunPaths, digest: str) -> Config:
+    """What the job was started for whose configuration has this digest.
+
+    A worker that somebody has started by hand takes the run's own. Raises ConfigError where that is another one, and
+    RetryableError where it cannot be read now.
+    """
+    for uri in (paths.job_config(digest), paths.config):
+        found = _parsed(uri)
+        if found is not None:
+            return _require_digest(found, digest, uri)
+    raise _no_run(paths)
+
+
+def _parsed(uri: str) -> Config | None:
+    """The configuration at `uri`; None where there is none."""
+    with retryable("the run cannot be read", uri):
+        try:
+            text = storage.read_text(uri)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"damaged: {error}", where=uri) from error
+    return configuration.parse(text, where=uri)
+
+
+def _require_digest(config: Config, digest: str, uri: str) -> Config:
+    if config.digest() != digest:
+        raise ConfigError(
+            "config.yaml is not the one this job was started for",
+            where=uri,
+            value=config.digest()[:16],
+            fix="the job needs the same version of kftrain as its launcher",
+        )
+    return config
+
+
+def _no_run(paths: RunPaths) -> ConfigError:
+    return ConfigError("not a run: it has no config.yaml", where=paths.uri, fix="check the run's URI")
