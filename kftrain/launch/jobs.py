@@ -26,6 +26,7 @@ from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
+from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.completion import metrics_uri, read_completion, read_evaluations
 from kftrain.run.config import keep_job_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
@@ -71,21 +72,23 @@ def run_evaluation(
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
     keep_job_config(paths, config)
-    failures_in_a_row = 0
+    standing = read_standing(paths, since=attempts.last_attempt(paths))
+    budget = RestartBudget(
+        config.launch.max_restarts_without_progress, step=standing.step, first_attempt=standing.last_attempt
+    )
     while True:
         storage.remove(paths.error)
-        commits_before = attempts.last_start_step(paths)
         code = launcher.run(spec)
         if code == 0:
             return
         error = _error_of(spec, paths, code)
-        failures_in_a_row = failures_in_a_row + 1 if attempts.last_start_step(paths) == commits_before else 1
         if launcher.interrupted or code < FIRST_RETRYABLE_CODE:
             raise error
-        if failures_in_a_row > config.launch.max_restarts_without_progress:
+        budget = budget.after(read_standing(paths, budget.first_attempt), [WorkerEnd(0, code)])
+        if budget.is_spent:
             kind = StorageError if isinstance(error, StorageError) else LaunchError
             raise kind(
-                f"the {spec.task} job failed {failures_in_a_row} times without a new checkpoint, at last: {error.line}",
+                f"the {spec.task} job failed {budget.num_failed} times without a new checkpoint, at last: {error.line}",
                 where=spec.run_uri,
                 fix="mend the cause and resume the run",
             )

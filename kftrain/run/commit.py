@@ -17,6 +17,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -111,14 +112,20 @@ def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) 
 
 def committed(paths: RunPaths) -> list[CheckpointName]:
     """All committed checkpoints of a run, newest first."""
-    names = [CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)]
-    found = [n for n in names if n and storage.exists(storage.join(paths.checkpoints, str(n), COMMITTED))]
-    return sorted(found, reverse=True)
+    return list(_newest_first(paths))
 
 
 def last_step(paths: RunPaths) -> int:
     """Step of the newest committed checkpoint; 0 where there is none."""
-    return next((name.step for name in committed(paths)), 0)
+    return next((name.step for name in _newest_first(paths)), 0)
+
+
+def _newest_first(paths: RunPaths) -> Iterator[CheckpointName]:
+    """Committed checkpoints, each asked for its marker when it is asked for."""
+    names = filter(None, (CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)))
+    for name in sorted(names, reverse=True):
+        if storage.exists(storage.join(paths.checkpoints, str(name), COMMITTED)):
+            yield name
 
 
 def read_manifest(uri: str) -> tuple[CheckpointManifest, str]:

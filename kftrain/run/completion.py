@@ -62,7 +62,7 @@ def read_completion(paths: RunPaths, config: Config) -> Completion:
         return found
     if storage.exists(paths.complete):
         raise LaunchError("the export of this run is gone", where=paths.complete, fix="train the run again")
-    raise LaunchError("COMPLETE.json is missing", where=paths.complete, fix="resume the run")
+    raise LaunchError("COMPLETE.json is missing", where=paths.complete, fix="run the stage that writes it first")
 
 
 def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evaluation]:

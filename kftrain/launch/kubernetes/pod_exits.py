@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kftrain import storage
-from kftrain.errors import FIRST_RETRYABLE_CODE, Preempted, RetryableError
+from kftrain.errors import Preempted, RetryableError
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.outages import UNREACHABLE
-from kftrain.run import attempts, documents
+from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
+from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.paths import RunPaths
 
 DELETED = "deleted"
@@ -22,9 +22,6 @@ CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
 
 RETRYABLE = RetryableError.exit_code
 """What a worker ends with when storage is away for longer than it waits."""
-
-COMMITTED = "COMMITTED"
-"""The file that makes a folder `step-<n>-a<attempt>` a checkpoint; n has leading zeros, so names sort by step."""
 
 CLOCKS_SECONDS = 5.0
 """By how much the clock of a worker's node may be behind that of the API server."""
@@ -71,20 +68,20 @@ class PodExits:
         return [pod for pod in found if uids[pod.index] == pod.uid]
 
 
-class Budget:
-    """Attempts in a row that failed without a new checkpoint, of one launch of a job. `begin` comes first."""
+class PodBudget:
+    """The restart budget of one launch of a job, told by its pods how its workers end. `begin` comes first.
+
+    What is counted, and why, `run.budget` says. Here it is decided which ends are news, and which are excused.
+    """
 
     def __init__(self, limit: int, paths: RunPaths) -> None:
-        self._limit, self._paths = limit, paths
+        self._paths = paths
         self._has_begun = False
-        self._first_attempt = self._last_attempt = 0
-        self._committed_step = -1
+        self._budget, self._last_attempt = RestartBudget(limit), 0
         self.num_looks = 0
         """How often storage was asked: changes whenever a pod has ended or was replaced."""
         self._present: frozenset[str] = frozenset()
         self._counted: set[str] = set()
-        self._failed: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
         self._blind: set[str] = set()
         """Pods that have ended while storage did not answer here either."""
 
@@ -100,13 +97,13 @@ class Budget:
         """
         if self._has_begun:
             return
-        number, step = attempts.last_attempt(self._paths), committed_step(self._paths)
+        number, step = attempts.last_attempt(self._paths), commit.last_step(self._paths)
         if number:
             claim = documents.read(Claim, self._paths.attempt(number))
             if is_at_work(claim, pods, now):
                 number, step = number - 1, claim.start_step
-        self._first_attempt = self._last_attempt = number
-        self._committed_step, self._has_begun = step, True
+        self._budget = replace(self._budget, step=step, first_attempt=number)
+        self._last_attempt, self._has_begun = number, True
 
     def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
         """How many attempts have failed in a row, where that is more than may; else 0.
@@ -125,41 +122,32 @@ class Budget:
             self._present = present
             return 0
         try:
-            step, last_attempt = committed_step(self._paths), attempts.last_attempt(self._paths)
-            in_a_row = attempts.num_without_progress(self._paths, since=self._first_attempt)
+            now = read_standing(self._paths, since=self._budget.first_attempt)
         except Exception:  # whatever a driver raises
             self._blind.update(pod.uid for pod in news)
             raise
-        self._present, self._last_attempt, self.num_looks = present, last_attempt, self.num_looks + 1
+        self._present, self._last_attempt, self.num_looks = present, now.last_attempt, self.num_looks + 1
         self._counted.update(pod.uid for pod in news)
-        if step > self._committed_step:  # the attempt that ends now has committed: its other pods' ends do not count
-            self._committed_step, self._first_attempt = step, last_attempt
+        before, disrupted = self._budget, any(pod.disruption or _met_outage(pod) for pod in ended)
+        self._budget = before.after(now, [self._end_of(pod, disrupted) for pod in news])
+        if self._budget.step > before.step:  # the same attempt's other pods are still to end: that does not count
             replaced = {pod.index for pod in news}
             self._counted.update(pod.uid for pod in pods if pod.index not in replaced)
-            self._failed, self._taken = {}, {}
-            return 0
-        self._count(news, any(pod.disruption or _met_outage(pod) for pod in ended))
-        claims = in_a_row - 1 - max(self._taken.values(), default=0)
-        failed = max(claims, max(self._failed.values(), default=0))
-        return failed if failed > self._limit else 0
+        return self._budget.num_failed if self._budget.is_spent else 0
 
     def has_claim(self) -> bool:
         """Whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
         assert self._has_begun, "begin comes first"
         return attempts.last_attempt(self._paths) > self._last_attempt
 
-    def _count(self, news: Sequence[Pod], disrupted: bool) -> None:
-        """Permanent errors end the job anyway; who is taken away has not failed, nor have those who stop with it.
+    def _end_of(self, pod: Pod, disrupted: bool) -> WorkerEnd:
+        """Who is taken away has not failed, nor have those who stop with it, nor has who could not reach storage.
 
-        Nor has who could not reach storage. That ends: the limit of a start goes on while storage answers here.
+        The last ends somewhere: the limit of a start goes on while storage answers here.
         """
-        for pod in news:
-            disturbed = disrupted or pod.uid in self._blind
-            excused = pod.disruption or (disturbed and pod.exit_code in CONSEQUENCES)
-            if excused:
-                self._taken[pod.index] = self._taken.get(pod.index, 0) + 1
-            elif (pod.exit_code or 0) >= FIRST_RETRYABLE_CODE:
-                self._failed[pod.index] = self._failed.get(pod.index, 0) + 1
+        disturbed = disrupted or pod.uid in self._blind
+        is_excused = bool(pod.disruption) or (disturbed and pod.exit_code in CONSEQUENCES)
+        return WorkerEnd(pod.index, pod.exit_code, is_excused)
 
 
 def _met_outage(pod: Pod) -> bool:
@@ -175,11 +163,3 @@ def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:
     """
     newest = max((now - pod.age_seconds for pod in pods), default=float("inf"))
     return claim.start_time + CLOCKS_SECONDS >= newest
-
-
-def committed_step(paths: RunPaths) -> int:
-    """Step of the newest committed checkpoint; -1 where there is none. Raises whatever storage raises."""
-    names = (name for name in reversed(storage.list_names(paths.checkpoints)) if name.startswith("step-"))
-    committed = (name for name in names if storage.exists(storage.join(paths.checkpoints, name, COMMITTED)))
-    newest = next(committed, "step--1-")
-    return int(newest.removeprefix("step-").rpartition("-")[0])

@@ -17,7 +17,7 @@ from kftrain.launch.kubernetes.failures import JobFailedError, lacked_storage
 from kftrain.launch.kubernetes.lease import Lease
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation, Pod
-from kftrain.launch.kubernetes.pod_exits import Budget, PodExits
+from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
 from kftrain.launch.kubernetes.states import Assessment, State
 from kftrain.launch.spec import JobSpec
 from kftrain.progress import to_log
@@ -50,7 +50,7 @@ class Watcher:
         )
         self._logs = Logs(cluster, spec.nodes)
         self._endings, self._wake = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS), wake
-        self._budget, self._claimed_by = Budget(config.launch.max_restarts_without_progress, paths), -1
+        self._budget, self._claimed_by = PodBudget(config.launch.max_restarts_without_progress, paths), -1
         self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
         self._seen_at = time.time()
         self._is_fenced = False

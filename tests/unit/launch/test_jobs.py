@@ -1,5 +1,5 @@
 import pytest
-from helpers.documents import publish_export
+from helpers.documents import publish_commit, publish_export
 
 from kftrain import config, storage
 from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError, StorageError
@@ -27,6 +27,8 @@ class ScriptedLauncher:
     def run(self, job):
         self.attempts += 1
         start_step, error = self.script.pop(0)
+        if start_step:  # the attempt before has committed it
+            publish_commit(self.paths, start_step)
         attempts.claim(self.paths, start_step, job.world_size)
         if error is None:
             return 0

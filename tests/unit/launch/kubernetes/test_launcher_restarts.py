@@ -20,10 +20,11 @@ from kftrain.launch import run_training
 from kftrain.launch.kubernetes import pod_exits, watcher
 from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.kubernetes.observation import Pod
-from kftrain.launch.kubernetes.pod_exits import Budget, PodExits, committed_step, is_at_work
+from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits, is_at_work
 from kftrain.outages import UNREACHABLE
 from kftrain.run import attempts
 from kftrain.run.attempts import Claim
+from kftrain.run.commit import last_step
 from kftrain.run.paths import RunPaths
 
 
@@ -337,15 +338,15 @@ def test_an_ending_keeps_what_is_known_of_it():
 
 def test_the_newest_committed_step_is_found(tmp_path, make_job):
     paths = RunPaths(str(tmp_path / "runs" / "x"))
-    assert committed_step(paths) == -1
+    assert last_step(paths) == 0
     commit(paths, 5)
     commit(paths, 10, attempt=3)
     storage.publish(storage.join(paths.checkpoints, "step-00000015-a3", "manifest.json"), "{}")
-    assert committed_step(paths) == 10
+    assert last_step(paths) == 10
 
 
 def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
-    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget = PodBudget(0, RunPaths(str(tmp_path / "runs" / "x")))
     budget.begin([], 0.0)
     ended = [Pod("p", "u", 0, exit_code=139)]
     with monkeypatch.context() as patch:
@@ -365,7 +366,7 @@ def ended(uid, index, code, message=""):
 
 def test_workers_that_could_not_reach_storage_do_not_count_nor_do_their_peers(tmp_path):
     """Four starts of two workers, one says why, the other has lost its peer; then one failure of their own."""
-    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget = PodBudget(0, RunPaths(str(tmp_path / "runs" / "x")))
     budget.begin([], 0.0)
     seen = []
     for start in range(4):
@@ -379,7 +380,7 @@ def test_workers_that_could_not_reach_storage_do_not_count_nor_do_their_peers(tm
 
 def test_workers_that_ended_while_storage_was_away_here_too_do_not_count(tmp_path, monkeypatch):
     """Whatever they had time to say; what no outage explains counts all the same."""
-    budget = Budget(0, RunPaths(str(tmp_path / "runs" / "x")))
+    budget = PodBudget(0, RunPaths(str(tmp_path / "runs" / "x")))
     budget.begin([], 0.0)
     seen = []
     with monkeypatch.context() as patch:
@@ -394,7 +395,7 @@ def test_workers_that_ended_while_storage_was_away_here_too_do_not_count(tmp_pat
 
 def test_attempts_that_claimed_and_were_ended_by_an_outage_do_not_count(tmp_path):
     paths = RunPaths(str(tmp_path / "runs" / "x"))
-    budget, seen = Budget(1, paths), []
+    budget, seen = PodBudget(1, paths), []
     budget.begin([], 0.0)
     for start in range(5):
         attempts.claim(paths, 0, 2)
@@ -409,17 +410,17 @@ def test_when_storage_answers_does_not_matter(tmp_path):
     for number, (start_time, start_step) in enumerate([(now - 99, 5), (now - 98, 5), (now - 1, 5)], start=1):
         storage.create_json(paths.attempt(number), claim(start_time, number, start_step).to_dict())
     commit(paths, 5)
-    late = Budget(0, paths)
+    late = PodBudget(0, paths)
     late.begin(pods, now)
     assert late.has_claim(), "the third one is at work"
     assert late.spent([Pod("p", "u", 0, exit_code=139)], pods) == 1, "not three"
     commit(paths, 10)
-    later = Budget(0, paths)
+    later = PodBudget(0, paths)
     later.begin(pods, now)
     later.begin([], now)
     assert later.has_claim(), "it has begun before"
     assert later.spent([Pod("p", "u", 0, exit_code=139)], pods) == 0, "it has made progress"
-    after = Budget(0, paths)
+    after = PodBudget(0, paths)
     after.begin([Pod("p", "v", 0, age_seconds=0.0)], now + pod_exits.CLOCKS_SECONDS)
     assert not after.has_claim(), "all three are over"
 

@@ -1,0 +1,99 @@
+"""The restart budget: how many attempts in a row may fail without a new checkpoint. Every launcher counts with it.
+
+Attempts are seen from two sides, and neither is enough alone:
+
+- The run's folder has a claim of each attempt that got as far as training, with the step that it began at. Claims
+  outlive the launcher, but an attempt that fails before its claim leaves none.
+- How the workers of an attempt ended is known of every attempt, but only to a launcher that was there.
+
+So both are counted, and the larger number counts. A new checkpoint starts the count anew: whatever failed before it
+has cost less than it has brought, and a run that makes progress ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kftrain.errors import FIRST_RETRYABLE_CODE
+from kftrain.run import attempts, commit
+from kftrain.run.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run's folder says of its attempts at one moment."""
+
+    step: int
+    """Of the newest committed checkpoint; 0 where there is none."""
+    last_attempt: int
+    """Number of the newest claim; 0 where there is none."""
+    num_at_one_step: int = 0
+    """How many of the newest claims began at the same step."""
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker of an attempt ended."""
+
+    worker: int
+    exit_code: int | None
+    is_excused: bool = False
+    """Whether something else ended it: it was taken away, lost a peer that was, or could not reach storage."""
+
+
+@dataclass(frozen=True)
+class RestartBudget:
+    """What is left of it. Pure: `after` returns the next one."""
+
+    limit: int
+    """How many attempts in a row may fail without a new checkpoint before one more is too many."""
+    step: int = 0
+    """Of the newest commit that is known."""
+    first_attempt: int = 0
+    """Claims up to this one do not count: they were over before this launch, or have led to a commit."""
+    num_at_one_step: int = 0
+    failed: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> how often it has failed since the last commit."""
+    excused: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> how often it was excused since then."""
+
+    def after(self, now: Standing, ends: Sequence[WorkerEnd]) -> RestartBudget:
+        """When workers have ended so, and the run's folder says this afterwards."""
+        if now.step > self.step:  # the attempt that ended has committed: how it ended does not count
+            return RestartBudget(self.limit, now.step, now.last_attempt)
+        excused = [end.worker for end in ends if end.is_excused]
+        # A permanent error ends the job at once, so there is nothing to count.
+        failed = [e.worker for e in ends if not e.is_excused and (e.exit_code or 0) >= FIRST_RETRYABLE_CODE]
+        return replace(
+            self,
+            num_at_one_step=now.num_at_one_step,
+            failed=_counted(self.failed, failed),
+            excused=_counted(self.excused, excused),
+        )
+
+    @property
+    def num_failed(self) -> int:
+        """Attempts in a row that have failed without a new checkpoint.
+
+        The newest claim may be of the attempt that runs by now. Claims do not say how their attempts ended, so as many
+        are forgiven as the worker was excused that was excused most. Of the ends the worker counts that failed most:
+        one attempt ends several workers, and each at most once.
+        """
+        claims = self.num_at_one_step - 1 - max(self.excused.values(), default=0)
+        return max(claims, max(self.failed.values(), default=0), 0)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further attempt may be made."""
+        return self.num_failed > self.limit
+
+
+def read_standing(paths: RunPaths, since: int) -> Standing:
+    """What a run's folder says now; of claims, those later than number `since`. Raises whatever storage raises."""
+    step = commit.last_step(paths)
+    return Standing(step, attempts.last_attempt(paths), attempts.num_without_progress(paths, since))
+
+
+def _counted(counts: Mapping[int, int], workers: Sequence[int]) -> dict[int, int]:
+    return {**counts, **{worker: counts.get(worker, 0) + workers.count(worker) for worker in set(workers)}}
