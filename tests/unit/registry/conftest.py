@@ -50,7 +50,9 @@ def write_export(paths, name):
     uri = paths.export(hashlib.sha256(content).hexdigest())
     storage.publish(storage.join(uri, "model.safetensors"), content)
     files = {"model.safetensors": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-    storage.publish_json(storage.join(uri, "manifest.json"), {"schema_version": 1, "files": files})
+    digests = {"checkpoint_digest": "c", "training_digest": "t", "dataset_digest": "d"}
+    manifest = {"schema_version": 1, "step": 1, "files": files, **digests}
+    storage.publish_json(storage.join(uri, "manifest.json"), manifest)
     return uri, storage.sha256_file(storage.join(uri, "manifest.json"))
 
 
