@@ -17,13 +17,9 @@ from kftrain.run.attempts import Claim
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.paths import RunPaths
-<<<<<<< HEAD
-from kftrain.stages import failure, resolve
+from kftrain.stages import failure
 from kftrain.tracking import listing
 from kftrain.tracking.listing import ListedRun
-=======
-from kftrain.stages import failure
->>>>>>> 9341108 (Whether an export or a training is whole, and the configuration in a run's folder, are asked in one place each)
 
 UNREADABLE = "unreadable"
 
