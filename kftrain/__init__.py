@@ -4,4 +4,4 @@ Importing this package costs nothing: every heavy library (torch, kfp, mlflow, k
 that needs it, when it needs it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
