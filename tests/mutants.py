@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "the gradient is not scaled by the number of processes",
         "kftrain/train/step.py",
-        "(loss * self._world.size).backward()",
+        "(loss * self._distributed.num_averaged).backward()",
         "loss.backward()",
         "tests/unit/train/test_parity.py -k two_processes",
     ),
@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "steps are not seeded: dropout differs after a resume",
         "kftrain/train/loop.py",
-        "        seed_step(self._config.run.seed, step, self._world.rank)\n",
+        "        seed_step(self._config.run.seed, step, self._stepper.mesh.data_rank)\n",
         "",
         "tests/unit/train/test_parity.py -k dropout",
     ),
@@ -221,9 +221,9 @@ MUTANTS = [
     ),
     Mutant(
         "ddp computes bf16 by autocast",
-        "kftrain/parallel/wrap.py",
-        "param_dtype=DTYPES[layout.compute]",
-        'param_dtype=DTYPES["fp32" if layout.strategy == "ddp" else layout.compute]',
+        "kftrain/parallel/transforms.py",
+        "param_dtype=DTYPES[self.compute]",
+        'param_dtype=DTYPES["fp32" if shape.shard == 1 else self.compute]',
         "tests/unit/train/test_probe.py -k bf16_is_one_computation",
     ),
     Mutant(

@@ -1,9 +1,9 @@
 """Scoring: per-sample statistics of a model, each sample exactly once, whatever the number of processes.
 
-Batches are cut from the stored order of the data: batch b holds samples [b x size, (b + 1) x size). Process r takes
-batches r, r + n, …, so a batch has the same rows on one process as on many, and floating-point results are equal bit by
-bit. Every process runs the same number of forward passes, because a sharded model gathers its parameters in each; a
-process that has run out of batches repeats its last one and throws the result away.
+Batches are cut from the stored order of the data: batch b holds samples [b x size, (b + 1) x size). Data rank r of n
+takes batches r, r + n, …, so a batch has the same rows on one process as on many, and floating-point results are equal
+bit by bit. Every process runs the same number of forward passes, because a sharded model gathers its parameters in
+each; a process that has run out of batches repeats its last one and throws the result away.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
-from kftrain.parallel.world import World
+from kftrain.parallel.mesh import Mesh
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 
@@ -30,7 +30,7 @@ def score(
     model: nn.Module,
     task: Task,
     dataset: ShardedDataset,
-    world: World,
+    mesh: Mesh,
     batch_size: int,
     max_samples: int = 0,
     on_batch: Callable[[], None] = lambda: None,
@@ -44,13 +44,13 @@ def score(
     num_batches = -(-num_samples // batch_size)
     parts: dict[int, tuple[Statistics, np.ndarray]] = {}
     with evaluating(model), torch.no_grad():
-        for round_ in range(-(-num_batches // world.size)):
-            index = min(round_ * world.size + world.rank, num_batches - 1)
+        for round_ in range(-(-num_batches // mesh.num_data_ranks)):
+            index = min(round_ * mesh.num_data_ranks + mesh.data_rank, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
-            parts[index] = statistics_of(model, task, arrays, world.device), groups
+            parts[index] = statistics_of(model, task, arrays, mesh.world.device), groups
             on_batch()
-    return _merge(world.gather(parts), num_samples)
+    return _merge(mesh.world.gather(parts), num_samples)
 
 
 def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> Statistics:

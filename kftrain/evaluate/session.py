@@ -24,6 +24,7 @@ from kftrain.evaluate import examples
 from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.measures import CONFIDENCE, measure
 from kftrain.evaluate.score import Statistics, group_sums, score
+from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -124,7 +125,9 @@ def _score(
         return None
     task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
     with pulse.watched():
-        statistics, groups = score(model, task, dataset, world, settings.batch_size, on_batch=pulse.goes_on)
+        statistics, groups = score(
+            model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=pulse.goes_on
+        )
     if not world.is_main:
         return None
     sums = group_sums(statistics, groups, dataset.num_groups)

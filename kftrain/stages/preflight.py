@@ -36,12 +36,15 @@ def check_model(config: Config) -> None:
 
 
 def check_batch(config: Config) -> None:
-    """Raises ConfigError where processes would be left without a sample in every step."""
+    """Raises ConfigError where the processes form no mesh, or would be left without a sample in every step."""
     per_node = config.launch.processes_per_node
-    processes = config.launch.nodes * (1 if per_node == "auto" else per_node)
-    if processes > config.train.global_batch_size:
+    if per_node == "auto":
+        num_data_ranks = config.launch.nodes
+    else:
+        num_data_ranks = config.parallel.shape(config.launch.nodes * per_node).num_data_ranks
+    if num_data_ranks > config.train.global_batch_size:
         raise ConfigError(
-            f"{processes} processes cannot share a batch of {config.train.global_batch_size} samples",
+            f"{num_data_ranks} processes cannot share a batch of {config.train.global_batch_size} samples",
             where="train.global_batch_size",
             fix="raise it, or lower launch.nodes or launch.processes_per_node",
         )

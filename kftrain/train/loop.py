@@ -20,7 +20,7 @@ from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DivergedError, Preempted
-from kftrain.evaluate.score import score, total_metrics
+from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
@@ -106,11 +106,12 @@ class Loop:
     def _agree(self, batch: StepBatch) -> Control:
         saves = self._saves
         flags = (self._stop.requested, saves.busy, saves.overdue)
-        terms, stop, busy, overdue = self._world.sum([self._stepper.count_terms(batch), *map(float, flags)])
+        own = self._stepper.count_terms(batch) if self._stepper.mesh.counts_loss else 0
+        terms, stop, busy, overdue = self._world.sum([own, *map(float, flags)])
         return Control(int(terms), stop > 0, busy > 0, overdue > 0)
 
     def _take(self, step: int, batch: StepBatch, num_terms: int) -> torch.Tensor:
-        seed_step(self._config.run.seed, step, self._world.rank)
+        seed_step(self._config.run.seed, step, self._stepper.mesh.data_rank)
         rate = learning_rate(self._config.optimizer, step, self._config.train.steps)
         set_learning_rate(self._stepper.optimizer, rate)
         result = self._stepper.run(batch, num_terms)
@@ -136,7 +137,7 @@ class Loop:
                 self._save(done, last, busy)
 
     def _record(self, done: int, local_loss_sum: torch.Tensor) -> None:
-        (loss,) = self._world.sum([float(local_loss_sum)])
+        (loss,) = self._stepper.mesh.sum_of_losses([float(local_loss_sum)])
         rate = learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
         if self._world.is_main:
@@ -147,14 +148,8 @@ class Loop:
 
     def _validate(self, done: int) -> None:
         evaluate = self._config.evaluate
-        statistics, _ = score(
-            self._stepper.model,
-            self._stepper.task,
-            self._validation,
-            self._world,
-            evaluate.batch_size,
-            evaluate.max_interval_samples,
-            self._pulse.goes_on,
+        statistics = self._stepper.evaluate(
+            self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._pulse.goes_on
         )
         if self._world.is_main:
             with self._pulse.resting():  # the user's metrics of all samples

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
+from kftrain.parallel.formats import cast_inputs
 from kftrain.tasks.base import Task
 from kftrain.train.step import loss_of, seed_step, terms_of
 
@@ -69,7 +68,7 @@ def rehearse(
     model: nn.Module,
     task: Task,
     micro: MicroBatch,
-    names: Iterable[str],
+    names: Sequence[str],
     device: torch.device,
     seed: tuple[int, int],
     dtype: torch.dtype,
@@ -78,8 +77,7 @@ def rehearse(
 
     Raises ConfigError where the model cannot be computed so.
     """
-    units = [model, *(model.get_submodule(name) for name in names)]
-    handles = [unit.register_forward_pre_hook(_casts_inputs(dtype), with_kwargs=True) for unit in units]
+    handles = cast_inputs(model, names, dtype)
     try:
         with _isolated(seed, device), _copied(model, device, dtype):
             loss_of(model, task, _first_rows(micro), device)
@@ -168,10 +166,3 @@ def _digest(tensor: torch.Tensor | None) -> str:
         return repr(tensor)
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.tobytes()).hexdigest()
-
-
-def _casts_inputs(dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return lambda _module, inputs, keywords: tree_map_only(torch.Tensor, cast, (inputs, keywords))

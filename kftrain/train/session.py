@@ -33,6 +33,9 @@ from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.models.modes import begin_training
 from kftrain.parallel import blocks, buffers, wrap
+from kftrain.parallel.formats import DTYPES
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -143,10 +146,11 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     attempt = world.from_main(_claim(paths, world.size) if world.is_main else None)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
-    loader, validation = _data(training, world)
+    mesh = Mesh(config.parallel.shape(world.size), world)
+    loader, validation = _data(training, mesh)
     pulse = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with pulse.watched():
-        stepper, described = build(config, training.task, loader, world)
+        stepper, described = build(config, training.task, loader, mesh)
     num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
@@ -198,11 +202,12 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(config: Config, task: Task, loader: TrainLoader, world: World) -> tuple[Stepper, Described]:
+def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[Stepper, Described]:
     """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
 
     Collective. Raises ConfigError and UserCodeError.
     """
+    world = mesh.world
     _seed(config.run.seed)
     arguments = _model_arguments(task)
     model = build_model(config.model, arguments)
@@ -212,36 +217,26 @@ def build(config: Config, task: Task, loader: TrainLoader, world: World) -> tupl
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
     combined = buffers.CombinedBuffers(model, world)
-    names, calls = _probe(model, config, loader, world)
-    distributed = wrap.distribute(model, _layout(config), world, names)
-    optimizer = build_optimizer(distributed, config.optimizer)
-    clip_norm = config.train.gradient_clip_norm
-    return Stepper(distributed, optimizer, task, calls, world, clip_norm, combined), described
+    names, calls = _probe(model, config, loader, mesh)
+    recompute = config.train.activation_checkpointing == "blocks"
+    strategy = strategy_of(config.parallel, config.precision, recompute, mesh.shape)
+    wrap.equalize(model, world)
+    distributed = distribute(model, strategy, mesh, names)
+    optimizer = build_optimizer(model, config.optimizer)
+    return Stepper(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 
 
-def _layout(config: Config) -> wrap.Layout:
-    parallel, precision = config.parallel, config.precision
-    return wrap.Layout(
-        strategy=parallel.strategy,
-        shard=parallel.shard,
-        replicate=parallel.replicate,
-        reshard_after_forward=parallel.reshard_after_forward,
-        compute=precision.compute,
-        reduce=precision.reduce,
-        checkpoint_blocks=config.train.activation_checkpointing == "blocks",
-    )
-
-
-def _probe(model: nn.Module, config: Config, loader: TrainLoader, world: World) -> tuple[list[str], blocks.Calls]:
+def _probe(model: nn.Module, config: Config, loader: TrainLoader, mesh: Mesh) -> tuple[list[str], blocks.Calls]:
     """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training."""
-    wrap.require_global_statistics(model, world)
-    found, task, seed = blocks.candidates(model), build_task(config.task), (config.run.seed, world.rank)
+    world = mesh.world
+    buffers.require_global_statistics(model, world)
+    found, task, seed = blocks.candidates(model), build_task(config.task), (config.run.seed, mesh.data_rank)
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = next(steps).micro_batches[0]
     seen = _on_all(world, lambda: probe.look(model, task, micro, found.names, world.device, seed))
     names = blocks.choose(found, [each.calls for each in seen])
     probe.require_equal_buffers(seen, buffers.declared(model))
-    dtype = wrap.DTYPES[config.precision.compute]
+    dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _on_all(world, lambda: probe.rehearse(model, task, micro, names, world.device, seed, dtype))
     return names, [name for name in seen[world.rank].calls if name in {blocks.ROOT, *names}]
@@ -278,7 +273,7 @@ def _describe(model: nn.Module, config: Config, arguments: dict[str, Any]) -> De
     return Described(description, model_config)
 
 
-def _data(training: Training, world: World) -> tuple[TrainLoader, ShardedDataset]:
+def _data(training: Training, mesh: Mesh) -> tuple[TrainLoader, ShardedDataset]:
     config = training.config
     dataset = ShardedDataset.open(training.manifest_uri, "train")
     order = TrainingOrder(
@@ -287,8 +282,8 @@ def _data(training: Training, world: World) -> tuple[TrainLoader, ShardedDataset
         config.run.seed,
         config.data.shuffle_window_shards,
     )
-    plan = BatchPlan(config.train.global_batch_size, world.size, config.train.micro_batch_size)
-    loader = TrainLoader(dataset, order, plan, world.rank, config.data.prefetch_batches)
+    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
+    loader = TrainLoader(dataset, order, plan, mesh.data_rank, config.data.prefetch_batches)
     return loader, ShardedDataset.open(training.manifest_uri, "validation")
 
 

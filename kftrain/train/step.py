@@ -10,6 +10,7 @@ many.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
+from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
-from kftrain.parallel import blocks, wrap
+from kftrain.parallel import blocks
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.gradients import UsedParameters
-from kftrain.parallel.world import World
+from kftrain.parallel.transforms import Distributed
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 
@@ -45,21 +48,21 @@ class Stepper:
 
     def __init__(
         self,
-        model: nn.Module,
+        distributed: Distributed,
         optimizer: torch.optim.Optimizer,
         task: Task,
         calls: blocks.Calls,
-        world: World,
         clip_norm: float,
         buffers: CombinedBuffers,
     ) -> None:
-        """`calls`: of the model and its blocks, in each computation of the loss; on one process it may vary."""
-        self.model, self.optimizer, self.task = model, optimizer, task
-        self._world, self._clip_norm, self._calls = world, clip_norm, calls
+        """`calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary."""
+        model = distributed.model
+        self.model, self.optimizer, self.task, self.mesh = model, optimizer, task, distributed.mesh
+        self._distributed, self._clip_norm, self._calls = distributed, clip_norm, calls
         self._buffers = buffers
         self._modes = modes.modes_of(model)
-        self._used = UsedParameters(model, world)
-        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if world.size > 1 else None
+        self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
+        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None
 
     def count_terms(self, batch: StepBatch) -> int:
         """Loss terms in this process's share of the step."""
@@ -71,13 +74,16 @@ class Stepper:
         self._buffers.begin()
         total = torch.zeros((), dtype=torch.float64)
         last = len(batch.micro_batches) - 1
-        for index, micro in enumerate(batch.micro_batches):
-            with wrap.accumulating(self.model, last=index == last):
+        with self._distributed.computing():
+            for index, micro in enumerate(batch.micro_batches):
+                self._distributed.accumulate(last=index == last)
                 loss = self._loss(micro) / max(num_terms, 1)
-                (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach().double()
+                (loss * self._distributed.num_averaged).backward()  # type: ignore[no-untyped-call]
+                total = total + loss.detach().double()
+        self._distributed.hand_over()
         self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
-        self._used.drop_unused()
+        if self._used is not None:
+            self._used.drop_unused()
         norm = self._clip()
         finite = bool(np.isfinite(norm))
         if finite:
@@ -85,11 +91,18 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(total, norm, finite)
 
+    def evaluate(
+        self, dataset: ShardedDataset, batch_size: int, max_samples: int, on_batch: Callable[[], None]
+    ) -> Statistics:
+        """Statistics of the first samples (0: all) of a dataset, the same on every process. Collective."""
+        with self._distributed.computing():
+            return score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)[0]
+
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         if self._log is None:
-            return loss_of(self.model, self.task, micro, self._world.device)
+            return loss_of(self.model, self.task, micro, self.mesh.world.device)
         self._log.take()  # what a validation has called
-        loss = loss_of(self.model, self.task, micro, self._world.device)
+        loss = loss_of(self.model, self.task, micro, self.mesh.world.device)
         blocks.require_same_calls(self._calls, self._log.take())
         return loss
 
@@ -125,7 +138,7 @@ def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.devic
     return loss.float()
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, data_rank: int) -> None:
     """Seeds torch for one step of one process: dropout after a resume equals dropout without, no state is saved."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

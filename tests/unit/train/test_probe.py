@@ -9,9 +9,11 @@ import torch
 from helpers import odd_models, ranks
 from helpers.odd_models import Loader
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kftrain import config
 from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
 from kftrain.tasks import build_task
 from kftrain.train import probe, session
@@ -30,9 +32,10 @@ def take_steps(world, overrides, num_micro=1):
     """Losses of a few steps and the weights after them."""
     resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, optimizer: {warmup_steps: 1}}", overrides)
     task, loader = build_task(resolved.task), Loader(world, num_micro)
-    stepper, _ = session.build(resolved, task, loader, world)
+    stepper, _ = session.build(resolved, task, loader, Mesh(resolved.parallel.shape(world.size), world))
     losses = [world.sum([float(stepper.run(batch, 8).local_loss_sum)])[0] for batch in loader.steps(0, STEPS)]
-    weights = {name: parameter.full_tensor().detach() for name, parameter in stepper.model.named_parameters()}
+    parameters = dict(stepper.model.named_parameters()).items()
+    weights = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in parameters}
     return Trained(
         losses, {name: each.numpy() for name, each in weights.items()}, {str(w.dtype) for w in weights.values()}
     )
@@ -236,4 +239,4 @@ def test_what_stands_beside_an_export_is_known_before_the_first_step():
 
     resolved = config.parse("{}", ["task.kind=helpers.odd_models:Task", *kind("NoDescription")])
     with pytest.raises(UserCodeError, match="export_config"):
-        session.build(resolved, odd_models.Task(), NoSteps(ALONE), ALONE)
+        session.build(resolved, odd_models.Task(), NoSteps(ALONE), Mesh.of_copies(ALONE))

@@ -10,11 +10,11 @@ from torch import nn
 
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
-from kftrain.parallel import wrap
 from kftrain.parallel.buffers import CombinedBuffers
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
+from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.train.step import Stepper, loss_of, seed_step, terms_of
-
-LAYOUT = wrap.Layout("fsdp", -1, 1, True, "fp32", "fp32", False)
 
 
 class Sums:
@@ -48,13 +48,15 @@ def world(monkeypatch):
 
 
 def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
-    distributed = wrap.distribute(model, LAYOUT, world, [])
-    optimizer = torch.optim.SGD(distributed.parameters(), lr=lr)
-    return Stepper(distributed, optimizer, task or Sums(), [""], world, clip_norm, CombinedBuffers(model, world))
+    mesh = Mesh.of_copies(world)
+    strategy = strategy_of(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
+    distributed = distribute(model, strategy, mesh, [])
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Stepper(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))
 
 
 def weights(model):
-    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_a_step_is_the_gradient_of_the_mean_over_all_terms(world):

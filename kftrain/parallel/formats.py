@@ -1,0 +1,98 @@
+"""Number formats on one process: what FSDP2 does to parameters and gradients on many, without its wrapper.
+
+The masters are fp32 and belong to the optimizer and to checkpoints. While something is computed, copies in the format
+of the computation stand in their place; their gradients are summed over micro batches in the format of the reduction
+and become fp32 again at the end of the step. So one process computes what many compute, bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Slots = list[tuple[nn.Module, str, nn.Parameter]]
+"""Modules, and the names and values of parameters of theirs; a shared one has several."""
+
+
+def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> list[Any]:
+    """From now on what enters the model or one of these modules is cast; the handles of that."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(_module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        for value in (*inputs, *keywords.values()):
+            if not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.dtype != dtype):
+                return tree_map_only(torch.Tensor, cast, (inputs, keywords))
+        return None  # nothing to cast: what most forwards are given
+
+    units = [model, *(model.get_submodule(name) for name in names)]
+    return [unit.register_forward_pre_hook(hook, with_kwargs=True) for unit in units]
+
+
+def slots_of(model: nn.Module) -> Slots:
+    """Where the model's parameters stand."""
+    return [(module, name, each) for module in model.modules() for name, each in module.named_parameters(recurse=False)]
+
+
+def put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Sets a parameter without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
+
+
+class WorkingCopies:
+    """Copies of a model's parameters in the format of the computation."""
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
+        self._slots, self._reduce = slots_of(model), reduce
+        self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
+        self._copies: list[torch.Tensor] = [
+            nn.Parameter(each.detach().to(compute, copy=True), each.requires_grad) for each in self._masters
+        ]
+        self._copy_of: dict[int, Any] = {
+            id(master): copy for master, copy in zip(self._masters, self._copies, strict=True)
+        }
+        self._sums: dict[int, torch.Tensor] = {}
+        """Gradients of this step so far, by the number of the parameter."""
+        for number, copy in enumerate(self._copies):
+            if copy.requires_grad:
+                copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda each, number=number: self._take(number, each)
+                )
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the copies, as the masters are now."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._copies, self._masters)
+        try:
+            for module, name, master in self._slots:
+                put(module, name, self._copy_of[id(master)])
+            yield
+        finally:
+            for module, name, master in self._slots:
+                put(module, name, master)
+
+    def hand_over(self) -> None:
+        """Gives the masters the gradients of this step."""
+        for number, total in self._sums.items():
+            self._masters[number].grad = total.float()
+        self._sums.clear()
+
+    def _take(self, number: int, copy: torch.Tensor) -> None:
+        assert copy.grad is not None
+        if number in self._sums:
+            self._sums[number] += copy.grad
+        else:
+            self._sums[number] = copy.grad.to(self._reduce)
+        copy.grad = None

@@ -1,0 +1,66 @@
+"""The layout of the processes: which samples this one reads, and with whom it shares what.
+
+Only the mesh answers how many different batches there are; `World` is the operating system's view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from kftrain.parallel.shape import AXES, NORM_AXES, Shape
+from kftrain.parallel.world import World
+
+
+class Mesh:
+    """This process's place among all of them."""
+
+    def __init__(self, shape: Shape, world: World) -> None:
+        assert shape.size == world.size, (shape, world.size)
+        self.shape, self.world = shape, world
+        self.num_data_ranks = shape.num_data_ranks
+        """How many different batches there are at a time."""
+        self.data_rank = shape.data_rank(world.rank)
+        """Place among the processes that read different samples."""
+        self.counts_loss = shape.counts_loss(world.rank)
+        """Whether this process's loss terms count; where several compute the same ones, those of one do."""
+        self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+
+    @classmethod
+    def of_copies(cls, world: World) -> Mesh:
+        """Each process has the whole model, and samples of its own."""
+        return cls(Shape(replicate=world.size), world)
+
+    def sum_of_losses(self, values: list[float]) -> list[float]:
+        """Sums over all processes of what belongs to loss terms, each term once. Collective."""
+        return self.world.sum(values if self.counts_loss else [0.0] * len(values))
+
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """Of the processes that have different parts of the gradients; None where this one has all of them."""
+        return self.group(NORM_AXES) if any(getattr(self.shape, axis) > 1 for axis in NORM_AXES) else None
+
+    def group(self, axes: Collection[str]) -> dist.ProcessGroup:
+        """Of the processes that differ from this one along these axes only. Collective when first asked.
+
+        Groups are made by hand, since those of torch's own meshes forget the timeout.
+        """
+        key = frozenset(axis for axis in axes if getattr(self.shape, axis) > 1)
+        if key not in self._groups:
+            own = next(ranks for ranks in self.shape.groups(key) if self.world.rank in ranks)
+            group: dist.ProcessGroup | None = dist.group.WORLD
+            if len(own) < self.world.size:
+                group = dist.new_group(own, timeout=self.world.timeout, use_local_synchronization=True)
+            assert group is not None
+            self._groups[key] = group
+        return self._groups[key]
+
+    def device_mesh(self) -> DeviceMesh:
+        """The axes `replicate` and `shard` as torch's own mesh. Collective when first asked."""
+        rest = [axis for axis in AXES if axis not in ("replicate", "shard")]
+        assert all(getattr(self.shape, axis) == 1 for axis in rest), self.shape
+        ranks = torch.arange(self.world.size).reshape(self.shape.replicate, self.shape.shard)
+        groups = [self.group([axis]) for axis in ("replicate", "shard")]
+        return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))

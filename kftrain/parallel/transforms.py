@@ -1,0 +1,164 @@
+"""A strategy is an ordered list of transforms of a model's parts: from a plain module to one that trains on the mesh.
+
+The module is built in full on every process from the same seed and then sharded, so the initial weights do not depend
+on the number of processes. Order matters: recomputing wraps the blocks first, what comes after it spreads what came of
+it.
+
+`FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277;
+ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054). The mesh has two axes: sharded inside, replicated across
+(hybrid sharding). `ddp` is the mesh that shards over one process, so the number formats are one thing in both. In bf16
+the weights and what enters the model or a block are cast, gradients come back in bf16 and are summed in
+`precision.reduce`; buffers stay as they are. One process alone has nothing to share and gets no wrapper; `Formats`
+gives it the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from kftrain.errors import ConfigError
+from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
+from kftrain.parallel.shape import Shape
+
+
+class Distributed:
+    """A model that is ready to train, and what its transforms want done around each computation."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        self.formats: tuple[torch.dtype, torch.dtype] | None = None
+        """Where it is not computed with the parameters themselves: formats of the computation and of the reduction."""
+        self._copies: WorkingCopies | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the processes must compute the same blocks in the same order: each has a part of them only."""
+        return isinstance(self.model, FSDPModule)
+
+    @property
+    def num_averaged(self) -> int:
+        """Of so many processes the gradients come back as the mean."""
+        return self.mesh.num_data_ranks if self.is_sharded else 1
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around all forward and backward passes of a step, or an evaluation."""
+        if self.formats is None:
+            yield
+            return
+        if self._copies is None:  # made when the parameters have their values
+            self._copies = WorkingCopies(self.model, *self.formats)
+        with self._copies.in_place():
+            yield
+
+    def accumulate(self, last: bool) -> None:
+        """Before each micro batch: gradients are exchanged only on the last one of a step."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+
+    def hand_over(self) -> None:
+        """After the last backward pass: the parameters have their gradients."""
+        if self._copies is not None:
+            self._copies.hand_over()
+
+
+class Transform(Protocol):
+    """One thing that is done to a model, in its place in a strategy's list."""
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Changes the model in place. `blocks`: names of what is a unit of its own. Collective."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations of the blocks are computed again in the backward pass, instead of being kept."""
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Raises ConfigError where there are no blocks."""
+        if not blocks:
+            raise ConfigError(
+                "the model has no blocks that could be recomputed",
+                where="train.activation_checkpointing",
+                value="blocks",
+                fix="name them in a method blocks() of the model, or set it to none",
+            )
+        chosen = {id(distributed.model.get_submodule(name)) for name in blocks}
+        for parent in list(distributed.model.modules()):
+            for name, child in list(parent.named_children()):
+                if id(child) in chosen:
+                    setattr(parent, name, checkpoint_wrapper(child))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The whole model on this process's device."""
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Moves parameters and buffers; what has no memory yet is given it there."""
+        device = distributed.mesh.world.device
+        distributed.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats where nothing is sharded."""
+
+    compute: str
+    reduce: str
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Without copies where fp32 is computed and summed."""
+        compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
+        cast_inputs(distributed.model, blocks, compute)
+        if {self.compute, self.reduce} != {"fp32"}:
+            distributed.formats = (compute, reduce)
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """Each block and the root sharded along the axis `shard` and replicated along `replicate`, by FSDP2."""
+
+    compute: str
+    reduce: str
+    reshard_after_forward: bool
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Parameters become distributed tensors."""
+        model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
+        options: dict[str, Any] = {
+            "mesh": mesh["shard"] if shape.replicate == 1 else mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        for name in blocks:
+            fully_shard(model.get_submodule(name), **options)
+        fully_shard(model, **options)
+
+
+def strategy_of(
+    parallel: ParallelConfig, precision: PrecisionConfig, recompute_blocks: bool, shape: Shape
+) -> list[Transform]:
+    """The transforms of a configuration on a mesh, in their order."""
+    first: list[Transform] = [Recompute()] if recompute_blocks else []
+    formats = (precision.compute, precision.reduce)
+    if shape.size == 1:
+        return [*first, Place(), Formats(*formats)]
+    return [*first, FullyShard(*formats, parallel.reshard_after_forward)]
+
+
+def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:
+    """The module, ready to train. `model` is in fp32, and equal on all processes. Collective. Raises ConfigError."""
+    distributed = Distributed(model, mesh)
+    for transform in strategy:
+        transform.apply(distributed, blocks)
+    return distributed

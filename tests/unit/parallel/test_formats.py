@@ -1,0 +1,79 @@
+"""One process without a wrapper: its numbers are those of FSDP2 over one process, bit by bit."""
+
+import pytest
+import torch
+from helpers import in_process
+from torch import nn
+
+from kftrain.errors import ConfigError
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.transforms import Formats, FullyShard, Place, Recompute, distribute
+
+FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
+
+
+class Odd(nn.Module):
+    """A shared matrix, one that no forward uses, a frozen one, a recurrent net, a buffer; blocks that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layers[1].weight = self.layers[0].weight
+        self.spare, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.recurrent = nn.GRU(4, 4, batch_first=True)
+        self.register_buffer("offset", torch.ones(4) / 3)
+
+    def forward(self, x, *, scale):
+        assert x.dtype == self.layers[0].weight.dtype == self.frozen.weight.dtype
+        hidden, _ = self.recurrent(x)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.frozen(hidden).float() * scale.float() + self.offset
+
+
+def gradients(world, transforms, blocks=()):
+    torch.manual_seed(0)
+    model = Odd()
+    distributed = distribute(model, transforms, Mesh.of_copies(world), blocks)
+    found = []
+    for _ in range(2):
+        with distributed.computing():
+            for number in range(3):
+                distributed.accumulate(last=number == 2)
+                x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+                model(x, scale=torch.tensor(0.7)).square().sum().backward()
+        distributed.hand_over()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            local = gradient if gradient is None else getattr(gradient, "_local_tensor", gradient)
+            found.append((name, None if local is None else local.clone()))
+            parameter.grad = None
+            with torch.no_grad():
+                if local is not None:
+                    getattr(parameter, "_local_tensor", parameter).sub_(0.1 * local)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, "the masters are back"
+    return found
+
+
+@pytest.mark.parametrize(("compute", "reduce"), FORMATS)
+def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, reduce):
+    with in_process.world(monkeypatch) as world:
+        ours = gradients(world, [Place(), Formats(compute, reduce)], ["recurrent"])
+        theirs = gradients(world, [FullyShard(compute, reduce, True)], ["recurrent"])
+    assert [name for name, _ in ours] == [name for name, _ in theirs] and len(ours) > 10
+    for (name, mine), (_, wanted) in zip(ours, theirs, strict=True):
+        assert (mine is None) == (wanted is None) == name.startswith(("spare", "frozen")), name
+        assert mine is None or (mine.dtype == torch.float32 and torch.equal(mine, wanted)), name
+
+
+def test_blocks_are_recomputed_in_the_format_of_the_computation(monkeypatch):
+    with in_process.world(monkeypatch) as world:
+        plain = gradients(world, [Place(), Formats("bf16", "fp32")], ["recurrent"])
+        recomputed = gradients(world, [Recompute(), Place(), Formats("bf16", "fp32")], ["recurrent"])
+    for (name, one), (_, two) in zip(plain, recomputed, strict=True):
+        assert (one is None and two is None) or torch.equal(one, two), name
+
+
+def test_recomputing_the_blocks_of_a_model_that_has_none_is_refused(monkeypatch):
+    with in_process.world(monkeypatch) as world, pytest.raises(ConfigError, match="no blocks that could be recomputed"):
+        distribute(nn.Linear(1, 1), [Recompute()], Mesh.of_copies(world), [])
