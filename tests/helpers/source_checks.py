@@ -62,13 +62,13 @@ import importlib, sys
 for name in sys.argv[3:]:
     importlib.import_module(name)
 from kftrain.data.settings import DataConfig
-from kftrain.data import sources
+from kftrain.data.sources import resolve_source
 
 def memory():
     status = open("/proc/self/status").read()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
-source = sources.resolve(DataConfig(source=sys.argv[1]))
+source = resolve_source.resolve(DataConfig(source=sys.argv[1]))
 before, peak, kept, count = memory(), 0, [], 0
 for count, record in enumerate(source.records(), start=1):
     if sys.argv[2] == "keep":

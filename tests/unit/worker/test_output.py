@@ -14,7 +14,7 @@ from kftrain.worker.output import MIDDLE, OUTPUT_ENV, Output, shortened
 
 CHATTER = """
 import os, sys
-from kftrain.train import output
+from kftrain.worker import output
 output.redirect()
 rank = os.environ["LOCAL_RANK"]
 for index in range(3000):
@@ -64,7 +64,7 @@ def test_every_line_is_whole_named_and_in_order_and_the_files_hold_every_byte(tm
 def test_a_line_that_is_written_in_pieces_is_shown_in_one(tmp_path, capfd):
     source = """
 import os, time
-from kftrain.train import output
+from kftrain.worker import output
 output.redirect()
 for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
     os.write(1, part)
@@ -77,7 +77,7 @@ for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
 
 def test_what_is_still_in_the_pipe_at_the_end_is_read(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(output, "READ_BYTES", 16)  # the process is through long before the reader
-    source = "from kftrain.train import output; output.redirect(); print('x' * 60_000)"
+    source = "from kftrain.worker import output; output.redirect(); print('x' * 60_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 60_000 + b"\n"}
     assert capfd.readouterr().out.count("x") == 60_000
 
@@ -89,12 +89,12 @@ def test_lines_of_ours_are_recognised_behind_the_name(tmp_path, capfd):
 
 
 def test_a_single_process_needs_no_name(tmp_path, capfd):
-    run(tmp_path, range(1), "from kftrain.train import output; output.redirect(); print('alone')", named=False)
+    run(tmp_path, range(1), "from kftrain.worker import output; output.redirect(); print('alone')", named=False)
     assert capfd.readouterr().out == "alone\n"
 
 
 def test_a_line_is_shown_at_once(tmp_path, capfd):
-    source = "import time; from kftrain.train import output; output.redirect(); print('now'); time.sleep(3)"
+    source = "import time; from kftrain.worker import output; output.redirect(); print('now'); time.sleep(3)"
     environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
     shown = ""
     with Output(tmp_path, range(1), named=True):
@@ -110,7 +110,7 @@ def test_a_line_is_shown_at_once(tmp_path, capfd):
 def test_what_a_killed_process_printed_is_there(tmp_path, capfd):
     source = """
 import os, signal
-from kftrain.train import output
+from kftrain.worker import output
 output.redirect()
 print("before", 1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -125,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_end_does_not_wait_for_what_outlives_the_process(tmp_path, capfd):
     source = """
 import subprocess
-from kftrain.train import output
+from kftrain.worker import output
 output.redirect()
 subprocess.Popen(["sleep", "60"])
 print("done")
@@ -136,7 +136,7 @@ print("done")
 
 
 def test_a_line_without_an_end_is_shown_in_pieces(tmp_path, capfd):
-    source = "from kftrain.train import output; output.redirect(); print('x' * 100_000)"
+    source = "from kftrain.worker import output; output.redirect(); print('x' * 100_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 100_000 + b"\n"}
     shown = capfd.readouterr().out
     assert shown.count("x") == 100_000 and shown.count("[rank 0] ") == shown.count("\n") > 1
@@ -190,7 +190,7 @@ def test_a_console_that_nobody_reads_does_not_stop_the_processes(tmp_path):
     source = f"""
 import subprocess, sys
 from pathlib import Path
-from kftrain.train import output
+from kftrain.worker import output
 output.MAX_WAITING_BYTES = 10000
 output.DRAIN_SECONDS = 2.0
 with output.Output(Path({str(tmp_path)!r}), range(1), named=False):
@@ -224,7 +224,7 @@ def test_without_a_supervisor_nothing_is_redirected(monkeypatch, capfd):
 def test_what_ranks_print_steers_no_terminal_and_is_kept_as_it_was(tmp_path, capfd):
     source = r"""
 import os
-from kftrain.train import output
+from kftrain.worker import output
 output.redirect()
 os.write(1, b"caf\xc3\xa9\x1b[2J\x1b]0;owned\x07 \x9b1A\r 50%\r100%\ttab\n\xff\n")
 """

@@ -23,8 +23,8 @@ from kftrain.worker.root_cause import LOST_PEER
 
 SUPERVISOR = """
 import os, sys
-from kftrain.launch import termination
-from kftrain.train import supervisor
+from kftrain.process import termination
+from kftrain.worker import supervisor
 supervisor.AGENT_MODULE = "helpers.fake_agent"
 supervisor.FIRST_NODE_POLL_SECONDS = 0.1
 supervisor.ENDING_SECONDS = float(os.environ.get("ENDING_SECONDS", "1800"))
@@ -37,7 +37,7 @@ main()
 RANK = """
 import signal, sys, time
 from kftrain.process.lifecycle import die_with_parent
-from kftrain.train import output
+from kftrain.worker import output
 die_with_parent()
 output.redirect()
 signals = []

@@ -17,10 +17,10 @@ from kftrain.errors import DataError
 READ_UNDER_A_LIMIT = """
 import resource, sys
 from kftrain.data.settings import DataConfig
-from kftrain.data import sources
+from kftrain.data.sources import resolve_source
 from kftrain.errors import DataError
 paths = sys.argv[2:]
-opened = [sources.resolve(DataConfig(source=path)) for path in paths]
+opened = [resolve_source.resolve(DataConfig(source=path)) for path in paths]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
 for source in opened:

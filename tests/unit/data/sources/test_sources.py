@@ -199,8 +199,9 @@ def test_resolving_imports_none_of_the_libraries_that_reading_needs(tmp_path: Pa
     script = (
         "import sys\n"
         "from kftrain.data.settings import DataConfig\n"
-        "from kftrain.data import sharding, sources\n"
-        "sources.resolve(DataConfig(source=sys.argv[1])).listing()\n"
+        "from kftrain.data import sharding\n"
+        "from kftrain.data.sources import resolve_source\n"
+        "resolve_source.resolve(DataConfig(source=sys.argv[1])).listing()\n"
         "print(sorted({'pyarrow', 'PIL', 'datasets', 'torch'} & sys.modules.keys()))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
