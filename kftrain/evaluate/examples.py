@@ -37,11 +37,10 @@ def losses(task: Task, sums: Statistics, metric: str, goal: str) -> np.ndarray:
 
     Not a number where that does not determine it, or where there is no such metric.
     """
-    own = getattr(task, "loss_metric", "")
-    values = metrics_of_groups(task, sums).get(own or metric)
+    values = metrics_of_groups(task, sums).get(task.loss_metric or metric)
     if values is None:
         return np.full(len(next(iter(sums.values()))), np.nan)
-    return values if own or goal == "minimize" else -values
+    return values if task.loss_metric or goal == "minimize" else -values
 
 
 def choose(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]:
@@ -94,17 +93,14 @@ def metrics_of_groups(task: Task, sums: Statistics) -> dict[str, np.ndarray]:
 def _shown(
     task: Task, model: nn.Module, dataset: ShardedDataset, rows: list[int], batch_size: int, device: torch.device
 ) -> list[Shown]:
-    """What the task shows of each row; nothing where it has no method `examples`."""
-    examples = getattr(task, "examples", None)
-    if not callable(examples):
-        return [{} for _ in rows]
+    """What the task shows of each row."""
     found: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         parts = [dataset.read_range(row, row + 1)[0] for row in rows[start : start + batch_size]]
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with evaluating(model), torch.no_grad(), user_code("task.examples"):
             batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
-            found += examples(model, arrays, batch)
+            found += task.examples(model, arrays, batch)
     if len(found) != len(rows) or not all(isinstance(each, Mapping) for each in found):
         raise UserCodeError(f"must return a mapping for each of {len(rows)} rows", where="task.examples")
     return found

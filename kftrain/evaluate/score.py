@@ -19,9 +19,11 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
+from kftrain.models.output import output_of
 from kftrain.parallel.mesh import Mesh
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import prepare
 
 Statistics = dict[str, np.ndarray]
 
@@ -73,9 +75,11 @@ def total_metrics(task: Task, statistics: Statistics) -> dict[str, float]:
 
 def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
     """The statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
+    batch, inputs = prepare(task, arrays, device)
+    with user_code("model.forward"):
+        output = output_of(model, inputs)
     with user_code("task.statistics"):
-        batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
-        found = {name: value.double().cpu().numpy() for name, value in task.statistics(model, batch).items()}
+        found = {name: value.double().cpu().numpy() for name, value in task.statistics(output, batch).items()}
     num_rows = len(next(iter(arrays.values())))
     for name, values in found.items():
         if values.shape != (num_rows,):

@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING
 from kftrain.lazy import attributes
 
 if TYPE_CHECKING:
+    from kftrain.models.output import ModelOutput
     from kftrain.models.registry import build_model
 
 __all__ = [
+    "ModelOutput",
     "build_model",
 ]
 
 __getattr__ = attributes(
     __name__,
     {
+        "ModelOutput": "kftrain.models.output",
         "build_model": "kftrain.models.registry",
     },
 )

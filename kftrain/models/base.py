@@ -29,3 +29,11 @@ class Model(Protocol):
     def export_config(self) -> dict[str, Any]:
         """JSON that describes the network, written as `config.json` beside the exported weights."""
         ...
+
+    def after_step(self) -> None:
+        """Called once after each optimizer step, without gradients, on every process. Optional.
+
+        It may change buffers (the biases of a router), alike on every process: from buffers that `buffer_reductions`
+        combines, which is done before. Parameters are not whole here. A step that the optimizer skipped has none.
+        """
+        ...

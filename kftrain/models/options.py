@@ -63,6 +63,12 @@ def construct(
         return target(**arguments, **converted)
 
 
+def with_defaults(target: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that `target` is called with, and the defaults of the others."""
+    parameters = inspect.signature(target).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(options)
+
+
 def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """The fix of an error about an unknown name: the nearest known one, else all of them."""
     names = list(known)

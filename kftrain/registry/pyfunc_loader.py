@@ -31,7 +31,7 @@ class ExportedModel:
 
         `model_input`: a data frame, or what `as_frame` makes one of. Raises DataError.
         """
-        frame = as_frame(model_input, getattr(self._task, "input_column", None))
+        frame = as_frame(model_input, self._task.input_column)
         answer: pandas.DataFrame = self._task.predict(self._model, frame)
         return answer
 

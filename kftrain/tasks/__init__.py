@@ -6,9 +6,13 @@ from kftrain.lazy import attributes
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
+    from kftrain.tasks.classification import Classification
     from kftrain.tasks.registry import build_task
+    from kftrain.tasks.regression import Regression
 
 __all__ = [
+    "Classification",
+    "Regression",
     "Task",
     "build_task",
 ]
@@ -16,6 +20,8 @@ __all__ = [
 __getattr__ = attributes(
     __name__,
     {
+        "Classification": "kftrain.tasks.classification",
+        "Regression": "kftrain.tasks.regression",
         "Task": "kftrain.tasks.base",
         "build_task": "kftrain.tasks.registry",
     },

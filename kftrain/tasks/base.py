@@ -8,16 +8,25 @@ them.
 Everything is a sum, so that any number of processes gives the same answer: the loss is a sum of terms over a count of
 terms; a metric is a function of sums over samples (accuracy = correct / samples), which is also what makes
 bootstrapping it cheap.
+
+The forward pass is not the task's: rows become `batch`, `inputs` are the model's arguments, and `loss` and `statistics`
+are given what the model has returned. So the parts of a model may stand on several processes in between.
+
+`Task` has a default for everything that can have one. What every task says itself: `schema`, `loss`, `statistics`,
+`metrics`. `Regression` and `Classification` leave only the first.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kftrain.data.schema import Arrays, Block, Record, SampleSchema
+from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
+from kftrain.tasks.fields import as_field
 
 if TYPE_CHECKING:
     import pandas
@@ -25,94 +34,158 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
+PREDICT_BATCH_ROWS = 256
+"""Rows of one forward pass in `predict`, unless a task says otherwise."""
 
-class Task(Protocol):
+
+class Task(ABC):
     """What is learned. Built as `TaskClass(**options)` from the keys of the `task` section other than `kind`.
 
     A task's constructor raises ConfigError for options it does not accept.
     """
 
+    targets: ClassVar[tuple[str, ...]] = ()
+    """Fields of a sample that the model is not given: the defaults of `inputs` and `predict` leave them out."""
+
+    sequence_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    """Entry of a batch -> which of its dims is the sequence. These dims are equally long, and entry i of each belongs
+    to the same place of the sequence, so that it can be cut into parts for several processes. Checked before the first
+    step."""
+
+    input_column: ClassVar[str | None] = None
+    """Column that `predict` reads where a registered model is given lists, arrays or series instead of a data frame."""
+
+    predict_batch_rows: ClassVar[int] = PREDICT_BATCH_ROWS
+    """Rows of one forward pass in `predict`."""
+
+    loss_unit: ClassVar[str] = ""
+    """Unit of the loss, for reports: `nats per token`."""
+
+    loss_metric: ClassVar[str] = ""
+    """The metric that is the mean loss, or grows with it; with none the gate's metric tells which samples are hard."""
+
+    options: Mapping[str, Any] = MappingProxyType({})
+    """The options that it was built with and the defaults of the others; set when it is built from a configuration."""
+
     # -- sharding half: no torch ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def schema(self) -> SampleSchema:
         """Fields of one sample."""
-        ...
 
     def settings(self) -> dict[str, Any]:
-        """JSON of everything that changes the encoded bytes (tokenizer digest, lengths): part of the source digest."""
-        ...
+        """JSON of everything that changes the encoded bytes (tokenizer digest, lengths): part of the source digest.
+
+        By default all options: any other one shards the data again.
+        """
+        return dict(self.options)
 
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
         """Blocks of a split, from its records in order. Keys are unique within the split.
 
-        Validation blocks hold whole records, one record per block, so that a block is an independent unit.
+        Validation blocks hold whole records, one record per block, so that a block is an independent unit. By default
+        each record is a block of one row, made by `encode_field`.
         """
-        ...
+        fields = self.schema().fields
+        for record in records:
+            yield Block(record.key, {field.name: self.encode_field(record, field)[np.newaxis] for field in fields})
+
+    def encode_field(self, record: Record, field: Field) -> np.ndarray:
+        """One field of a record's sample, `field.shape` of `field.dtype`; also of the rows that `predict` is given.
+
+        By default what the record has under that name. Raises DataError where that is missing, of another shape, not
+        finite, or would be changed by the format (beyond rounding).
+        """
+        return as_field(record, field)
 
     def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
-        """Metric name -> baseline name -> value on these validation records; may be empty."""
-        ...
+        """Metric name -> baseline name -> value on these validation records. By default none."""
+        return {}
 
     # -- training half ----------------------------------------------------------------------------------------------
 
     def model_arguments(self) -> dict[str, Any]:
-        """What the model must know of the task: `vocab_size`, `num_classes`, `image_size` …; JSON."""
-        ...
+        """What the model must know of the task: `vocab_size`, `num_classes` …; JSON. By default nothing."""
+        return {}
 
     def count_terms(self, arrays: Arrays) -> np.ndarray:
-        """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss."""
-        ...
+        """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one."""
+        return np.ones(len(next(iter(arrays.values()))), dtype=np.int64)
 
     def batch(self, arrays: Arrays) -> Batch:
-        """Tensors on the CPU for `loss` and `statistics`, from rows stacked to `[rows, *shape]`."""
-        ...
+        """Tensors on the CPU for `inputs`, `loss` and `statistics`, from rows stacked to `[rows, *shape]`.
 
-    def loss(self, model: torch.nn.Module, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Sum (not mean) of the loss terms, a scalar in fp32. `weight` `[rows]` is 0 for padding rows, else 1."""
-        ...
+        By default every field of the schema by its name; unsigned integers of more than 8 bits become int64.
+        """
+        import torch
 
-    def statistics(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        wide = ("uint16", "uint32", "uint64")
+        return {
+            field.name: torch.from_numpy(np.array(arrays[field.name], "int64" if field.dtype in wide else field.dtype))
+            for field in self.schema().fields
+        }
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """The arguments of the model. By default all entries of the batch but `targets`, in order."""
+        return tuple(tensor for name, tensor in batch.items() if name not in self.targets)
+
+    @abstractmethod
+    def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+        """Sum (not mean) of the loss terms, a scalar in fp32.
+
+        Args:
+            output: What the model returned for `inputs(batch)`; of a `ModelOutput` its `output`.
+            batch: Of these rows, on the model's device.
+            weight: `[rows]` float32, 0 for padding rows, else 1.
+        """
+
+    @abstractmethod
+    def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """Per-row sums, each `[rows]` float64, from which `metrics` computes every metric."""
-        ...
 
+    @abstractmethod
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Metrics from sums of `statistics` over rows.
 
         Elementwise: sums of shape `[...]` give metrics of shape `[...]`.
         """
-        ...
 
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
-        """Name of the slice that each group belongs to (all equal: no slices).
+        """Name of the slice that each group belongs to. By default all equal: no slices.
 
         `statistics`: sums per group, `[groups]`.
         """
-        ...
+        return ["all"] * len(keys)
 
     def confusion(self, statistics: Mapping[str, np.ndarray]) -> tuple[list[str], np.ndarray] | None:
-        """Class labels and counts `[true, predicted]` int64 from sums per group; None where classes make no sense."""
-        ...
+        """Class labels and counts `[true, predicted]` int64 from sums per group. By default None: no classes."""
+        return None
+
+    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
+        """What reports show of each of some rows. By default nothing but their keys and metrics.
+
+        Name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`. `batch`: the same rows on the model's
+        device. Called in evaluation mode without gradients, on one process.
+        """
+        return [{} for _ in next(iter(arrays.values()))]
+
+    # -- the registered model ---------------------------------------------------------------------------------------
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         """What a registered model answers: one row per input row, equal to what evaluation computes.
 
-        A task with an attribute `input_column` also gets lists, arrays and series of values, as a column of that name.
+        By default each row is encoded as a record whose fields are the columns, without `targets`; where there is but
+        one such field, the columns may also be its numbers. The answer has the columns of `answer`. Raises DataError.
         """
-        ...
+        from kftrain.tasks.inference import answer
 
+        return answer(self, model, inputs)
 
-class Described(Protocol):
-    """What a task may have besides, for people who read reports."""
+    def answer(self, output: Any) -> dict[str, torch.Tensor]:
+        """Columns of the answer, each `[rows]`, from the model's output.
 
-    loss_unit: str
-    """Unit of one loss term: `nats per token`."""
-
-    loss_metric: str
-    """The metric that is the mean loss; the samples where it is largest are shown. Without it: the gate's metric."""
-
-    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """What to show of each of some rows: name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`.
-
-        `batch`: the same rows on the model's device. Called in evaluation mode without gradients, on one process.
+        By default an output `[rows]` is the column `output`, and one `[rows, n]` is `output_0` …
         """
-        ...
+        if output.dim() == 1:
+            return {"output": output}
+        return {f"output_{number}": column for number, column in enumerate(output.flatten(1).T)}

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kftrain.data.schema import Arrays
 from kftrain.models.modes import evaluating
+from kftrain.models.output import output_of
+from kftrain.tasks.fields import rows_of
+from kftrain.tasks.prepare import prepare
 
 if TYPE_CHECKING:
+    import pandas
     import torch
 
     from kftrain.tasks.base import Batch, Task
 
 
-def statistics_of_rows(task: Task, model: torch.nn.Module, rows: Arrays, batch_rows: int) -> dict[str, np.ndarray]:
-    """`task.statistics` of all rows, `[rows]` each, `batch_rows` at a time in evaluation mode. At least one row."""
-    parts = map_batches(task, model, rows, batch_rows, lambda batch: task.statistics(model, batch))
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def answer(task: Task, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
+    """`task.answer` for each row of a data frame. Raises DataError."""
+    import pandas
+
+    columns = map_rows(task, model, rows_of(task, inputs), lambda output, _: task.answer(output))
+    return pandas.DataFrame({name: column[: len(inputs)] for name, column in columns.items()}, index=inputs.index)
 
 
-def map_batches(
-    task: Task,
-    model: torch.nn.Module,
-    rows: Arrays,
-    batch_rows: int,
-    compute: Callable[[Batch], dict[str, torch.Tensor]],
-) -> list[dict[str, np.ndarray]]:
-    """What `compute` returns for each batch of `batch_rows` rows, as arrays."""
+def map_rows(
+    task: Task, model: torch.nn.Module, rows: Arrays, compute: Callable[[Any, Batch], dict[str, torch.Tensor]]
+) -> dict[str, np.ndarray]:
+    """What `compute` makes of the model's output and the batch, `[rows, ...]` each, in evaluation mode.
+
+    At least one row; `task.predict_batch_rows` at a time.
+    """
     import torch
 
-    device = next(model.parameters()).device
+    device, size = next(model.parameters()).device, task.predict_batch_rows
     num_rows = len(next(iter(rows.values())))
-    results = []
+    parts: list[dict[str, np.ndarray]] = []
     with evaluating(model), torch.inference_mode():
-        for start in range(0, num_rows, batch_rows):
-            batch = task.batch({name: array[start : start + batch_rows] for name, array in rows.items()})
-            tensors = compute({name: tensor.to(device) for name, tensor in batch.items()})
-            results.append({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
-    return results
+        for start in range(0, num_rows, size):
+            arrays = {name: array[start : start + size] for name, array in rows.items()}
+            batch, arguments = prepare(task, arrays, device)
+            found = compute(output_of(model, arguments), batch)
+            parts.append({name: tensor.cpu().numpy() for name, tensor in found.items()})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -18,13 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from math import log
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.errors import DataError
+from kftrain.models.output import output_of
 from kftrain.settings.section import Count
+from kftrain.tasks.base import Task
 from kftrain.tasks.compression import MAX_BYTES, compression_baselines
 from kftrain.tasks.tokenizers import build_tokenizer
 
@@ -37,9 +40,6 @@ if TYPE_CHECKING:
 ROWS_PER_BLOCK = 256
 """Rows of a training block: large enough that a tar's headers do not count, small enough to shuffle."""
 
-PREDICT_BATCH_ROWS = 32
-"""Rows of one forward pass in `predict`."""
-
 MAX_CONTINUED_TOKENS = 32
 """How far `examples` lets the model write; each token is one forward pass of a few rows."""
 
@@ -50,7 +50,7 @@ MAX_SLICES = 12
 """Slices that are named; the smaller ones are counted together as `other`."""
 
 
-class LanguageModeling:
+class LanguageModeling(Task):
     """Predicts the next token of documents; metrics `bits_per_byte` and `accuracy` (share of bytes guessed right).
 
     Args:
@@ -59,6 +59,8 @@ class LanguageModeling:
     """
 
     input_column = "text"
+    predict_batch_rows = 32
+    sequence_dims = MappingProxyType({"inputs": 1, "targets": 1})
     loss_unit = "nats per token"
     loss_metric = "bits_per_byte"
 
@@ -123,23 +125,26 @@ class LanguageModeling:
         tokens = torch.from_numpy(arrays["tokens"].astype(np.int64))
         return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
-    def loss(self, model: torch.nn.Module, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor]:
+        """The tokens before the last; the model gives logits `[rows, sequence_length, vocab_size]`."""
+        return (batch["inputs"],)
+
+    def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
         """Summed cross-entropy in nats over targets that are not padding, in rows whose weight is not 0."""
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
         targets = batch["targets"].masked_fill((weight == 0).unsqueeze(1), self.tokenizer.padding)
-        logits = model(batch["inputs"]).float()
         return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=self.tokenizer.padding, reduction="sum"
+            output.float().flatten(0, 1), targets.flatten(), ignore_index=self.tokenizer.padding, reduction="sum"
         )
 
-    def statistics(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """Per row: `bits` of its bytes, their number `bytes`, and how many were guessed right, `correct`."""
         import torch
 
         targets = batch["targets"]
         is_byte = targets < self.tokenizer.num_bytes
-        logits = model(batch["inputs"]).float()
+        logits = output.float()
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         bits = -log_probabilities.double().masked_fill(~is_byte, 0.0).sum(dim=1) / log(2)
         correct = ((logits.argmax(dim=-1) == targets) & is_byte).sum(dim=1)
@@ -165,9 +170,6 @@ class LanguageModeling:
         named = set(by_size if len(by_size) <= MAX_SLICES else by_size[: MAX_SLICES - 1])
         return [folder if folder in named else "other" for folder in folders]
 
-    def confusion(self, statistics: Mapping[str, np.ndarray]) -> None:
-        """None: 256 classes make no table to read."""
-
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
         """Text of each row up to its middle, how it goes on, and how the model does, always with the likeliest byte."""
         import torch
@@ -179,7 +181,7 @@ class LanguageModeling:
         rows, places = torch.arange(len(tokens), device=tokens.device), torch.from_numpy(starts).to(tokens.device)
         tokens[torch.arange(tokens.shape[1], device=tokens.device) >= places.unsqueeze(1)] = self.tokenizer.padding
         for _ in range(num_continued):
-            logits = model(tokens[:, :-1])[rows, places - 1]
+            logits = output_of(model, (tokens[:, :-1],))[rows, places - 1]
             tokens[rows, places] = logits[:, : self.tokenizer.num_bytes].float().argmax(dim=-1)
             places = places + 1
         return [
@@ -249,15 +251,12 @@ class LanguageModeling:
 
     def _score(self, model: torch.nn.Module, text: bytes) -> dict[str, np.ndarray]:
         """Sums of `statistics` over the rows of one document."""
-        from kftrain.tasks.inference import statistics_of_rows
+        from kftrain.tasks.inference import map_rows
 
         if not text:
             return {name: np.zeros(()) for name in ("bits", "bytes", "correct")}
         rows = {"tokens": self._rows_of_document(text)}
-        return {
-            name: values.sum(axis=0)
-            for name, values in statistics_of_rows(self, model, rows, PREDICT_BATCH_ROWS).items()
-        }
+        return {name: values.sum(axis=0) for name, values in map_rows(self, model, rows, self.statistics).items()}
 
 
 def text_of(record: Record) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import cast
 
 from kftrain.errors import ConfigError
@@ -17,32 +18,47 @@ BUILT_IN = {
 
 MAX_NAME_CHARACTERS = 80
 
-METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))
-"""What a task must have."""
+METHODS = tuple(name for name, found in vars(Task).items() if inspect.isfunction(found))
 
 
 def build_task(config: TaskConfig) -> Task:
     """The task of a `task` section.
 
     Raises ConfigError for an unknown kind, an option that is unknown, missing or of the wrong type, and where
-    a user's `module:attr` lacks a method; UserCodeError where it raises.
+    a user's `module:attr` is no task; UserCodeError where it raises.
     """
     target = options.find(config.kind, BUILT_IN, "task")
     if isinstance(target, type):  # before it is called
-        _require_methods(target, config.kind)
+        _require_task(target, config.kind)
     task = options.construct(target, config.kind, "task", config.options())
-    _require_methods(task, config.kind)
+    _require_task(type(task), config.kind)
+    hidden = [name for name in METHODS if not callable(getattr(task, name))]
+    if hidden:
+        raise ConfigError("an attribute of its own hides a method", where="task.kind", value=hidden, fix="rename it")
+    task.options = options.with_defaults(target, config.options())
     for name in ("loss_unit", "loss_metric"):
-        _require_text(name, getattr(task, name, ""), config.kind)
+        _require_text(name, getattr(task, name), config.kind)
     return cast(Task, task)
+
+
+def _require_task(found: type, kind: str) -> None:
+    """Raises ConfigError for what is no task, lacks a method, or has those of the protocol of before."""
+    for name in ("loss", "statistics"):
+        method = getattr(found, name, None)
+        if callable(method) and list(inspect.signature(method).parameters)[1:2] == ["model"]:
+            raise ConfigError(
+                f"its {name} takes the model, as before version 0.2: now it takes what the model has returned",
+                where="task.kind",
+                value=kind,
+                fix="derive from kftrain.tasks.Task, with loss(output, batch, weight), statistics(output, batch) and "
+                "inputs(batch), the model's arguments",
+            )
+    if not issubclass(found, Task):
+        raise ConfigError("is no task", where="task.kind", value=kind, fix="derive from kftrain.tasks.Task")
+    if found.__abstractmethods__:
+        raise ConfigError(f"lacks {', '.join(sorted(found.__abstractmethods__))}", where="task.kind", value=kind)
 
 
 def _require_text(name: str, value: object, kind: str) -> None:
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"{name} must be text of at most {MAX_NAME_CHARACTERS} characters", where=kind, value=value)
-
-
-def _require_methods(task: object, kind: str) -> None:
-    missing = [name for name in METHODS if not callable(getattr(task, name, None))]
-    if missing:
-        raise ConfigError(f"lacks {', '.join(missing)}", where="task.kind", value=kind, fix="see kftrain/tasks/base.py")

@@ -23,7 +23,8 @@ from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
 from kftrain.tasks.base import Task
-from kftrain.train.step import loss_of, seed_step, terms_of
+from kftrain.tasks.prepare import prepare, require_sequence_dims
+from kftrain.train.step import after_step, loss_of, seed_step, terms_of
 
 ROWS = 2
 """Of one process's first micro batch; more would only take longer."""
@@ -51,12 +52,14 @@ def look(
     """
     micro = _first_rows(micro)
     terms_of(task, micro)
+    require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
     log = blocks.CallLog(model, names)
     try:
         with _isolated(seed, device), _copied(model, device, torch.float32) as buffers:
             loss_of(model, task, micro, device)
             calls = log.take()
             changed = _changed(model, buffers)
+            after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
     finally:

@@ -334,7 +334,7 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
         num_parameters=finished.num_parameters,
         metrics=_last_values(finished.history),
         seconds=seconds,
-        loss_unit=getattr(training.task, "loss_unit", ""),
+        loss_unit=training.task.loss_unit,
     )
     attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())

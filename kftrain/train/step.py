@@ -23,12 +23,14 @@ from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
+from kftrain.models.output import split_output
 from kftrain.parallel import blocks
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.transforms import Distributed
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import prepare
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Stepper:
         finite = bool(np.isfinite(norm))
         if finite:
             self.optimizer.step()
+            after_step(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(total, norm, finite)
 
@@ -126,16 +129,32 @@ def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
 
 
 def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-    """The sum of the loss terms, fp32. Raises UserCodeError for what is no scalar with a gradient."""
+    """The sum of the loss terms, fp32, auxiliary ones among them.
+
+    Raises UserCodeError for what is no scalar with a gradient.
+    """
+    batch, inputs = prepare(task, micro.arrays, device)
+    with user_code("model.forward"):
+        found = split_output(model(*inputs), len(micro.weight))
     with user_code("task.loss"):
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in task.batch(micro.arrays).items()}
-        loss = task.loss(model, tensors, torch.from_numpy(micro.weight).to(device))
+        loss = task.loss(found.output, batch, torch.from_numpy(micro.weight).to(device))
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UserCodeError(f"must return a scalar, got {found}", where="task.loss", fix="return the sum of all terms")
+        shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
     if not loss.requires_grad:
         raise UserCodeError("depends on no parameter that is trained", where="task.loss")
-    return loss.float()
+    if found.auxiliary is None:
+        return loss.float()
+    terms = torch.from_numpy(terms_of(task, micro).astype(np.float32)).to(device)
+    return loss.float() + (found.auxiliary.float() * terms).sum()
+
+
+def after_step(model: nn.Module) -> None:
+    """Calls the model's own `after_step`, where it has one."""
+    hook = getattr(model, "after_step", None)
+    if callable(hook):
+        with torch.no_grad(), user_code("model.after_step"):
+            hook()
 
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:

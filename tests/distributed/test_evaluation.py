@@ -82,7 +82,8 @@ def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained
     loaded = load_export(completion.export_uri, completion.export_digest)
     dataset = ShardedDataset.open(storage.read_json(paths.shards)["manifest_uri"], "validation")
     arrays, _ = dataset.read_range(0, dataset.num_samples)
-    statistics = loaded.task.statistics(loaded.model, loaded.task.batch(arrays))
+    batch = loaded.task.batch(arrays)
+    statistics = loaded.task.statistics(loaded.model(*loaded.task.inputs(batch)), batch)
     sums = {name: np.asarray(value.double().sum().item()) for name, value in statistics.items()}
     for name, value in loaded.task.metrics(sums).items():
         assert evaluation.metrics[name].value == pytest.approx(float(value), rel=1e-6)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from kftrain.data.schema import Block, Field, SampleSchema
+from kftrain.data.schema import Field, SampleSchema
+from kftrain.tasks import Task
 
 SEEN_ENV = "SEEN_FOLDER"
 """Folder of the files in which each process writes the ids of the samples of each loss."""
@@ -33,8 +34,10 @@ def records():
         yield f"row-{number:03d}", fields
 
 
-class Regression:
+class Regression(Task):
     """Fields `x`, `y`, `terms` (1 to 3: how often a row counts) and `id`."""
+
+    targets = ("y", "terms", "id")
 
     def __init__(self, *, nan_steps: str = "") -> None:
         self.nan_steps = {int(step) for step in nan_steps.split("+") if step}
@@ -44,47 +47,26 @@ class Regression:
         fields = Field("x", "float32", (NUM_FEATURES,)), Field("y", "float32")
         return SampleSchema((*fields, Field("terms", "int64"), Field("id", "int64")))
 
-    def settings(self):
-        return {}
-
-    def encode(self, records, split):
-        for record in records:
-            one = {name: np.array([value]) for name, value in record.fields.items()}
-            yield Block(record.key, {**one, "terms": np.array([1 + record.fields["id"] % 3], np.int64)})
-
-    def baselines(self, records):
-        return {}
-
-    def model_arguments(self):
-        return {}
+    def encode_field(self, record, field):
+        if field.name == "terms":
+            return np.array(1 + record.fields["id"] % 3, np.int64)
+        return super().encode_field(record, field)
 
     def count_terms(self, arrays):
         return arrays["terms"]
 
-    def batch(self, arrays):
-        return {name: torch.from_numpy(np.array(arrays[name])) for name in ("x", "y", "terms", "id")}
-
-    def loss(self, model, batch, weight):
+    def loss(self, output, batch, weight):
         self._write_down(batch["id"][weight > 0].tolist())
-        squares = (model(batch["x"]).float() - batch["y"]).square() * batch["terms"]
+        squares = (output.float() - batch["y"]).square() * batch["terms"]
         self.num_losses += 1
         return (squares * weight).sum() * (math.nan if self.num_losses in self.nan_steps else 1.0)
 
-    def statistics(self, model, batch):
-        errors = (model(batch["x"]).float() - batch["y"]).double()
+    def statistics(self, output, batch):
+        errors = (output.float() - batch["y"]).double()
         return {"squares": errors.square(), "count": torch.ones_like(errors)}
 
     def metrics(self, sums):
         return {"mse": np.asarray(sums["squares"]) / sums["count"]}
-
-    def slice_names(self, keys, statistics):
-        return ["all"] * len(keys)
-
-    def confusion(self, statistics):
-        return None
-
-    def predict(self, model, inputs):
-        raise NotImplementedError
 
     def _write_down(self, ids):
         if SEEN_ENV in os.environ and torch.is_grad_enabled():

@@ -27,22 +27,22 @@ class ScriptedTask(LanguageModeling):
             slow = functools.partial(slowly, export.export_checkpoint, self.script["export_seconds"])
             export.export_checkpoint = slow
 
-    def loss(self, model, batch, weight):
+    def loss(self, output, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))
         if self.script.get("chatter"):
             chatter(self.num_losses)
         if self.script.get("rank", 0) == int(os.environ["RANK"]) and self.script.get("step") == self.num_losses:
             globals()[self.script["do"]]()
         self.num_losses += 1
-        return super().loss(model, batch, weight)
+        return super().loss(output, batch, weight)
 
-    def statistics(self, model, batch):
+    def statistics(self, output, batch):
         if self.script.get("hang_in_statistics") == int(os.environ["RANK"]):
             hang()
         if self.script.get("statistics_seconds"):
             print("slow statistics")
             time.sleep(self.script["statistics_seconds"])
-        return super().statistics(model, batch)
+        return super().statistics(output, batch)
 
 
 def slowly(function, seconds, *arguments):

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from kftrain.data.schema import Block, Field, Record, SampleSchema
+from kftrain.tasks import Task
 
 
-class ToyTask:
+class ToyTask(Task):
     """Fields `data` uint8 [width] and `length` int64 (bytes of the row that are text)."""
 
     def __init__(self, *, width: int = 8) -> None:
@@ -34,3 +35,8 @@ class ToyTask:
     def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
         lengths = [len(record.fields["text"]) for record in records]
         return {"length": {"mean": float(np.mean(lengths))}}
+
+    def loss(self, output, batch, weight):
+        raise NotImplementedError
+
+    statistics = metrics = loss

@@ -107,7 +107,7 @@ def test_a_run_whose_own_task_raises_with_its_environment_keeps_no_credentials(c
         "import os\n"
         "from kftrain.tasks.image_classification import ImageClassification\n"
         "class Leaky(ImageClassification):\n"
-        "    def loss(self, model, batch, weight):\n"
+        "    def loss(self, output, batch, weight):\n"
         "        password, key = os.environ['MLFLOW_TRACKING_PASSWORD'], os.environ['AWS_SECRET_ACCESS_KEY']\n"
         "        raise RuntimeError(f'no answer of http://me:{password}@host, signed with {key}')\n"
     )

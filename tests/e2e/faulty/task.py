@@ -25,13 +25,13 @@ class Faulty(LanguageModeling):
         self._fault, self._at_call, self._marker, self._slow_seconds = fault, at_call, marker, slow_seconds
         self._calls = 0
 
-    def loss(self, model, batch, weight):
+    def loss(self, output, batch, weight):
         self._calls += 1
         time.sleep(self._slow_seconds)
         factor = 1.0
         if self._fault and self._calls == self._at_call and self._is_first():
             factor = FAULTS[self._fault]()
-        return super().loss(model, batch, weight) * factor
+        return super().loss(output, batch, weight) * factor
 
     def _is_first(self) -> bool:
         if not self._marker:

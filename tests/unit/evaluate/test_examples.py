@@ -1,6 +1,7 @@
 """Sample predictions: which samples are shown, and what of them; the pictures are read by Pillow."""
 
 import base64
+import functools
 import io
 
 import numpy as np
@@ -15,7 +16,7 @@ from kftrain.errors import ConfigError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import group_sums
 from kftrain.models import build_model
-from kftrain.tasks import build_task
+from kftrain.tasks import Task, build_task
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.settings import TaskConfig
 
@@ -40,7 +41,9 @@ def test_shown_are_samples_spread_over_the_data_and_those_of_the_largest_loss(lo
 
 
 class Scores:
-    """Metrics as sums, and nothing that a task need not have."""
+    """Metrics as sums."""
+
+    loss_metric = ""
 
     def metrics(self, sums):
         return {"points": np.asarray(sums["points"])}
@@ -71,8 +74,11 @@ def digits(tmp_path_factory):
     model = build_model(config.model, task.model_arguments())
     model.init_weights()
     arrays, groups = dataset.read_range(0, dataset.num_samples)
+    batch = task.batch(arrays)
     with torch.no_grad():
-        statistics = {name: value.numpy() for name, value in task.statistics(model.eval(), task.batch(arrays)).items()}
+        statistics = {
+            name: value.numpy() for name, value in task.statistics(model.eval()(*task.inputs(batch)), batch).items()
+        }
     sums = group_sums(statistics, groups, dataset.num_groups)
     keys, rows = dataset.group_keys(), np.ones(dataset.num_groups, np.int64)
     chosen = examples.choose(examples.losses(task, sums, "accuracy", "maximize"), 5)
@@ -93,7 +99,7 @@ def test_a_digit_is_shown_with_its_picture_class_and_prediction(digits):
     found = collect()
     assert [example.is_worst for example in found] == [False] * 5 + [True] * 5
     with torch.no_grad():
-        probabilities = model(task.batch(arrays)["images"]).double().softmax(dim=-1).numpy()
+        probabilities = model(task.batch(arrays)["image"]).double().softmax(dim=-1).numpy()
     for example in found:
         row = keys.index(example.key)
         predicted, label = probabilities[row].argmax(), arrays["label"][row]
@@ -152,11 +158,10 @@ def test_what_a_task_must_not_answer_is_refused_with_its_place(digits, answer, p
     assert raised.value.where == "task.examples"
 
 
-@pytest.mark.parametrize("attribute", [None, ["of its own"]])
-def test_a_task_that_shows_nothing_has_its_metrics_shown(digits, attribute):
+def test_a_task_that_shows_nothing_has_its_metrics_shown(digits):
     task, collect = digits[0], digits[-1]
     quiet = Answers(None)
-    quiet.metrics, quiet.examples = task.metrics, attribute
+    quiet.metrics, quiet.examples = task.metrics, functools.partial(Task.examples, task)
     found = collect(quiet)
     assert all(not example.shown and not example.picture and "accuracy" in example.metrics for example in found)
 

@@ -120,14 +120,6 @@ def test_named_blocks_that_processes_call_differently_are_refused(seen, message)
         blocks.choose(DECLARED, seen)
 
 
-@pytest.mark.parametrize("found", [DECLARED, FOUND])
-def test_a_model_that_is_not_itself_called_or_not_equally_often_is_refused(found):
-    with pytest.raises(ConfigError, match=r"task.loss: the task calls something else than the model itself"):
-        blocks.choose(found, [["a", "b"], ONCE])
-    with pytest.raises(ConfigError, match="do not call the model equally often"):
-        blocks.choose(found, [[*ONCE, *ONCE], ONCE])
-
-
 def test_one_process_alone_may_leave_a_block_out_now_and_then():
     assert blocks.choose(DECLARED, [["", "a"]]) == ["a", "b"]
 

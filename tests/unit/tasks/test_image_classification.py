@@ -43,7 +43,10 @@ def some_model(task, seed=0):
 
 def statistics_of(task, model, arrays):
     with torch.no_grad():
-        return {name: value.numpy() for name, value in task.statistics(model, task.batch(arrays)).items()}
+        return {
+            name: value.numpy()
+            for name, value in task.statistics(model(task.batch(arrays)["image"]), task.batch(arrays)).items()
+        }
 
 
 def test_each_image_is_a_block_of_its_own_as_the_schema_says():
@@ -165,7 +168,7 @@ def test_predict_fits_images_as_sharding_does():
 
 def test_pixels_are_normalised_with_fixed_figures():
     task, items = build(), records(5)
-    images = task.batch(arrays_of(task, items))["images"]
+    images = task.batch(arrays_of(task, items))["image"]
     expected = np.stack([(item.fields["image"] / 16 - 0.3) / 0.35 for item in items]).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(images.numpy(), expected, atol=1e-6)
 
@@ -175,8 +178,8 @@ def test_loss_is_the_summed_cross_entropy_of_images_with_weight():
     model, batch = some_model(task), task.batch(arrays_of(task, items))
     weight = torch.tensor([1.0, 0, 1, 1, 0, 1])
     kept = weight.bool()
-    expected = torch.nn.functional.cross_entropy(model(batch["images"][kept]), batch["labels"][kept], reduction="sum")
-    assert task.loss(model, batch, weight).item() == pytest.approx(expected.item(), rel=1e-5)
+    expected = torch.nn.functional.cross_entropy(model(batch["image"][kept]), batch["label"][kept], reduction="sum")
+    assert task.loss(model(*task.inputs(batch)), batch, weight).item() == pytest.approx(expected.item(), rel=1e-5)
     assert task.count_terms(arrays_of(task, items)).tolist() == [1] * 6
 
 
@@ -184,7 +187,7 @@ def test_statistics_give_metrics_slices_and_the_confusion_table():
     task, items = build(labels=["ant", "bee", "cat", "dog"]), records(23)
     model, arrays = some_model(task), arrays_of(build(), items)
     statistics = statistics_of(task, model, arrays)
-    logits = model(task.batch(arrays)["images"]).detach()
+    logits = model(task.batch(arrays)["image"]).detach()
     labels = torch.tensor([item.fields["label"] for item in items])
     metrics = task.metrics({name: value.sum() for name, value in statistics.items()})
     assert metrics["accuracy"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
@@ -228,7 +231,7 @@ def _as_objects(image):
 
 def test_predict_refuses_what_has_neither_images_nor_pixels():
     task = build()
-    with pytest.raises(DataError, match="192 columns of pixels"):
+    with pytest.raises(DataError, match="192 columns of its numbers"):
         task.predict(some_model(task), pandas.DataFrame({"a": [1]}))
     with pytest.raises(DataError, match="row 0"):
         task.predict(some_model(task), pandas.DataFrame({"image": [None]}))

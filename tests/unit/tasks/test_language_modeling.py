@@ -121,7 +121,7 @@ def test_loss_is_the_summed_cross_entropy_of_real_targets_in_real_rows():
             target = int(rows[row, position + 1])
             if target != PADDING:
                 expected -= torch.log_softmax(logits[row, position], dim=-1)[target].item()
-    loss = task.loss(model, batch, weight)
+    loss = task.loss(model(*task.inputs(batch)), batch, weight)
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
@@ -134,14 +134,15 @@ def test_terms_weigh_rows_so_that_loss_over_terms_is_the_mean_of_torch():
     mean = torch.nn.functional.cross_entropy(
         model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=PADDING
     )
-    loss = task.loss(model, batch, torch.ones(len(rows)))
+    loss = task.loss(model(*task.inputs(batch)), batch, torch.ones(len(rows)))
     assert (loss / terms.sum()).item() == pytest.approx(mean.item(), rel=1e-6)
 
 
 def test_a_batch_of_padding_rows_has_no_loss_and_finite_gradients():
     task = LanguageModeling(sequence_length=LENGTH)
     model, rows = some_model(task), rows_of(task, [b"hello"])
-    loss = task.loss(model, task.batch({"tokens": rows}), torch.zeros(len(rows)))
+    batch = task.batch({"tokens": rows})
+    loss = task.loss(model(*task.inputs(batch)), batch, torch.zeros(len(rows)))
     loss.backward()
     assert loss.item() == 0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
@@ -154,7 +155,7 @@ def test_statistics_count_bits_of_bytes_only():
     batch = task.batch({"tokens": rows})
     with torch.no_grad():
         logits = model(batch["inputs"]).double()
-        statistics = task.statistics(model, batch)
+        statistics = task.statistics(model(*task.inputs(batch)), batch)
     is_byte = batch["targets"] < 256
     nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
     expected = (nats * is_byte).sum(1) / np.log(2)
@@ -183,8 +184,9 @@ def test_predict_gives_what_evaluation_computes_for_the_same_documents():
     assert list(answer.index) == [5, 6, 7] and answer["num_bytes"].tolist() == [360, 1, 0]
     for row, text in enumerate(texts[:2]):
         (block,) = task.encode(iter(records([text])), "validation")
+        batch = task.batch(block.arrays)
         with torch.no_grad():
-            statistics = task.statistics(model.eval(), task.batch(block.arrays))
+            statistics = task.statistics(model.eval()(*task.inputs(batch)), batch)
         sums = {name: value.sum().numpy() for name, value in statistics.items()}
         assert answer["bits_per_byte"].iloc[row] == pytest.approx(task.metrics(sums)["bits_per_byte"], rel=1e-6)
     assert np.isnan(answer["bits_per_byte"].iloc[2])

@@ -43,7 +43,7 @@ def train(model, task, arrays, steps):
     batch, weight = task.batch(arrays), torch.ones(len(arrays["target"]))
     for _ in range(steps):
         optimizer.zero_grad()
-        (task.loss(model, batch, weight) / task.count_terms(arrays).sum()).backward()
+        (task.loss(model(*task.inputs(batch)), batch, weight) / task.count_terms(arrays).sum()).backward()
         optimizer.step()
 
 
@@ -56,8 +56,11 @@ def test_the_example_learns_and_predicts_what_evaluation_computes(loaded):
     train(model, task, arrays["train"], steps=150)
     held_out = arrays["validation"]
     answer = task.predict(model, pandas.DataFrame(held_out["features"]))["prediction"].to_numpy()
+    batch = task.batch(held_out)
     with torch.no_grad():
-        statistics = {name: value.numpy() for name, value in task.statistics(model, task.batch(held_out)).items()}
+        statistics = {
+            name: value.numpy() for name, value in task.statistics(model.eval()(batch["features"]), batch).items()
+        }
     metrics = task.metrics({name: value.sum() for name, value in statistics.items()})
     errors = answer - held_out["target"]
     assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)))
@@ -94,11 +97,16 @@ def test_the_example_is_sharded_without_torch():
 
 def test_the_page_shows_the_files_as_they_are():
     page = (REPOSITORY / "docs" / "own-task.md").read_text()
-    files = [path.read_text() for path in (*EXAMPLE.glob("*.yaml"), *EXAMPLE.glob("diabetes/*.py"))]
+    base = REPOSITORY / "kftrain" / "tasks" / "regression.py"
+    files = [path.read_text() for path in (*EXAMPLE.glob("*.yaml"), *EXAMPLE.glob("diabetes/*.py"), base)]
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) >= 4
     for block in blocks:
         assert any(block in content for content in files), block
+
+
+def test_the_task_is_what_is_particular_to_it():
+    assert len((EXAMPLE / "diabetes" / "task.py").read_text().splitlines()) <= 40
 
 
 @pytest.mark.parametrize("name", ["stdlib-lm", "digits"])
@@ -109,8 +117,9 @@ def test_the_built_in_examples_build(name):
     (block,) = task.encode([_first_record(loaded)], "validation")
     batch, weight = task.batch(block.arrays), torch.ones(block.num_rows)
     with torch.no_grad():
-        assert torch.isfinite(task.loss(model, batch, weight))
-        sums = {name: value.sum().numpy() for name, value in task.statistics(model, batch).items()}
+        output = model(*task.inputs(batch))
+        assert torch.isfinite(task.loss(output, batch, weight))
+        sums = {name: value.sum().numpy() for name, value in task.statistics(output, batch).items()}
     assert loaded.registry.metric in task.metrics(sums)
 
 

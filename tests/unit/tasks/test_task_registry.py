@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kftrain.errors import ConfigError
-from kftrain.tasks import build_task
+from kftrain.tasks import Task, build_task
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.settings import TaskConfig
@@ -18,8 +18,38 @@ class OwnTask(LanguageModeling):
         super().__init__(sequence_length=window)
 
 
-class Unfinished:
-    schema = settings = encode = None
+class Unfinished(Task):
+    def schema(self):
+        raise NotImplementedError
+
+    def metrics(self, sums):
+        raise NotImplementedError
+
+
+class Hides(LanguageModeling):
+    def __init__(self):
+        super().__init__()
+        self.examples = ["of its own"]
+
+
+class NoTask:
+    pass
+
+
+class Former:
+    """As before 0.2."""
+
+    def loss(self, model, batch, weight):
+        raise NotImplementedError
+
+
+class FormerStatistics(LanguageModeling):
+    def statistics(self, model, batch):
+        raise NotImplementedError
+
+
+def built_by_a_function():
+    return Former()
 
 
 def own(name, **options):
@@ -44,7 +74,12 @@ def test_built_in_and_own_kinds_are_built_with_their_options():
         (TaskConfig(sequence_length="long"), "task.sequence_length", "integer"),
         (TaskConfig(kind="image_classification", num_classes=3), "task.image_size", "required option is missing"),
         (TaskConfig(kind="image_classification", image_size=8, num_classes=1), "task.num_classes", "or equal to 2"),
-        (own("Unfinished"), "task.kind", "lacks schema, settings, encode, baselines"),
+        (own("Unfinished"), "task.kind", "lacks loss, statistics"),
+        (own("Hides"), "task.kind", "an attribute of its own hides a method (got ['examples'])"),
+        (own("NoTask"), "task.kind", "is no task"),
+        (own("Former"), "task.kind", "its loss takes the model, as before version 0.2"),
+        (own("built_by_a_function"), "task.kind", "derive from kftrain.tasks.Task, with loss(output, batch, weight)"),
+        (own("FormerStatistics"), "task.kind", "its statistics takes the model"),
         (own("OwnTask", windo=9), "task.windo", "did you mean 'window'?"),
     ],
 )
@@ -52,7 +87,7 @@ def test_what_cannot_be_built_is_refused_with_the_place_and_the_fix(config, wher
     with pytest.raises(ConfigError) as raised:
         build_task(config)
     assert raised.value.where == where
-    assert part in raised.value.line
+    assert part in raised.value.line and "\n" not in raised.value.line
 
 
 WITHOUT_TORCH = """

@@ -26,8 +26,11 @@ class Sums:
     def batch(self, arrays):
         return {"x": torch.from_numpy(arrays["x"])}
 
-    def loss(self, model, batch, weight):
-        return (model(batch["x"]).squeeze(-1).square() * weight).sum()
+    def inputs(self, batch):
+        return (batch["x"],)
+
+    def loss(self, output, batch, weight):
+        return (output.squeeze(-1).square() * weight).sum()
 
 
 def micro(rows, padding=0, value=1.0, seed=0):
@@ -144,8 +147,8 @@ def test_terms_of_another_shape_are_refused(counts):
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss, found):
     class Task(Sums):
-        def loss(self, model, batch, weight):
-            return loss(model(batch["x"]).squeeze(-1))
+        def loss(self, output, batch, weight):
+            return loss(output.squeeze(-1))
 
     with pytest.raises(UserCodeError, match=rf"^task.loss: must return a scalar, got {found}") as caught:
         loss_of(network(), Task(), micro(16), torch.device("cpu"))

@@ -1,0 +1,152 @@
+"""One class for each sample: derive from it and say what a sample is.
+
+Labels and predictions are among the per-group statistics, so that slices by class and the confusion table need no
+second pass over the data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import Field as Limits
+
+from kftrain.data.schema import Arrays, Field, Record
+from kftrain.errors import ConfigError, DataError
+from kftrain.models.output import output_of
+from kftrain.tasks.base import Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from kftrain.tasks.base import Batch
+
+
+class Classification(Task):
+    """Predicts the field `label`; metrics `accuracy` and `cross_entropy` (nats per sample), slices by class.
+
+    A class derived from it has a `schema` with a scalar integer `label`; the model gives logits `[rows, num_classes]`.
+
+    Args:
+        num_classes: Classes; labels are 0 to `num_classes` - 1.
+        labels: Names of the classes; empty: their numbers.
+    """
+
+    targets = ("label",)
+    loss_unit = "nats per sample"
+    loss_metric = "cross_entropy"
+
+    def __init__(self, *, num_classes: Annotated[int, Limits(ge=2)], labels: list[str] | None = None) -> None:
+        self.num_classes = num_classes
+        self._names = list(labels or ())
+        if labels and not len(set(labels)) == len(labels) == num_classes:
+            raise ConfigError(
+                f"needs {num_classes} different names",
+                where="task.labels",
+                value=labels,
+                fix="one for each class",
+            )
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """Names of the classes. Made where they are asked for: who describes a task may claim any number of classes."""
+        return self._names or [str(number) for number in range(self.num_classes)]
+
+    def settings(self) -> dict[str, Any]:
+        """All options but the names of the classes."""
+        return {name: value for name, value in self.options.items() if name != "labels"}
+
+    def encode_field(self, record: Record, field: Field) -> np.ndarray:
+        """As any task does; a label must be one of the classes."""
+        if field.name == "label":
+            return np.array(self.label_of(record), dtype=field.dtype)
+        return super().encode_field(record, field)
+
+    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
+        """Always answering the most frequent class, and answering the share of each class as its probability."""
+        counts = np.bincount([self.label_of(record) for record in records], minlength=self.num_classes)
+        if not counts.sum():
+            return {}
+        share = counts[counts > 0] / counts.sum()
+        return {
+            "accuracy": {"most frequent class": float(share.max())},
+            "cross_entropy": {"class frequencies": float(-(share * np.log(share)).sum())},
+        }
+
+    def model_arguments(self) -> dict[str, Any]:
+        """The number of classes."""
+        return {"num_classes": self.num_classes}
+
+    def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+        """Summed cross-entropy in nats of rows whose weight is not 0."""
+        import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+
+        return (F.cross_entropy(output.float(), batch["label"].long(), reduction="none") * weight).sum()
+
+    def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        """Per row: `correct`, `cross_entropy` in nats, `count` (1), `label` and `prediction`."""
+        import torch
+
+        labels = batch["label"].long()
+        log_probabilities = torch.log_softmax(output.float(), dim=-1)
+        predictions = log_probabilities.argmax(dim=-1)
+        return {
+            "correct": (predictions == labels).double(),
+            "cross_entropy": -log_probabilities.double().gather(1, labels.unsqueeze(1)).squeeze(1),
+            "count": torch.ones_like(labels).double(),
+            "label": labels.double(),
+            "prediction": predictions.double(),
+        }
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Accuracy and mean cross-entropy; not a number where there are no samples."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return {
+                "accuracy": np.asarray(sums["correct"]) / sums["count"],
+                "cross_entropy": np.asarray(sums["cross_entropy"]) / sums["count"],
+            }
+
+    def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
+        """The class of each sample."""
+        return [self.labels[int(label)] for label in statistics["label"]]
+
+    def confusion(self, statistics: Mapping[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
+        """Counts of true class (row) against predicted class (column)."""
+        matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
+        pairs = (
+            np.asarray(statistics["label"], dtype=np.int64),
+            np.asarray(statistics["prediction"], dtype=np.int64),
+        )
+        np.add.at(matrix, pairs, 1)
+        return self.labels, matrix
+
+    def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
+        """The class, the predicted one and the probability that the model gives to each of the two."""
+        probabilities = output_of(model, self.inputs(batch)).float().softmax(dim=-1).cpu().numpy()
+        return [
+            {
+                "class": f"{self.labels[label]} (p = {row[label]:.3f})",
+                "predicted": f"{self.labels[row.argmax()]} (p = {row.max():.3f})",
+            }
+            for label, row in zip(arrays["label"].tolist(), probabilities, strict=True)
+        ]
+
+    def answer(self, output: Any) -> dict[str, torch.Tensor]:
+        """The probability of each class, by its name."""
+        return dict(zip(self.labels, output.float().softmax(dim=-1).T, strict=True))
+
+    def label_of(self, record: Record) -> int:
+        """The label of a record. Raises DataError where it is none of the classes, or the source has others."""
+        names, label = record.fields.get("class_names"), record.fields.get("label")
+        if names is not None and len(names) != self.num_classes:
+            raise DataError(
+                f"the source has {len(names)} classes, the task {self.num_classes}",
+                where=record.key,
+                value=", ".join(names),
+                fix=f"task.num_classes={len(names)}",
+            )
+        if not isinstance(label, int | np.integer) or not 0 <= label < self.num_classes:
+            raise DataError(f"the label is not one of 0 to {self.num_classes - 1}", where=record.key, value=label)
+        return int(label)
