@@ -36,12 +36,15 @@ COMMANDS = {
     "logs": ("kftrain.cli.jobs", "Print what the workers of a run print."),
     "cancel": ("kftrain.cli.jobs", "End the jobs of a run after a commit."),
     "suspend": ("kftrain.cli.jobs", "Take the pods of a run away after a commit."),
-    "resume": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
+    "unsuspend": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
     "gc": ("kftrain.cli.jobs", "Delete jobs that nobody will take away."),
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
     "worker": ("kftrain.cli.worker", "One node's share of a job; started by a launcher."),
 }
 """Command -> the module that defines it and what it does."""
+
+FORMER_NAMES = {"resume": "unsuspend"}
+"""What a command was called in the release before -> what it is called now. Understood for one release, with a line."""
 
 PATIENT = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
 """Commands that ride out storage that is away; a person waits for the others."""
@@ -56,6 +59,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, imported now."""
+        if cmd_name in FORMER_NAMES:
+            now = FORMER_NAMES[cmd_name]
+            echo(f"kftrain {cmd_name} is now called kftrain {now}; the next release knows only that", err=True)
+            cmd_name = now
         if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]

@@ -1,4 +1,4 @@
-"""`kftrain status | logs | cancel | suspend | resume | gc`: training jobs on the cluster, from anywhere."""
+"""`kftrain status | logs | cancel | suspend | unsuspend | gc`: jobs, wherever they run, from anywhere."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ import click
 
 from kftrain import storage
 from kftrain.cli.options import echo, json_option
+from kftrain.config import Config
 from kftrain.errors import ConfigError
+from kftrain.run.best_effort import best_effort
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
 
 if TYPE_CHECKING:
-    from kftrain.launch.kubernetes.client import Cluster
+    from kftrain.launch.base import Jobs
 
 namespace_option = click.option(
     "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
 )
 
 
-def _run_id(run: str) -> str:
-    """A run may be named by its id or by the URI of its folder."""
-    return run.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _one_run(context: click.Context, parameter: click.Parameter, run: str) -> str:
-    """The id of the run that is named: a variable that the shell does not know must not mean every run."""
-    run_id = _run_id(run)
-    if not run_id:
+    """The run that is named, by its id or by its folder: a variable that the shell does not know means none."""
+    if not run.strip("/"):
         raise ConfigError("this names no run", where="RUN", value=run, fix="kftrain status lists those that have jobs")
-    return run_id
+    return run
 
 
 run_argument = click.argument("run", callback=_one_run)
@@ -45,14 +41,13 @@ run_argument = click.argument("run", callback=_one_run)
 def status_command(run: str, namespace: str, as_json: bool) -> None:
     """Show the jobs on the cluster, or those of one RUN: state, reason, progress.
 
-    The folder of a run of the local backend shows that run; kftrain runs lists them all.
+    Of a run's folder that has no job it shows what the files say; kftrain runs lists all runs.
     """
-    if _is_local(run):
-        _show_local(RunPaths(storage.absolute(run)), as_json)
+    config = _config_of(run)
+    found = _jobs(config, namespace).describe(run)
+    if not found and config is not None:
+        _show_run(RunPaths(storage.absolute(run)), as_json)
         return
-    from kftrain.launch.kubernetes import control
-
-    found = control.status(_cluster(namespace), _run_id(run))
     if as_json:
         echo(json.dumps([dataclasses.asdict(job) for job in found], indent=2))
         return
@@ -65,13 +60,16 @@ def status_command(run: str, namespace: str, as_json: bool) -> None:
         echo("no jobs")
 
 
-def _is_local(run: str) -> bool:
-    """Whether a run's folder is named whose jobs are processes of a machine."""
+def _config_of(run: str) -> Config | None:
+    """The configuration in a run's folder; None where only an id is given, or where it cannot be read."""
     uri = storage.absolute(run) if "/" in run else ""
-    return bool(uri) and is_opened(RunPaths(uri)) and read_config(RunPaths(uri)).launch.backend == "local"
+    with best_effort("the run's folder cannot be read, so its job is looked for on the cluster"):
+        if uri and is_opened(RunPaths(uri)):
+            return read_config(RunPaths(uri))
+    return None
 
 
-def _show_local(paths: RunPaths, as_json: bool) -> None:
+def _show_run(paths: RunPaths, as_json: bool) -> None:
     from kftrain.cli.runs import table
     from kftrain.stages import runs
 
@@ -86,19 +84,15 @@ def _show_local(paths: RunPaths, as_json: bool) -> None:
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
-    from kftrain.launch.kubernetes import control
-
-    control.print_logs(_cluster(namespace), run, task, follow, echo)
+    _jobs_of(run, namespace).logs(run, task, follow, echo)
 
 
 @click.command("cancel")
 @run_argument
 @namespace_option
 def cancel_command(run: str, namespace: str) -> None:
-    """End the jobs of a RUN: workers commit a checkpoint, then every pod goes."""
-    from kftrain.launch.kubernetes import control
-
-    _say("deleted", control.cancel(_cluster(namespace), run))
+    """End the jobs of a RUN: workers commit a checkpoint, then every one of them goes."""
+    _say("deleted", _jobs_of(run, namespace).cancel(run))
 
 
 @click.command("suspend")
@@ -106,19 +100,15 @@ def cancel_command(run: str, namespace: str) -> None:
 @namespace_option
 def suspend_command(run: str, namespace: str) -> None:
     """Take the pods of a RUN away after a commit; its launcher waits."""
-    from kftrain.launch.kubernetes import control
-
-    _say("suspended", control.suspend(_cluster(namespace), run))
+    _say("suspended", _jobs_of(run, namespace).suspend(run))
 
 
-@click.command("resume")
+@click.command("unsuspend")
 @run_argument
 @namespace_option
-def resume_command(run: str, namespace: str) -> None:
+def unsuspend_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
-    from kftrain.launch.kubernetes import control
-
-    _say("resumed", control.resume(_cluster(namespace), run))
+    _say("unsuspended", _jobs_of(run, namespace).unsuspend(run))
 
 
 @click.command("gc")
@@ -137,9 +127,10 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
     The pipeline run of a job has ended, or its launcher is gone. The pipeline run of an MLflow run was deleted.
     """
     from kftrain.launch.kubernetes import control
+    from kftrain.launch.kubernetes.kinds import all_kinds
 
-    cluster = _cluster(namespace)
-    found = control.collect_garbage(cluster, dry_run)
+    clusters = control.ClusterJobs(all_kinds(), namespace, _warn).clusters
+    found = control.collect_garbage(clusters, dry_run)
     for garbage in found:
         echo(f"{'would delete' if dry_run else 'deleted'} {garbage.job}: {garbage.why}")
     if not found:
@@ -147,14 +138,22 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
     if tracking_uri:
         from kftrain.stages import garbage as garbage_stage
 
-        for orphan in garbage_stage.close_orphans(cluster, tracking_uri, dry_run):
+        for orphan in garbage_stage.close_orphans(clusters, tracking_uri, dry_run):
             echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
 
 
-def _cluster(namespace: str) -> Cluster:
-    from kftrain.launch.kubernetes.client import Cluster
+def _jobs_of(run: str, namespace: str) -> Jobs:
+    return _jobs(_config_of(run), namespace)
 
-    return Cluster(namespace, warn=lambda line: echo(f"warning: {line}", err=True))
+
+def _jobs(config: Config | None, namespace: str) -> Jobs:
+    from kftrain import launch
+
+    return launch.find_jobs(config, namespace, _warn)
+
+
+def _warn(line: str) -> None:
+    echo(f"warning: {line}", err=True)
 
 
 def _say(done: str, names: list[str]) -> None:

@@ -163,12 +163,12 @@ def _after_kill(watched: Watched, config: Config) -> None:
     watched.error = watched.error or {**killed.to_dict(), "stage": "the pipeline"}
     if not watched.run_uri:
         return
-    if config.launch.backend == "local":
-        with best_effort("error.json could not be written"):
-            storage.publish_json(RunPaths(watched.run_uri).error, failure.document("run", killed))
-        tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
-    else:
+    if config.launch.has_pods:
         _warn(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}")
+        return
+    with best_effort("error.json could not be written"):
+        storage.publish_json(RunPaths(watched.run_uri).error, failure.document("run", killed))
+    tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
 
 
 def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation) -> int:

@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING
 from kftrain.lazy import attributes
 
 if TYPE_CHECKING:
+    from kftrain.launch.base import build_launcher, find_jobs, require_pods
     from kftrain.launch.jobs import run_evaluation, run_training
-    from kftrain.launch.kubernetes.access import require_jobs
     from kftrain.launch.kubernetes.ownership import is_pipeline_pod
     from kftrain.launch.kubernetes.workflow import explain_pipeline_run, pipeline_tags
 
 __all__ = [
+    "build_launcher",
+    "find_jobs",
+    "require_pods",
     "run_evaluation",
     "run_training",
-    "require_jobs",
     "is_pipeline_pod",
     "explain_pipeline_run",
     "pipeline_tags",
@@ -22,9 +24,11 @@ __all__ = [
 __getattr__ = attributes(
     __name__,
     {
+        "build_launcher": "kftrain.launch.base",
+        "find_jobs": "kftrain.launch.base",
+        "require_pods": "kftrain.launch.base",
         "run_evaluation": "kftrain.launch.jobs",
         "run_training": "kftrain.launch.jobs",
-        "require_jobs": "kftrain.launch.kubernetes.access",
         "is_pipeline_pod": "kftrain.launch.kubernetes.ownership",
         "explain_pipeline_run": "kftrain.launch.kubernetes.workflow",
         "pipeline_tags": "kftrain.launch.kubernetes.workflow",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.settings.section import Amount, Count, Section
 
@@ -13,7 +14,7 @@ from kftrain.settings.section import Amount, Count, Section
 class LaunchConfig(Section):
     """Where training and evaluation jobs run."""
 
-    backend: Literal["local", "pytorchjob"] = "local"
+    backend: BackendName = "local"
     """`local`: processes of this machine; `pytorchjob`: pods of the Kubeflow training operator."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
@@ -28,6 +29,11 @@ class LaunchConfig(Section):
     take twice as long between two. A hang ends the attempt."""
 
     @property
+    def has_pods(self) -> bool:
+        """Whether jobs are pods, which have `kubernetes`; others run below their launcher, in its environment."""
+        return BACKENDS[self.backend].has_pods
+
+    @property
     def gpus_per_node(self) -> int:
         """GPUs that each machine must have; 0: those that it has are used."""
-        return self.kubernetes.gpus_per_node if self.backend == "pytorchjob" else 0
+        return self.kubernetes.gpus_per_node if self.has_pods else 0

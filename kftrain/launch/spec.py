@@ -30,41 +30,56 @@ RENDEZVOUS_PORT = 23456
 
 DEFAULT_CPU_PROCESSES = 2
 
+WORKER = "worker"
+"""The role that trains and evaluates."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A group of equal workers of a job, one a node."""
+
+    name: str
+    replicas: int
+    """Nodes."""
+    processes_per_node: int
+    """Processes that each of them starts."""
+    arguments: tuple[str, ...]
+    """Of `kftrain`: what starts the share of one node, which learns from its environment which it is."""
+
+    @property
+    def num_processes(self) -> int:
+        """On all its nodes."""
+        return self.replicas * self.processes_per_node
+
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job of a run: `nodes` workers, each starting `processes_per_node` processes of the same task."""
+    """One job of a run."""
 
     task: JobTask
     run_uri: str
     config_digest: str
     """Digest of the run's config.yaml: a worker refuses to work on another."""
-    nodes: int
-    processes_per_node: int
+    roles: tuple[Role, ...]
+    """The workers first."""
     completion_uri: str
     """The file whose presence, verified, is the job's success."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def world_size(self) -> int:
-        """Processes of the whole job."""
-        return self.nodes * self.processes_per_node
+    def workers(self) -> Role:
+        """The role that every job has: its first one is where all meet, and says what the job is at."""
+        return self.roles[0]
 
-    def worker_arguments(self) -> list[str]:
-        """Arguments of `kftrain` that start one node's share."""
-        return [
-            "worker",
-            "--task",
-            self.task,
-            "--run-uri",
-            self.run_uri,
-            "--digest",
-            self.config_digest,
-            "--processes",
-            str(self.processes_per_node),
-            "--nodes",
-            str(self.nodes),
-        ]
+    @property
+    def num_pods(self) -> int:
+        """Of all roles."""
+        return sum(role.replicas for role in self.roles)
+
+    @property
+    def size(self) -> str:
+        """In words: `2 x 4 processes`."""
+        return " and ".join(f"{role.replicas} x {role.processes_per_node}" for role in self.roles) + " processes"
 
 
 def train_job(paths: RunPaths, config: Config, mlflow_run_id: str) -> JobSpec:
@@ -83,17 +98,20 @@ def processes_per_node(config: Config) -> int:
     asked = config.launch.processes_per_node
     if asked != "auto":
         return asked
-    local = config.launch.backend == "local"
-    return (num_local_gpus() if local else config.launch.kubernetes.gpus_per_node) or DEFAULT_CPU_PROCESSES
+    known = config.launch.kubernetes.gpus_per_node if config.launch.has_pods else num_local_gpus()
+    return known or DEFAULT_CPU_PROCESSES
 
 
 def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, environment: dict[str, str]) -> JobSpec:
+    run_uri, digest = storage.absolute(paths.uri), config.digest()
+    num_processes, num_nodes = processes_per_node(config), config.launch.nodes
+    job = ("worker", "--task", task, "--run-uri", run_uri, "--digest", digest)
+    size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
     return JobSpec(
         task=task,
-        run_uri=storage.absolute(paths.uri),
-        config_digest=config.digest(),
-        nodes=config.launch.nodes,
-        processes_per_node=processes_per_node(config),
+        run_uri=run_uri,
+        config_digest=digest,
+        roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
         completion_uri=completion_uri,
         environment=environment,
     )

@@ -12,7 +12,7 @@ has cost less than it has brought, and a run that makes progress ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kftrain.errors import FIRST_RETRYABLE_CODE
@@ -36,7 +36,8 @@ class Standing:
 class WorkerEnd:
     """How one worker of an attempt ended."""
 
-    worker: int
+    worker: Hashable
+    """Tells it from the others of its job; its successor has the same."""
     exit_code: int | None
     is_excused: bool = False
     """Whether something else ended it: it was taken away, lost a peer that was, or could not reach storage."""
@@ -53,9 +54,9 @@ class RestartBudget:
     first_attempt: int = 0
     """Claims up to this one do not count: they were over before this launch, or have led to a commit."""
     num_at_one_step: int = 0
-    failed: Mapping[int, int] = field(default_factory=dict)
+    failed: Mapping[Hashable, int] = field(default_factory=dict)
     """Worker -> how often it has failed since the last commit."""
-    excused: Mapping[int, int] = field(default_factory=dict)
+    excused: Mapping[Hashable, int] = field(default_factory=dict)
     """Worker -> how often it was excused since then."""
 
     def after(self, now: Standing, ends: Sequence[WorkerEnd]) -> RestartBudget:
@@ -95,5 +96,5 @@ def read_standing(paths: RunPaths, since: int) -> Standing:
     return Standing(step, attempts.last_attempt(paths), attempts.num_without_progress(paths, since))
 
 
-def _counted(counts: Mapping[int, int], workers: Sequence[int]) -> dict[int, int]:
+def _counted(counts: Mapping[Hashable, int], workers: Sequence[Hashable]) -> dict[Hashable, int]:
     return {**counts, **{worker: counts.get(worker, 0) + workers.count(worker) for worker in set(workers)}}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
-
-import yaml
 
 from kftrain.config import Config
 from kftrain.launch.base import build_launcher
-from kftrain.launch.kubernetes.kinds import pytorchjob
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, JobSpec, evaluate_job, train_job
 from kftrain.run.completion import JobTask
 from kftrain.run.config import read_config
@@ -37,8 +33,9 @@ def job_of_run(run_uri: str, task: JobTask) -> str:
 def _shown(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:
     preflight.check_batch(config)
     preflight.check_model(config)
-    show = _as_pytorchjob if config.launch.backend == "pytorchjob" else _as_command
-    return "".join(show(_spec(task, paths, config, mlflow_run_id), config) for task in tasks)
+    launcher = build_launcher(config)
+    specs = [_spec(task, paths, config, mlflow_run_id) for task in tasks]
+    return "".join(f"{_heading(spec)}{launcher.build(spec).text}" for spec in specs)
 
 
 def _spec(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str) -> JobSpec:
@@ -48,19 +45,8 @@ def _spec(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str) ->
     return evaluate_job(paths, config, paths.evaluation_request)
 
 
-def _as_pytorchjob(spec: JobSpec, config: Config) -> str:
-    document = pytorchjob.build(spec, config)
-    return f"---\n{_heading(spec)}{yaml.safe_dump(document, sort_keys=False)}"
-
-
-def _as_command(spec: JobSpec, config: Config) -> str:
-    build_launcher(config)  # refuses what it cannot run
-    environment = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
-    return f"{_heading(spec)}{' '.join([*environment, shlex.join(['kftrain', *spec.worker_arguments()])])}\n"
-
-
 def _heading(spec: JobSpec) -> str:
-    line = f"# {spec.task}: {spec.nodes} x {spec.processes_per_node} processes\n"
+    line = f"# {spec.task}: {spec.size}\n"
     if spec.task == "train" and MLFLOW_RUN_ID_ENV not in spec.environment:
         line += f"# The launcher adds {MLFLOW_RUN_ID_ENV}, once MLflow has a run.\n"
     return line

@@ -18,7 +18,7 @@ from kftrain.run.advice import FailureClass, Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import cleanup, failure, parameters, resolve, tracked
+from kftrain.stages import failure, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
@@ -86,7 +86,7 @@ def _is_opened_by(paths: RunPaths, job_id: str) -> bool:
 def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) -> tuple[list[str], list[str]]:
     """What was removed, and what went wrong: a failure of its own must not hide the run's."""
     try:
-        removed = cleanup.clean_up(config, paths, job_id)
+        removed = launch.build_launcher(config).clean(paths, job_id)
     except KftrainError as error:
         progress(f"warning: the clean-up failed: {error.line}")
         return [], [f"The clean-up failed, so a job may still be there: {error.line}"]

@@ -6,12 +6,12 @@ nobody ends its MLflow run. Its tags say which Workflow of which cluster it was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kftrain import tracking
-from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.control import ENDED_PHASES
-from kftrain.launch.kubernetes.kinds.pytorchjob import RUN_LABEL, label_value
+from kftrain.launch.kubernetes.control import ENDED_PHASES, jobs_of
+from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, place_of
 from kftrain.tracking.runs import RUN_ID_TAG
 
@@ -26,14 +26,14 @@ class Orphan:
     why: str
 
 
-def close_orphans(cluster: Cluster, tracking_uri: str, dry_run: bool = False) -> list[Orphan]:
+def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: bool = False) -> list[Orphan]:
     """Ends the MLflow runs of this cluster's namespace whose pipeline run is over; returns them.
 
     Raises LaunchError or TrackingError.
     """
     found = []
-    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, place_of(cluster)).items():
-        why = _why_over(cluster, tags)
+    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, place_of(clusters[0])).items():
+        why = _why_over(clusters, tags)
         if why:
             found.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))
     for orphan in () if dry_run else found:
@@ -41,13 +41,13 @@ def close_orphans(cluster: Cluster, tracking_uri: str, dry_run: bool = False) ->
     return found
 
 
-def _why_over(cluster: Cluster, tags: dict[str, str]) -> str:
+def _why_over(clusters: Sequence[JobClient], tags: dict[str, str]) -> str:
     """Why nobody works on a run; empty where somebody may."""
     name, run_id = tags.get(WORKFLOW_TAG, ""), tags.get(RUN_ID_TAG, "")
-    if not name or not run_id or cluster.list_jobs(f"{RUN_LABEL}={label_value(run_id)}"):
+    if not name or not run_id or jobs_of(clusters, run_id):
         return ""
-    workflow = cluster.read_workflow(name)
+    workflow = clusters[0].read_workflow(name)
     if workflow is None:
-        return f"its pipeline run {name} was deleted" if cluster.sees_workflows else ""
+        return f"its pipeline run {name} was deleted" if clusters[0].sees_workflows else ""
     phase = str((workflow.get("status") or {}).get("phase", ""))
     return f"its pipeline run {name} has ended: {phase}" if phase in ENDED_PHASES else ""

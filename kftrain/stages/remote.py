@@ -27,7 +27,7 @@ def require_from_here(config: Config) -> None:
     """
     if launch.is_pipeline_pod():
         require_remote(config, _is_mounted)
-    launch.require_jobs(config)
+    launch.build_launcher(config).check()
 
 
 def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri: False) -> None:
@@ -36,13 +36,7 @@ def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri
     The steps mount no volumes, not even those of the worker pods, so a folder is one of this machine, unless
     `is_shared` knows better.
     """
-    if config.launch.backend == "local":
-        raise LaunchError(
-            f"{STEPS} have neither torch nor a GPU: they launch jobs",
-            where="launch.backend",
-            value="local",
-            fix="set it to pytorchjob",
-        )
+    launch.require_pods(config, STEPS)
     if not is_shared(config.run.storage_root):
         require_remote_storage(config, STEPS)
     require_tracking_server(config, STEPS)

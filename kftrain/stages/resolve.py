@@ -124,11 +124,11 @@ def resumed(
 def anchored(config: Config, base: str | Path) -> Config:
     """The configuration with the paths in it made absolute against `base`.
 
-    Of jobs on this machine user and password of MLflow leave the URI for the environment, which they inherit: what is
-    written from here on holds none. A cluster's jobs have secrets; there they are refused.
+    Of jobs that inherit our environment user and password of MLflow leave the URI for it: what is written from here on
+    holds none. Pods have secrets; there they are refused.
     """
     data = config.data
-    if config.launch.backend == "local":
+    if not config.launch.has_pods:
         uri, variables = credentials.taken_out(config.tracking.uri)
         for name, value in variables.items():
             os.environ.setdefault(name, value)

@@ -182,7 +182,7 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
 def parameters(config: Config) -> dict[str, str]:
     """The configuration as MLflow's parameters; without the pods' settings where there are no pods."""
     known = flatten(config.to_dict())
-    if config.launch.backend != "local":
+    if config.launch.has_pods:
         return known
     return {key: value for key, value in known.items() if not key.startswith("launch.kubernetes")}
 

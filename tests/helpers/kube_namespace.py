@@ -13,10 +13,8 @@ import threading
 import time
 from datetime import datetime, timezone
 
-from kftrain.launch.kubernetes.client import JOB_NAME_LABEL, WORKLOAD_JOB_LABEL
-from kftrain.launch.kubernetes.kinds.pytorchjob import QUEUE_LABEL
-from kftrain.launch.kubernetes.observation import INDEX_LABEL
-
+JOB_NAME_LABEL, INDEX_LABEL = "training.kubeflow.org/job-name", "training.kubeflow.org/replica-index"
+WORKLOAD_JOB_LABEL, QUEUE_LABEL = "kueue.x-k8s.io/job-uid", "kueue.x-k8s.io/queue-name"
 NAME = "train"
 KINDS = ("pytorchjobs", "pods", "events", "workloads", "workflows", "nodes")
 PATH = re.compile(rf"/apis?/(?:[^/]+/)?v[^/]+/(?:namespaces/{NAME}/)?({'|'.join(KINDS)})(?:/([^/]+))?")

@@ -3,8 +3,11 @@
 import threading
 import time
 
+from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, terminate, watcher
-from kftrain.launch.kubernetes.launcher import ClusterLauncher
+from kftrain.launch.kubernetes.control import ClusterJobs
+from kftrain.launch.kubernetes.job_client import JobClient
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.run.paths import RunPaths
 
 JOB = "r-train"
@@ -30,6 +33,16 @@ FAST = {
 }
 
 
+def job_client(**options):
+    """The namespace with its PyTorchJobs."""
+    return JobClient(KIND, **options)
+
+
+def cluster_jobs():
+    """What a person does with PyTorchJobs."""
+    return ClusterJobs([KIND])
+
+
 def wait_until(condition, seconds=10.0):
     """Waits for a condition that other threads bring about; returns its value."""
     deadline = time.monotonic() + seconds
@@ -48,7 +61,7 @@ class Launch:
     """A launcher in a thread of its own, and what it has printed."""
 
     def __init__(self, resolved, job_spec, capsys):
-        self.launcher = ClusterLauncher(resolved)
+        self.launcher = build_launcher(resolved)
         self.paths = RunPaths(job_spec.run_uri)
         self._capsys, self._output = capsys, ""
         self._result = []

@@ -1,4 +1,7 @@
-"""What launchers and people leave on a job, beside the digest of its specification."""
+"""What launchers and people leave on a job."""
+
+DIGEST_ANNOTATION = "kftrain.io/spec-digest"
+"""Digest of the specification as we built it: webhooks change the stored one."""
 
 STATE_ANNOTATION = "kftrain.io/state"
 """The state and its reasons, as the launcher prints them."""
@@ -13,4 +16,4 @@ SEEN_ANNOTATION = "kftrain.io/seen"
 """When its launcher last looked at it."""
 
 SUSPENDED_ANNOTATION = "kftrain.io/suspended"
-"""Set by `kftrain suspend`, with the time; taken away by `kftrain resume`."""
+"""Set by `kftrain suspend`, with the time; taken away by `kftrain unsuspend`."""

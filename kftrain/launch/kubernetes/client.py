@@ -1,4 +1,4 @@
-"""The cluster as the launcher sees it: jobs, their pods, events, logs. Only this talks to an API server.
+"""The cluster as launchers and people see it: this alone, and `job_client.py` for jobs, talks to an API server.
 
 Every call has a timeout. What passes (429, 5xx, connections that break, an API server that is restarted, the training
 operator's webhook without an endpoint) is waited out for ten minutes, with one line when it begins and one when it
@@ -10,38 +10,29 @@ Answers are plain JSON; `observation.py` makes something of it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import ownership
-from kftrain.launch.kubernetes.kinds.pytorchjob import API_VERSION
 from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, message_of
 from kftrain.progress import Progress, to_log
 
-JOBS = (*API_VERSION.split("/"), "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
-JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 LIST_WORKLOADS = "list workloads.kueue.x-k8s.io"
-PATCH_JOBS = "patch pytorchjobs"
-CONTAINER = "pytorch"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 STREAM_TIMEOUT_SECONDS = (5.0, 60.0)
 EXPLAIN_OUTAGE_SECONDS = 5.0
 """How long a source that only explains is asked again: it must not hold up what matters."""
-
-MAX_LINE_BYTES = 16_384
-"""Of a longer line of a log the beginning is kept."""
 
 FORBIDDEN, NOT_FOUND, CONFLICT = 403, 404, 409
 
@@ -71,108 +62,10 @@ class Cluster:
         """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""
         self._silent: set[str] = set()
         self._said: set[str] = set()
-
-    # -- jobs ---------------------------------------------------------------------------------------------------------
-
-    def create_job(self, document: Object) -> str | None:
-        """Creates a job; its uid, or None where one of this name exists. Unknown fields are refused.
-
-        Raises LaunchError.
-
-        Where the answer to a creation is lost, the repeated call finds the job: the caller adopts it.
-        """
-        create = self._custom.create_namespaced_custom_object
-        try:
-            created = self._call(create, *JOBS[:2], self.namespace, JOBS[2], document, field_validation="Strict")
-        except self._api_exception as error:
-            if error.status == CONFLICT:
-                return None
-            raise self._refused("the API server refused the job", error) from error
-        return str(created["metadata"]["uid"])
-
-    def knows_jobs(self) -> bool:
-        """Whether the API server has this kind of job. Raises LaunchError."""
-        try:
-            found = self._call(self._custom.get_api_resources, *JOBS[:2])
-        except self._api_exception as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise self._refused("the API server does not say what it knows", error) from error
-        return any(resource.name == JOBS[2] for resource in found.resources)
-
-    def may(self, verb: str) -> bool:
-        """Whether this account may do that with jobs; True where the API server does not say. Raises LaunchError."""
-        asked = {"namespace": self.namespace, "verb": verb, "group": JOBS[0], "resource": JOBS[2]}
-        create = self._json(self._access.create_self_subject_access_review)
-        answer = self._explain("review access", None, create, {"spec": {"resourceAttributes": asked}})
-        return answer is None or bool((answer.get("status") or {}).get("allowed"))
-
-    def read_job(self, name: str) -> Object | None:
-        """A job as it is now. Raises LaunchError."""
-        return self._read("the job cannot be read", self._custom.get_namespaced_custom_object, *self._at(JOBS), name)
-
-    def list_jobs(self, selector: str) -> list[Object]:
-        """Jobs with these labels. Raises LaunchError."""
-        return self._list("jobs", self._custom.list_namespaced_custom_object, *self._at(JOBS), label_selector=selector)
-
-    def delete_job(self, name: str, uid: str = "", version: str = "") -> None:
-        """Deletes a job; its pods get SIGTERM and their grace.
-
-        Of several of one name the one with this `uid`, and only as it was read in this resource `version`. Nothing
-        happens where there is none such. Raises LaunchError.
-        """
-        options: Object = {"propagationPolicy": "Background"}
-        conditions = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
-        if conditions:
-            options["preconditions"] = conditions
-        try:
-            self._call(self._custom.delete_namespaced_custom_object, *self._at(JOBS), name, body=options)
-        except self._api_exception as error:
-            if error.status not in (NOT_FOUND, CONFLICT):
-                raise self._refused("the job cannot be deleted", error) from error
-
-    def patch_job(self, name: str, patch: Object) -> bool:
-        """Merges into a job; False where it is gone. Raises LaunchError."""
-        return self._patch("the job cannot be changed", JOBS, name, patch)
-
-    def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
-        """Leaves something for people to read on a job, where that is possible now: nothing depends on it."""
-        patch = {"metadata": {"annotations": dict(annotations)}}
-        method = self._custom.patch_namespaced_custom_object
-        self._explain(PATCH_JOBS, 0.0, method, *self._at(JOBS), name, patch)
-
-    def take_over_job(self, name: str, metadata: Object) -> bool:
-        """Merges into what says whose a job is; False where that may not be changed.
-
-        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`. Raises
-        LaunchError after an outage.
-        """
-        method = self._custom.patch_namespaced_custom_object
-        return self._explain(PATCH_JOBS, None, method, *self._at(JOBS), name, {"metadata": metadata}) is not None
-
-    def patch_workload(self, name: str, patch: Object) -> bool:
-        """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
-        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
+        self._always_asked: frozenset[str] = frozenset()
+        """Verbs that are asked again also where they are forbidden."""
 
     # -- pods ---------------------------------------------------------------------------------------------------------
-
-    def list_pods(self, job_name: str) -> list[Object]:
-        """The job's pods. Raises LaunchError."""
-        listing = self._json(self._core.list_namespaced_pod)
-        return self._list("pods", listing, self.namespace, label_selector=f"{JOB_NAME_LABEL}={job_name}")
-
-    def watch_pods(self, job_name: str) -> Iterator[Object]:
-        """The job's pods as they are, then as they change, for a minute or until the connection breaks."""
-        path = f"/api/v1/namespaces/{self.namespace}/pods"
-        query = [("labelSelector", f"{JOB_NAME_LABEL}={job_name}"), ("watch", "true"), ("timeoutSeconds", "55")]
-        with contextlib.suppress(ConnectionError):
-            for line in self._stream("watch pods", path, query):
-                try:
-                    event = json.loads(line)
-                except ValueError:  # torn
-                    return
-                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                    yield event["object"]
 
     def read_pod(self, name: str, namespace: str = "") -> Object | None:
         """A pod as it is now, of the jobs' namespace unless another one is named. Raises LaunchError."""
@@ -187,17 +80,6 @@ class Cluster:
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
         delete = self._json(self._core.delete_namespaced_pod)
         return self._explain("delete pods", EXPLAIN_OUTAGE_SECONDS, delete, name, self.namespace, body=body) is not None
-
-    def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
-        """Lines of a pod's log with their times, from the time `since` on, until the log ends.
-
-        Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or
-        any more). Raises ConnectionError where the connection breaks, or where nothing comes for a minute.
-        """
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod_name}/log"
-        query = [("container", CONTAINER), ("follow", str(follow).lower()), ("timestamps", "true")]
-        query += [("sinceTime", since)] if since else []
-        yield from self._stream("get pods/log", path, query, MAX_LINE_BYTES)
 
     # -- what explains ------------------------------------------------------------------------------------------------
 
@@ -215,6 +97,10 @@ class Cluster:
             LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._at(WORKLOADS), label_selector=selector
         )
         return found[0] if found else None
+
+    def patch_workload(self, name: str, patch: Object) -> bool:
+        """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
+        return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
 
     @property
     def sees_workloads(self) -> bool:
@@ -305,7 +191,7 @@ class Cluster:
             self._refused_since[verb] = float("inf")
 
     def _say_forbidden(self, verb: str, error: Any) -> None:
-        """Warns once; what is forbidden is not asked again, except for what tells others that this launcher lives.
+        """Warns once; what is forbidden is not asked again, unless it is asked always.
 
         What was allowed before is asked again for a minute: an API server that has just started, a webhook.
         """
@@ -316,7 +202,7 @@ class Cluster:
                 return
             known = verb in self._said
             self._said.add(verb)
-            if error.status == FORBIDDEN and verb != PATCH_JOBS:
+            if error.status == FORBIDDEN and verb not in self._always_asked:
                 self._forbidden.add(verb)
         if not known:
             why = "may not" if error.status == FORBIDDEN else f"{message_of(error)}: cannot"
@@ -390,7 +276,5 @@ def _connect() -> tuple[Any, str]:
         config.load_kube_config(path, client_configuration=configuration)
         _, context = config.list_kube_config_contexts(path)
     except config.ConfigException as error:
-        raise LaunchError(
-            f"no cluster: {error}", where="launch.backend", value="pytorchjob", fix="set KUBECONFIG"
-        ) from error
+        raise LaunchError(f"no cluster: {error}", where="launch.backend", fix="set KUBECONFIG") from error
     return configuration, context["context"].get("namespace") or "default"

@@ -1,10 +1,11 @@
-"""Jobs on the cluster, looked at and acted on from outside their launcher: status, cancel, suspend, resume, gc.
+"""Jobs on the cluster, looked at and acted on from outside their launcher: status, cancel, suspend, unsuspend, gc.
 
 What is garbage is decided by pure functions; the rest is a few calls.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,17 @@ from datetime import datetime, timezone
 from typing import Any
 
 from kftrain.errors import LaunchError
+from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes import observation, states
 from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, SUSPENDED_ANNOTATION
-from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.kinds.pytorchjob import RUN_LABEL, TASK_LABEL, label_value
+from kftrain.launch.kubernetes.job_client import JobClient, NotServedError
+from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind, Object
+from kftrain.launch.kubernetes.labels import QUEUE_LABEL, RUN_LABEL, TASK_LABEL, selector
 from kftrain.launch.kubernetes.lease import any_pods
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation
+from kftrain.progress import Progress, to_log
+from kftrain.run.paths import RunPaths
 
 FINISHED_SECONDS = 3600.0
 """A job that has ended so long ago has no launcher that would still take it away."""
@@ -37,24 +42,6 @@ ENDED_PHASES = frozenset(("Succeeded", "Failed", "Error"))
 GOING_PHASES = frozenset(("Pending", "Running"))
 """Of a Workflow."""
 
-ENDED_CONDITIONS = frozenset(("Succeeded", "Failed"))
-"""Of a job."""
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """One line of `kftrain status`."""
-
-    run: str
-    task: str
-    job: str
-    state: str
-    reason: str
-    progress: str
-    workers: str
-    """How many of them run: `2/4`."""
-    age_seconds: float
-
 
 @dataclass(frozen=True)
 class Garbage:
@@ -67,78 +54,112 @@ class Garbage:
     why: str
 
 
-def status(cluster: Cluster, run: str = "") -> list[JobStatus]:
+class ClusterJobs:
+    """The jobs of a namespace, of some kinds. Connects when it is asked something."""
+
+    def __init__(self, kinds: Sequence[Kind], namespace: str = "", warn: Progress = to_log) -> None:
+        self._kinds, self._namespace, self._warn = kinds, namespace, warn
+
+    @functools.cached_property
+    def clusters(self) -> list[JobClient]:
+        """The namespace as each kind sees it. Raises LaunchError."""
+        return [JobClient(kind, self._namespace, self._warn) for kind in self._kinds]
+
+    def describe(self, run: str) -> list[JobStatus]:
+        """See `Jobs.describe`."""
+        return status(self.clusters, _run_id(run))
+
+    def cancel(self, run: str) -> list[str]:
+        """See `Jobs.cancel`."""
+        return cancel(self.clusters, _run_id(run))
+
+    def suspend(self, run: str) -> list[str]:
+        """See `Jobs.suspend`."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return [_set_suspended(cluster, job, now) for cluster, job in _some(self.clusters, _run_id(run))]
+
+    def unsuspend(self, run: str) -> list[str]:
+        """See `Jobs.unsuspend`: through their queue, where they have one."""
+        return [_set_suspended(cluster, job, None) for cluster, job in _some(self.clusters, _run_id(run))]
+
+    def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
+        """See `Jobs.logs`: all of what the pods have printed. Raises BrokenPipeError where nobody reads it."""
+        for cluster, job in _some(self.clusters, _run_id(run)):
+            if job["metadata"]["labels"].get(TASK_LABEL) == task:
+                _print_logs(cluster, job, follow, write)
+
+
+def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobClient, Object]]:
+    """Jobs with these labels, of all kinds that the cluster has and shows to this account.
+
+    Raises LaunchError, also where it has or shows none of them.
+    """
+    found, refused = [], []
+    for cluster in clusters:
+        try:
+            found += [(cluster, job) for job in cluster.list_jobs(selected)]
+        except NotServedError as error:
+            refused.append(error)
+    if refused and len(refused) == len(clusters):
+        raise refused[0]
+    return found
+
+
+def jobs_of(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
+    """The jobs of a run, by its id; with an empty one those of all runs. Raises LaunchError."""
+    return list_jobs(clusters, selector(RUN_LABEL, run) if run else RUN_LABEL)
+
+
+def status(clusters: Sequence[JobClient], run: str = "") -> list[JobStatus]:
     """The jobs of the namespace, or of one run, oldest first. Raises LaunchError."""
-    jobs = sorted(_jobs(cluster, run), key=lambda job: str(job["metadata"]["creationTimestamp"]))
-    events = [observation.parse_event(event) for event in cluster.list_warnings()] if jobs else []
-    return [_status(cluster, job, events, time.time()) for job in jobs]
+    jobs = sorted(jobs_of(clusters, run), key=lambda pair: str(pair[1]["metadata"]["creationTimestamp"]))
+    events = [observation.parse_event(event) for event in clusters[0].list_warnings()] if jobs else []
+    return [_status(cluster, job, events, time.time()) for cluster, job in jobs]
 
 
-def cancel(cluster: Cluster, run: str) -> list[str]:
+def cancel(clusters: Sequence[JobClient], run: str) -> list[str]:
     """Deletes the jobs of a run and waits until their pods are gone; returns their names. Raises LaunchError.
 
     Workers commit a checkpoint first, within the grace of their pods.
     """
-    names = []
-    for job in _some(cluster, run):
-        metadata = job["metadata"]
-        cluster.delete_job(metadata["name"], metadata["uid"])
-        names.append(str(metadata["name"]))
+    jobs = [(cluster, str(job["metadata"]["name"]), job["metadata"]["uid"]) for cluster, job in _some(clusters, run)]
+    for cluster, name, uid in jobs:
+        cluster.delete_job(name, uid)
     deadline = time.monotonic() + GOING_SECONDS
-    while any(any_pods(cluster, name) for name in names):
+    while any(any_pods(cluster, name) for cluster, name, _ in jobs):
         if time.monotonic() > deadline:
             raise LaunchError(
                 "the job is deleted, but its pods do not go: their node may be dead",
-                where=f"namespace {cluster.namespace}",
+                where=f"namespace {clusters[0].namespace}",
                 value=run,
                 fix="kubectl get pods -o wide shows the node; delete them with --force --grace-period=0 if it is",
             )
         time.sleep(POLL_SECONDS)
-    return names
+    return [name for _, name, _ in jobs]
 
 
-def suspend(cluster: Cluster, run: str) -> list[str]:
-    """Takes the pods of a run's jobs away after a commit, until `resume`; returns names. Raises LaunchError."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return [_set_suspended(cluster, job, now) for job in _some(cluster, run)]
-
-
-def resume(cluster: Cluster, run: str) -> list[str]:
-    """Lets suspended jobs of a run go on, through their queue where they have one. Raises LaunchError."""
-    return [_set_suspended(cluster, job, None) for job in _some(cluster, run)]
-
-
-def print_logs(cluster: Cluster, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-    """Writes what the workers of a run's job have printed, all of it; with `follow` until the job has ended or is gone.
-
-    Raises LaunchError, and BrokenPipeError where nobody reads what is written.
-    """
-    for job in _some(cluster, run):
-        if job["metadata"]["labels"].get(TASK_LABEL) == task:
-            _print_logs(cluster, job, follow, write)
-
-
-def collect_garbage(cluster: Cluster, dry_run: bool = False) -> list[Garbage]:
+def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> list[Garbage]:
     """Deletes the jobs that nobody will take away; returns them. Raises LaunchError."""
     found = []
-    for job in _jobs(cluster, ""):
+    for cluster, job in jobs_of(clusters, ""):
         workflow = _workflow_name(job)
         read = cluster.read_workflow(workflow) if workflow else None
         phase = str(((read or {}).get("status") or {}).get("phase", ""))
-        why = why_garbage(job, phase, time.time())
+        why = why_garbage(cluster.kind, job, phase, time.time())
         if why:
             metadata = job["metadata"]
-            found.append(Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why))
-    for garbage in () if dry_run else found:
+            found.append((cluster, Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why)))
+    for cluster, garbage in () if dry_run else found:
         cluster.delete_job(garbage.job, garbage.uid, garbage.version)
-    return found
+    return [garbage for _, garbage in found]
 
 
-def why_garbage(job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
+def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     """Why nobody will take a job away; empty where somebody will.
 
     Args:
-        job: The PyTorchJob.
+        kind: The kind of the job.
+        job: The job.
         workflow_phase: Of the Workflow that owns it; empty where it has none or it may not be read.
         now: Seconds since the epoch.
     """
@@ -151,7 +172,7 @@ def why_garbage(job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     seen = observation.last_seen(job)
     if workflow_phase in GOING_PHASES:  # a launcher that may not annotate leaves no trace of its looks
         return ""
-    ended = observation.parse_job(job, now).conditions & ENDED_CONDITIONS
+    ended = kind.conditions(job) & ENDED
     if ended and now - seen > FINISHED_SECONDS:
         return f"it has ended: {min(ended)}"
     if SUSPENDED_ANNOTATION in annotations:
@@ -160,28 +181,29 @@ def why_garbage(job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
     return f"no launcher has looked at it for {(now - seen) / 3600:.0f} h" if now - seen > limit else ""
 
 
-def _jobs(cluster: Cluster, run: str) -> list[dict[str, Any]]:
-    return cluster.list_jobs(f"{RUN_LABEL}={label_value(run)}" if run else RUN_LABEL)
+def _run_id(run: str) -> str:
+    """A run may be named by its id or by the URI of its folder."""
+    return RunPaths(run).run_id
 
 
-def _some(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+def _some(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
     assert run, "no run would mean every run"
-    jobs = _jobs(cluster, run)
+    jobs = jobs_of(clusters, run)
     if not jobs:
-        others = sorted({job["metadata"]["labels"][RUN_LABEL] for job in _jobs(cluster, "")})
+        others = sorted({job["metadata"]["labels"][RUN_LABEL] for _, job in jobs_of(clusters, "")})
         raise LaunchError(
             "this run has no job",
-            where=f"namespace {cluster.namespace}",
+            where=f"namespace {clusters[0].namespace}",
             value=run,
             fix=f"runs with jobs: {', '.join(others)}" if others else "no run has one here; --namespace names another",
         )
     return jobs
 
 
-def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observation.Event], now: float) -> JobStatus:
+def _status(cluster: JobClient, job: Mapping[str, Any], events: Sequence[observation.Event], now: float) -> JobStatus:
     metadata, labels = job["metadata"], job["metadata"]["labels"]
-    parsed = observation.parse_job(job, now)
-    pods = observation.parse_workers(cluster.list_pods(metadata["name"]), now)
+    parsed = observation.parse_job(job, now, cluster.kind)
+    pods = observation.parse_pods(cluster.list_pods(metadata["name"]), now, cluster.kind)
     workload = cluster.find_workload(parsed.uid) if parsed.has_queue else None
     progress = (metadata.get("annotations") or {}).get(PROGRESS_ANNOTATION, "")
     step, target = observation.parse_progress(progress)
@@ -202,26 +224,26 @@ def _status(cluster: Cluster, job: Mapping[str, Any], events: Sequence[observati
         state=assessment.state.value,
         reason="; ".join(reason.text for reason in assessment.reasons),
         progress=progress,
-        workers=f"{sum(pod.running for pod in pods)}/{parsed.num_workers}",
+        workers=f"{sum(pod.running for pod in pods)}/{parsed.num_pods}",
         age_seconds=parsed.age_seconds,
     )
 
 
-def _print_logs(cluster: Cluster, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
+def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write: Callable[[str], None]) -> None:
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-    num_workers = observation.parse_job(job, 0.0).num_workers
-    logs = Logs(cluster, num_workers, write, follow, limited=False)
+    kind = cluster.kind
+    logs = Logs(cluster, sum(kind.replicas(job).values()), write, follow, limited=False)
     now: Mapping[str, Any] | None = job
     while now is not None and now["metadata"]["uid"] == uid:
-        logs.follow(observation.parse_workers(cluster.list_pods(name), time.time()))
-        if not follow or logs.is_broken or observation.parse_job(now, time.time()).conditions & ENDED_CONDITIONS:
+        logs.follow(observation.parse_pods(cluster.list_pods(name), time.time(), kind))
+        if not follow or logs.is_broken or kind.conditions(now) & ENDED:
             break
         time.sleep(POLL_SECONDS)
         now = cluster.read_job(name)
     logs.drain()
 
 
-def _set_suspended(cluster: Cluster, job: Mapping[str, Any], since: str | None) -> str:
+def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None) -> str:
     """A launcher that follows the job must know of an inactive Workload that a person did it.
 
     So the annotation comes before the Workload is stopped, and goes after it was let go.
@@ -230,7 +252,7 @@ def _set_suspended(cluster: Cluster, job: Mapping[str, Any], since: str | None) 
     workload = _workload_name(cluster, job)
     mark: dict[str, Any] = {"metadata": {"annotations": {SUSPENDED_ANNOTATION: since}}}
     if not workload:
-        cluster.patch_job(name, {**mark, "spec": {"runPolicy": {"suspend": suspended}}})
+        cluster.patch_job(name, {**mark, **cluster.kind.suspension(suspended)})
         return name
     if suspended:
         cluster.patch_job(name, mark)
@@ -240,9 +262,9 @@ def _set_suspended(cluster: Cluster, job: Mapping[str, Any], since: str | None) 
     return name
 
 
-def _workload_name(cluster: Cluster, job: Mapping[str, Any]) -> str:
+def _workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
     """Kueue's Workload of a job; empty where it has no queue. Raises LaunchError where it cannot be found."""
-    if not observation.parse_job(job, 0.0).has_queue:
+    if QUEUE_LABEL not in job["metadata"]["labels"]:
         return ""
     workload = cluster.find_workload(job["metadata"]["uid"])
     if workload is None:

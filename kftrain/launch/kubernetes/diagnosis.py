@@ -12,7 +12,9 @@ from typing import Any
 from kftrain import errors
 from kftrain.credentials import redacted
 from kftrain.errors import KftrainError
-from kftrain.launch.kubernetes.observation import Pod
+from kftrain.launch.kubernetes.logs import FIRST
+from kftrain.launch.kubernetes.observation import Pod, place_of
+from kftrain.launch.spec import WORKER
 from kftrain.run import advice
 from kftrain.run.advice import FailureClass
 from kftrain.run.documents import FailureSummary
@@ -26,7 +28,7 @@ SHOWN_LINES = 20
 
 
 def diagnose(
-    task: str, error: Mapping[str, Any] | None, ended: Sequence[Pod], tails: Mapping[int, Sequence[str]]
+    task: str, error: Mapping[str, Any] | None, ended: Sequence[Pod], tails: Mapping[str, Sequence[str]]
 ) -> FailureSummary:
     """The summary of a failed attempt.
 
@@ -34,7 +36,7 @@ def diagnose(
         task: `train` or `evaluate`.
         error: What the first failing worker wrote into error.json, if anything.
         ended: Pods that ended with a failure, the first one first.
-        tails: The last log lines of each worker.
+        tails: The last log lines of each pod, by its place.
     """
     killed = next((pod for pod in ended if pod.end_reason == OUT_OF_MEMORY), None)
     taken = next((pod for pod in ended if pod.disruption), None)
@@ -78,10 +80,10 @@ def _is_consequence(error: Mapping[str, Any] | None) -> bool:
     return error is None or int(error["exit_code"]) >= errors.FIRST_RETRYABLE_CODE
 
 
-def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequence[str]]) -> FailureSummary:
+def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[str, Sequence[str]]) -> FailureSummary:
     code, line = int(error["exit_code"]), redacted(str(error["line"]))
     kind = advice.class_of(error)
-    index = error.get("node_rank") or 0
+    place = place_of(WORKER, error.get("node_rank") or 0)
     return FailureSummary(
         task=task,
         failure_class=kind.value,
@@ -90,13 +92,13 @@ def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[int, Sequenc
         rank=error.get("rank"),
         node=str(error.get("node") or ""),
         pod=str(error.get("pod") or ""),
-        last_lines=_last_lines(tails, index),
+        last_lines=_last_lines(tails, place),
         advice=advice.remedy(kind),
     )
 
 
 def _summary(
-    task: str, kind: FailureClass, line: str, code: int, pod: Pod | None, tails: Mapping[int, Sequence[str]]
+    task: str, kind: FailureClass, line: str, code: int, pod: Pod | None, tails: Mapping[str, Sequence[str]]
 ) -> FailureSummary:
     return FailureSummary(
         task=task,
@@ -105,14 +107,14 @@ def _summary(
         exit_code=code,
         node=pod.node if pod else "",
         pod=pod.name if pod else "",
-        last_lines=_last_lines(tails, pod.index if pod else 0),
+        last_lines=_last_lines(tails, pod.place if pod else FIRST),
         advice=advice.remedy(kind),
     )
 
 
-def _last_lines(tails: Mapping[int, Sequence[str]], index: int) -> list[str]:
-    """Of a worker, without the credentials that drivers and libraries quote."""
-    return [redacted(line) for line in list(tails.get(index, ()))[-SHOWN_LINES:]]
+def _last_lines(tails: Mapping[str, Sequence[str]], place: str) -> list[str]:
+    """Of a pod, without the credentials that drivers and libraries quote."""
+    return [redacted(line) for line in list(tails.get(place, ()))[-SHOWN_LINES:]]
 
 
 def _code(pod: Pod) -> int:

@@ -1,6 +1,6 @@
-"""The cluster launcher: a job as a PyTorchJob, created or adopted, followed until it has ended, and deleted.
+"""The launcher of Kubernetes: a job of any kind, created or adopted, followed until it has ended, and deleted.
 
-The operator restarts pods by their exit codes but neither counts nor times anything reliably; that is done here. A
+An operator restarts pods by their exit codes but neither counts nor times anything reliably; that is done here. A
 launcher that is killed leaves the job: the next one adopts it. One that ends in any other way deletes it.
 """
 
@@ -15,13 +15,20 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import yaml
+
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted, StorageError
+from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
-from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.access import require_jobs
+from kftrain.launch.kubernetes.cleanup import delete_jobs
+from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.launch.kubernetes.failures import JobFailedError, lacked_storage
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.job_client import JobClient
+from kftrain.launch.kubernetes.kinds import all_kinds
+from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.lease import Lease, any_pods, create_or_adopt, delete_held
 from kftrain.launch.kubernetes.states import State
 from kftrain.launch.kubernetes.terminate import TerminateWatch
@@ -42,16 +49,34 @@ LAUNCHER_TIMEOUT_SECONDS = 1800
 """A job whose launcher has been silent for so long commits and ends; only where the launcher runs in the cluster."""
 
 
-class ClusterLauncher:
-    """Runs jobs on the cluster of the kubeconfig or, in a pod, of its service account."""
+class ClusterLauncher(ClusterJobs):
+    """Runs jobs of one kind on the cluster of the kubeconfig or, in a pod, of its service account."""
 
-    def __init__(self, config: Config, cluster: Cluster | None = None) -> None:
+    def __init__(self, config: Config, kind: Kind) -> None:
+        super().__init__([kind], config.launch.kubernetes.namespace)
         self.interrupted = False
         self._is_terminated = False
         """Whether the pipeline run is being terminated: then this process has seconds."""
-        self._config = config
-        self._cluster = cluster or Cluster(config.launch.kubernetes.namespace)
+        self._config, self._kind = config, kind
         self._wake = threading.Event()
+
+    @property
+    def _cluster(self) -> JobClient:
+        return self.clusters[0]
+
+    def check(self) -> None:
+        """See `Launcher.check`."""
+        require_jobs(self._cluster)
+
+    def build(self, spec: JobSpec) -> Request:
+        """See `Launcher.build`; whose job it is, and the mark of its launch, come when it is created."""
+        document = self._kind.build(spec, self._config)
+        return Request(document, f"---\n{yaml.safe_dump(document, sort_keys=False)}")
+
+    def clean(self, paths: RunPaths, job_id: str) -> list[str]:
+        """See `Launcher.clean`. Of every kind: a run that cannot be read does not say of which its jobs are."""
+        everything = ClusterJobs(all_kinds(), self._config.launch.kubernetes.namespace)
+        return delete_jobs(everything.clusters, self._config, paths, job_id)
 
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`. The job is deleted when this returns or raises.
@@ -72,7 +97,8 @@ class ClusterLauncher:
                 return Preempted.exit_code
 
     def prepare(self, spec: JobSpec) -> None:
-        """Nothing is prepared: a pod that waits would hold its GPUs."""
+        """Nothing is prepared but the connection: a pod that waits would hold its GPUs."""
+        _ = self.clusters
 
     def close(self) -> None:
         """Nothing is kept: pods are new for each attempt."""
@@ -83,7 +109,7 @@ class ClusterLauncher:
         if self._cluster.own_namespace:
             timeout = {LAUNCHER_TIMEOUT_ENV: str(LAUNCHER_TIMEOUT_SECONDS)}
             spec = dataclasses.replace(spec, environment={**spec.environment, **timeout})
-        document = pytorchjob.build(spec, self._config, kfp_run_id, owner)
+        document = self._kind.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
         with Heartbeat(paths), TerminateWatch(self._cluster, owner, self._on_terminate):
             hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
@@ -92,7 +118,7 @@ class ClusterLauncher:
             follower, code = None, 0
             where = f"job {name} in namespace {self._cluster.namespace}"
             try:
-                to_log(f"{where}: {spec.nodes} x {spec.processes_per_node} processes")
+                to_log(f"{where}: {spec.size}")
                 follower = Watcher(self._cluster, self._config, spec, hold, self._wake)
                 code = self._follow(follower, spec, paths)
             finally:

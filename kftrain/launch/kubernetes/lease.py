@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kftrain.errors import LaunchError, OtherJobError
-from kftrain.launch.kubernetes.annotations import LAUNCH_ANNOTATION
-from kftrain.launch.kubernetes.kinds.pytorchjob import DIGEST_ANNOTATION, KFP_RUN_LABEL, RUN_LABEL
-from kftrain.launch.kubernetes.observation import parse_workers
+from kftrain.launch.kubernetes.annotations import DIGEST_ANNOTATION, LAUNCH_ANNOTATION
+from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind
+from kftrain.launch.kubernetes.labels import KFP_RUN_LABEL, RUN_LABEL
+from kftrain.launch.kubernetes.observation import parse_pods
 from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
@@ -30,9 +31,6 @@ GOING_SECONDS = 900.0
 OWNER_SECONDS = 0.5
 """How long the garbage collector takes to find a job whose owner does not exist: some 20 ms on a quiet cluster."""
 
-SUSPEND = "spec.runPolicy.suspend:"
-"""Queues and people change it: no difference of ours."""
-
 MAX_SHOWN = 8
 MAX_CHARACTERS = 160
 
@@ -41,6 +39,7 @@ class Jobs(Protocol):
     """What is asked of the cluster."""
 
     namespace: str
+    kind: Kind
 
     def create_job(self, document: dict[str, Any]) -> str | None: ...  # noqa: D102
     def read_job(self, name: str) -> dict[str, Any] | None: ...  # noqa: D102
@@ -134,7 +133,7 @@ class _Creation:
         if _take_over(self._cluster, self.document["metadata"], existing["metadata"]):
             return Lease(self._hold.name, self._hold.mark, uid)
         found = self._cluster.read_job(self._hold.name)
-        if found is None or found["metadata"]["uid"] != uid or _is_over(found):
+        if found is None or found["metadata"]["uid"] != uid or _is_over(self._cluster.kind, found):
             return None
         return Lease(self._hold.name, mark_of(found), uid)
 
@@ -159,8 +158,8 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
                 _require_kept(cluster, document, uid)
                 return Lease(name, mark_of(document), uid)
             existing = cluster.read_job(name)
-        if existing is not None and not _is_over(existing):
-            _require_same(document, existing, cluster.namespace)
+        if existing is not None and not _is_over(cluster.kind, existing):
+            _require_same(cluster, document, existing)
             hold = creation.adopt(existing)
             if hold is not None:
                 to_log(f"job {name} is there already: following it")
@@ -193,7 +192,7 @@ def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 
 
 def _pods_at_work(cluster: Jobs, name: str) -> bool:
-    return any(not pod.ended for pod in parse_workers(cluster.list_pods(name), 0.0))
+    return any(not pod.ended for pod in parse_pods(cluster.list_pods(name), 0.0, cluster.kind))
 
 
 def _require_kept(cluster: Jobs, document: dict[str, Any], uid: str) -> None:
@@ -220,23 +219,22 @@ def _left_behind(document: Mapping[str, Any], error: LaunchError) -> LaunchError
     return LaunchError(error.what, where=error.where, value=error.value, fix=fix)
 
 
-def _is_over(job: Mapping[str, Any]) -> bool:
+def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:
     """Whether a job is being deleted or has ended: it will do nothing more."""
-    conditions = (job.get("status") or {}).get("conditions") or []
-    ended = {c["type"] for c in conditions if c["status"] == "True"} & {"Failed", "Succeeded"}
-    return "deletionTimestamp" in job["metadata"] or bool(ended)
+    return "deletionTimestamp" in job["metadata"] or bool(kind.conditions(job) & ENDED)
 
 
-def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], namespace: str) -> None:
+def _require_same(cluster: Jobs, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raises OtherJobError where a living job of this name has another specification."""
     digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
-    changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(SUSPEND)]
+    suspend = f"{'.'.join(cluster.kind.suspend_path)}:"  # queues and people change it: no difference of ours
+    changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(suspend)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
     raise OtherJobError(
         f"a job with another specification holds this run: {shown}",
-        where=f"job {wanted['metadata']['name']} in namespace {namespace}",
+        where=f"job {wanted['metadata']['name']} in namespace {cluster.namespace}",
         fix="wait for it, or end it: kftrain cancel RUN",
     )
 

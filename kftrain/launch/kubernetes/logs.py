@@ -17,9 +17,13 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from kftrain.errors import KftrainError
-from kftrain.launch.kubernetes.observation import Pod
+from kftrain.launch.kubernetes.observation import Pod, place_of
+from kftrain.launch.spec import WORKER
 from kftrain.printable import printable
 from kftrain.progress import STEP, VERIFYING, to_log, unmarked
+
+FIRST = place_of(WORKER, 0)
+"""Where the lines about steps come from."""
 
 RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
@@ -59,19 +63,20 @@ class Logs:
     def __init__(
         self,
         source: LogSource,
-        num_workers: int,
+        num_pods: int,
         write: Callable[[str], None] | None = None,
         follow: bool = True,
         limited: bool = True,
     ) -> None:
-        self._source, self._prefixed, self._follow = source, num_workers > 1, follow
+        self._source, self._prefixed, self._follow = source, num_pods > 1, follow
         self._console = _Console(write or _to_stdout, MAX_WAITING_LINES if limited else None)
         self._limited = limited
         self._drained_at = float("inf")
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
-        self._tails: dict[int, deque[str]] = {}
+        self._tails: dict[str, deque[str]] = {}
+        """Place of a pod -> its last lines."""
         self.progress = ""
         """The last line about a step, without its mark."""
         self.step = 0
@@ -86,8 +91,8 @@ class Logs:
             if not pod.has_log or pod.uid in self._threads:
                 continue
             with self._lock:
-                self._tails[pod.index] = deque(maxlen=TAIL_LINES)
-                if pod.index == 0:
+                self._tails[pod.place] = deque(maxlen=TAIL_LINES)
+                if pod.place == FIRST:
                     self.step, self.verifying = 0, False
             thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
             self._threads[pod.uid] = thread
@@ -125,10 +130,10 @@ class Logs:
         """Whether nobody reads what is written."""
         return self._console.broken is not None
 
-    def tail(self, index: int) -> list[str]:
-        """The last lines of a worker."""
+    def tails(self) -> dict[str, list[str]]:
+        """The last lines of each pod, by its place."""
         with self._lock:
-            return list(self._tails.get(index, ()))
+            return {place: list(lines) for place, lines in self._tails.items()}
 
     def _run(self, pod: Pod) -> None:
         try:
@@ -191,8 +196,8 @@ class Logs:
         text = unmarked(line)
         step = STEP.search(text) if text is not None else None
         with self._lock:
-            self._tails[pod.index].append(line)
-            if text is not None and pod.index == 0:
+            self._tails[pod.place].append(line)
+            if text is not None and pod.place == FIRST:
                 self.verifying = text.startswith(VERIFYING)
             if text is not None and step is not None:
                 self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
@@ -206,7 +211,7 @@ class Logs:
             self._console.show(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
 
     def _prefix(self, pod: Pod) -> str:
-        return f"worker-{pod.index}: " if self._prefixed else ""
+        return f"{pod.place}: " if self._prefixed else ""
 
 
 class _Place:

@@ -6,27 +6,26 @@ Parsing is all that happens here; what it means is decided in `states.py`. All o
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from kftrain.launch.kubernetes.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
-from kftrain.launch.kubernetes.client import CONTAINER
-from kftrain.launch.kubernetes.kinds.pytorchjob import QUEUE_LABEL, TASK_LABEL
+from kftrain.launch.kubernetes.kinds.kind import Kind
+from kftrain.launch.kubernetes.labels import QUEUE_LABEL, TASK_LABEL
+from kftrain.launch.spec import WORKER
 from kftrain.progress import STEP
-
-INDEX_LABEL = "training.kubeflow.org/replica-index"
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What matters of a worker pod."""
+    """What matters of a pod of a job."""
 
     name: str
     uid: str
     index: int
+    """Within its role."""
     node: str = ""
     scheduler: str = ""
     age_seconds: float = 0.0
@@ -53,6 +52,12 @@ class Pod:
     disruption: str = ""
     """Who took it away: `PreemptionByScheduler`, `EvictionByEvictionAPI`, `DeletionByTaintManager` …"""
     ready: bool = True
+    role: str = WORKER
+
+    @property
+    def place(self) -> str:
+        """Which of the job's pods it is: `worker-0`. Its successor has the same place."""
+        return place_of(self.role, self.index)
 
     @property
     def has_log(self) -> bool:
@@ -67,12 +72,12 @@ class Pod:
 
 @dataclass(frozen=True)
 class Job:
-    """What matters of the PyTorchJob."""
+    """What matters of a job, whatever its kind."""
 
     uid: str
     age_seconds: float
     conditions: frozenset[str]
-    """Types of the conditions that are true."""
+    """Those that are true, as `Kind.conditions` calls them."""
     suspended: bool
     has_queue: bool
     has_status: bool
@@ -81,7 +86,10 @@ class Job:
     """By `kftrain suspend`."""
     task: str = ""
     """`train` or `evaluate`."""
-    num_workers: int = 1
+    num_pods: int = 1
+    """Of all its roles."""
+    operator: str = "operator"
+    """Who makes its pods."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +135,12 @@ class Observation:
     """Whether the workers say that they verify the data, and have said nothing since."""
 
 
-def parse_pod(item: Mapping[str, Any], now: float) -> Pod:
+def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
     """A pod from the API server's JSON; `now` in seconds since the epoch."""
     metadata, spec, status = item["metadata"], item["spec"], item.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     state: Mapping[str, Any] = next(
-        (s.get("state", {}) for s in status.get("containerStatuses") or [] if s["name"] == CONTAINER), {}
+        (s.get("state", {}) for s in status.get("containerStatuses") or [] if s["name"] == kind.container), {}
     )
     waiting, ended = state.get("waiting", {}), state.get("terminated", {})
     placed = conditions.get("PodScheduled", {})
@@ -140,7 +148,7 @@ def parse_pod(item: Mapping[str, Any], now: float) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        index=int((metadata.get("labels") or {}).get(INDEX_LABEL, "0")),
+        index=kind.index_of(item) or 0,
         node=spec.get("nodeName", ""),
         scheduler=spec.get("schedulerName", ""),
         age_seconds=now - seconds(metadata["creationTimestamp"]),
@@ -158,35 +166,36 @@ def parse_pod(item: Mapping[str, Any], now: float) -> Pod:
         overdue_seconds=max(0.0, now - seconds(deleted)) if deleted else 0.0,
         disruption=conditions.get("DisruptionTarget", {}).get("reason", ""),
         ready=conditions.get("Ready", {}).get("status") != "False",
+        role=kind.role_of(item),
     )
 
 
-def parse_workers(items: Iterable[Mapping[str, Any]], now: float) -> list[Pod]:
-    """The workers among the pods that have the job's label."""
-    return [parse_pod(item, now) for item in items if is_worker(item)]
+def parse_pods(items: Iterable[Mapping[str, Any]], now: float, kind: Kind) -> list[Pod]:
+    """The job's own pods among those that have its label: somebody else's may have it, too."""
+    return [parse_pod(item, now, kind) for item in items if kind.index_of(item) is not None]
 
 
-def is_worker(item: Mapping[str, Any]) -> bool:
-    """Whether a pod has the label that the operator numbers workers with; somebody else's pod may have the job's."""
-    label = (item["metadata"].get("labels") or {}).get(INDEX_LABEL, "0")
-    return re.fullmatch("[0-9]{1,6}", label) is not None
+def place_of(role: str, index: int) -> str:
+    """See `Pod.place`."""
+    return f"{role}-{index}"
 
 
-def parse_job(item: Mapping[str, Any], now: float) -> Job:
-    """A PyTorchJob from the API server's JSON."""
+def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
+    """A job from the API server's JSON."""
     metadata, status = item["metadata"], item.get("status") or {}
-    conditions, labels = status.get("conditions") or [], metadata.get("labels") or {}
+    labels = metadata.get("labels") or {}
     return Job(
         uid=metadata["uid"],
         age_seconds=now - seconds(metadata["creationTimestamp"]),
-        conditions=frozenset(c["type"] for c in conditions if c["status"] == "True"),
-        suspended=bool(item["spec"].get("runPolicy", {}).get("suspend")),
+        conditions=kind.conditions(item),
+        suspended=kind.is_suspended(item),
         has_queue=QUEUE_LABEL in labels,
-        has_status=bool(conditions),
+        has_status=bool(status.get("conditions")),
         terminating="deletionTimestamp" in metadata,
         suspended_by_user=SUSPENDED_ANNOTATION in (metadata.get("annotations") or {}),
         task=labels.get(TASK_LABEL, ""),
-        num_workers=item["spec"].get("pytorchReplicaSpecs", {}).get("Worker", {}).get("replicas", 1),
+        num_pods=sum(kind.replicas(item).values()),
+        operator=kind.operator,
     )
 
 

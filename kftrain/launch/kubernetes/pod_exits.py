@@ -64,8 +64,8 @@ class PodExits:
     def last(self) -> list[Pod]:
         """Of each worker only the last one: how the last attempt ended."""
         found = self.bad()
-        uids = {pod.index: pod.uid for pod in found}
-        return [pod for pod in found if uids[pod.index] == pod.uid]
+        uids = {pod.place: pod.uid for pod in found}
+        return [pod for pod in found if uids[pod.place] == pod.uid]
 
 
 class PodBudget:
@@ -131,8 +131,8 @@ class PodBudget:
         before, disrupted = self._budget, any(pod.disruption or _met_outage(pod) for pod in ended)
         self._budget = before.after(now, [self._end_of(pod, disrupted) for pod in news])
         if self._budget.step > before.step:  # the same attempt's other pods are still to end: that does not count
-            replaced = {pod.index for pod in news}
-            self._counted.update(pod.uid for pod in pods if pod.index not in replaced)
+            replaced = {pod.place for pod in news}
+            self._counted.update(pod.uid for pod in pods if pod.place not in replaced)
         return self._budget.num_failed if self._budget.is_spent else 0
 
     def has_claim(self) -> bool:
@@ -147,7 +147,7 @@ class PodBudget:
         """
         disturbed = disrupted or pod.uid in self._blind
         is_excused = bool(pod.disruption) or (disturbed and pod.exit_code in CONSEQUENCES)
-        return WorkerEnd(pod.index, pod.exit_code, is_excused)
+        return WorkerEnd(pod.place, pod.exit_code, is_excused)
 
 
 def _met_outage(pod: Pod) -> bool:

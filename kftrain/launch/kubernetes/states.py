@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED
 from kftrain.launch.kubernetes.observation import Event, Job, Observation, Pod, Workload
 from kftrain.run.advice import FailureClass
 
@@ -109,11 +110,11 @@ def assess(seen: Observation) -> Assessment:
     job = seen.job
     if job is None or job.terminating:
         return Assessment(State.GONE)
-    if "Failed" in job.conditions:
+    if FAILED in job.conditions:
         return Assessment(State.FAILED)
-    if "Succeeded" in job.conditions:
+    if SUCCEEDED in job.conditions:
         return Assessment(State.SUCCEEDED)
-    if job.suspended or "Suspended" in job.conditions:
+    if job.suspended or SUSPENDED in job.conditions:
         return _suspended(job, seen)
     reasons = (*_creation_reasons(job, seen), *_pod_reasons(seen), *_ending_reasons(job, seen))
     return Assessment(_pods_state(job, seen), reasons)
@@ -123,7 +124,7 @@ def _suspended(job: Job, seen: Observation) -> Assessment:
     if any(pod.terminating and pod.running and not _is_stuck(pod, seen.lost_nodes) for pod in seen.pods):
         return Assessment(State.COMMITTING)
     if job.suspended_by_user or not job.has_queue:
-        return Assessment(State.QUEUED, (Reason("suspended: kftrain resume lets it go on", FailureClass.QUOTA),))
+        return Assessment(State.QUEUED, (Reason("suspended: kftrain unsuspend lets it go on", FailureClass.QUOTA),))
     if seen.workload is not None and seen.workload.admitted:
         return Assessment(State.ADMITTED)
     if seen.workload is None and seen.sees_workloads and job.age_seconds > UNSEEN_SECONDS:
@@ -159,7 +160,7 @@ def _pods_state(job: Job, seen: Observation) -> State:
     stuck = [pod for pod in pods if pod.terminating and _is_stuck(pod, seen.lost_nodes)]
     if any(pod.terminating and pod not in stuck for pod in pods) or 0 < seen.target_step <= seen.step:
         return State.COMMITTING
-    if len(seen.pods) < job.num_workers or stuck or any(not pod.node for pod in pods):
+    if len(seen.pods) < job.num_pods or stuck or any(not pod.node for pod in pods):
         return State.SCHEDULING
     if any(not pod.running for pod in pods):
         return State.PULLING
@@ -172,23 +173,23 @@ def _pods_state(job: Job, seen: Observation) -> State:
 
 def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Why the operator has not created all pods; a job without any has no status, for ever."""
-    if len(seen.pods) >= job.num_workers:
+    if len(seen.pods) >= job.num_pods:
         return []
     failed = [event for event in seen.events if event.uid == job.uid and event.reason in CREATE_EVENTS]
     if failed:
         kind = FailureClass.QUOTA if "exceeded quota" in failed[-1].message else FailureClass.CONFIG
         return [Reason(f"{failed[-1].reason}: {failed[-1].message}", kind)]
     if not job.has_status and job.age_seconds > SILENT_SECONDS:
-        text = f"the training operator has not looked at it for {SILENT_SECONDS:.0f} s: is it running?"
+        text = f"the {job.operator} has not looked at it for {SILENT_SECONDS:.0f} s: is it running?"
         return [Reason(text, FailureClass.OPERATOR)]
     return []
 
 
 def _ending_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Why a job does not end though all its pods have: its conditions are the operator's to set."""
-    if len(seen.pods) < job.num_workers or any(pod.ended_seconds < SILENT_SECONDS for pod in seen.pods):
+    if len(seen.pods) < job.num_pods or any(pod.ended_seconds < SILENT_SECONDS for pod in seen.pods):
         return []
-    text = "all its pods have ended, and the training operator has not noticed: is it running?"
+    text = f"all its pods have ended, and the {job.operator} has not noticed: is it running?"
     return [Reason(text, FailureClass.OPERATOR)]
 
 

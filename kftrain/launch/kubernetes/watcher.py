@@ -11,15 +11,15 @@ from kftrain.config import Config
 from kftrain.errors import FencedError
 from kftrain.launch.kubernetes import diagnosis, observation, states
 from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
-from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.clock import STARTING, Clock, Limits
 from kftrain.launch.kubernetes.failures import JobFailedError, lacked_storage
+from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.lease import Lease
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation, Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
 from kftrain.launch.kubernetes.states import Assessment, State
-from kftrain.launch.spec import JobSpec
+from kftrain.launch.spec import WORKER, JobSpec
 from kftrain.progress import to_log
 from kftrain.run import documents
 from kftrain.run.advice import FailureClass
@@ -40,7 +40,7 @@ NOTICE_SECONDS = 60.0
 class Watcher:
     """One job of this launcher, from its creation or adoption on."""
 
-    def __init__(self, cluster: Cluster, config: Config, spec: JobSpec, hold: Lease, wake: threading.Event) -> None:
+    def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, hold: Lease, wake: threading.Event) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
         self._config = config
         self._cluster, self._spec, self._paths, self._hold = cluster, spec, paths, hold
@@ -48,7 +48,7 @@ class Watcher:
         self._limits = Limits(
             settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
         )
-        self._logs = Logs(cluster, spec.nodes)
+        self._logs = Logs(cluster, spec.num_pods)
         self._endings, self._wake = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS), wake
         self._budget, self._claimed_by = PodBudget(config.launch.max_restarts_without_progress, paths), -1
         self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
@@ -99,15 +99,16 @@ class Watcher:
         error = None
         with best_effort("the workers' error could not be read"):
             error = documents.read_error(self._paths.error)
-        tails = {index: self._logs.tail(index) for index in range(self._spec.nodes)}
-        return diagnosis.diagnose(self._spec.task, error, self._endings.last(), tails)
+        return diagnosis.diagnose(self._spec.task, error, self._endings.last(), self._logs.tails())
 
     def _observe(self) -> Observation:
         now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
-        job = observation.parse_job(item, now) if item and item["metadata"]["uid"] == self._hold.uid else None
+        kind = self._cluster.kind
+        job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._hold.uid else None
         self._is_fenced = item is not None and self._hold.is_lost(item)
-        pods = sorted(observation.parse_workers(self._cluster.list_pods(self._name), now), key=lambda pod: pod.index)
+        pods = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
+        pods.sort(key=lambda pod: (pod.role != WORKER, pod.role, pod.index))
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
         raw = self._cluster.find_workload(self._hold.uid) if job and job.has_queue and job.suspended else None
@@ -129,7 +130,7 @@ class Watcher:
         if time.monotonic() - self._explained_at < EXPLAIN_SECONDS:
             return
         self._explained_at = time.monotonic()
-        waits = len(pods) < self._spec.nodes or any(not pod.has_log for pod in pods)
+        waits = len(pods) < self._spec.num_pods or any(not pod.has_log for pod in pods)
         self._events = [observation.parse_event(e) for e in self._cluster.list_warnings()] if waits else ()
         doubtful = {pod.node for pod in pods if pod.node and (pod.overdue_seconds or (pod.running and not pod.ready))}
         nodes = ((name, self._cluster.read_node(name)) for name in sorted(doubtful))
@@ -174,7 +175,7 @@ class Watcher:
         if not exceeded or (assessment.state in STARTING and self._is_excused(assessment, seen)):
             return
         first = next(iter(assessment.reasons), None)
-        running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.nodes} workers run" if seen.pods else ""
+        running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.num_pods} workers run" if seen.pods else ""
         text = f"{assessment.state.value} for longer than {exceeded}{running}"
         if first is not None:
             raise self._failed(f"{text}: {first.text}", first.failure_class)
@@ -229,8 +230,7 @@ class Watcher:
             for item in self._cluster.watch_pods(self._name):
                 if self._closed.is_set():
                     return
-                if observation.is_worker(item) and self._endings.note(
-                    observation.parse_pod(item, time.time()), time.monotonic()
-                ):
-                    self._wake.set()
+                for pod in observation.parse_pods([item], time.time(), self._cluster.kind):
+                    if self._endings.note(pod, time.monotonic()):
+                        self._wake.set()
             self._closed.wait(WATCH_PAUSE_SECONDS)

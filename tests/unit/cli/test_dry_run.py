@@ -8,7 +8,7 @@ import yaml
 from helpers.documents import opened_run
 
 from kftrain import cli, config
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, evaluate_job, train_job
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
@@ -72,7 +72,7 @@ def test_the_jobs_of_a_run_that_does_not_exist_are_those_that_the_launcher_would
     resolved = config.parse(CLUSTER)
     paths = RunPaths.of("memory://bucket/root", "lm-dry-run")
     specs = [train_job(paths, resolved, ""), evaluate_job(paths, resolved, "metrics.json")]
-    assert list(yaml.safe_load_all(out)) == [pytorchjob.build(spec, resolved) for spec in specs]
+    assert list(yaml.safe_load_all(out)) == [KIND.build(spec, resolved) for spec in specs]
     assert "# train: 2 x 4 processes\n" in out and MLFLOW_RUN_ID_ENV in out
     assert not everything_in(here)
 
@@ -93,7 +93,7 @@ def test_a_local_job_is_shown_as_the_command_of_its_worker(call, here):
     resolved = resolve.anchored(config.parse(LOCAL), here)
     paths = RunPaths.of(resolved.run.storage_root, "lm-dry-run")
     specs = [train_job(paths, resolved, ""), evaluate_job(paths, resolved, "m")]
-    assert commands == [["kftrain", *spec.worker_arguments()] for spec in specs]
+    assert commands == [["kftrain", *spec.workers.arguments] for spec in specs]
 
 
 def test_a_run_that_exists_is_only_read_and_keeps_its_mlflow_run(call, here):
@@ -112,7 +112,7 @@ def test_the_job_of_a_run_that_exists_is_the_very_one_that_the_launcher_builds(c
     text = CLUSTER.replace("memory://bucket/root", "store").replace("kubernetes: {", f"kubernetes: {{{mounted}, ")
     resolved, paths = saved_run(here, text)
     _, out, _ = call("train", paths.uri, "--dry-run")
-    assert yaml.safe_load(out) == pytorchjob.build(train_job(paths, resolved, "m-7"), resolved)
+    assert yaml.safe_load(out) == KIND.build(train_job(paths, resolved, "m-7"), resolved)
 
 
 def test_a_resumed_run_is_shown_under_its_own_name(call, here):

@@ -9,9 +9,10 @@ from helpers.documents import digits_config, opened_run
 
 import kftrain.cli
 from kftrain import progress, registry, storage
-from kftrain.cli import cli, jobs, shards
+from kftrain.cli import cli, shards
 from kftrain.data.shards import manifest
-from kftrain.launch.kubernetes import control
+from kftrain.launch.base import JobStatus
+from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.registry import AuditFinding, ComparedVersion
 from kftrain.run.documents import Interval
 from kftrain.stages import failure
@@ -55,9 +56,8 @@ def test_runs_and_status_of_a_run_here(tmp_path):
 
 
 def test_status_of_jobs(monkeypatch):
-    job = control.JobStatus(**dict.fromkeys(control.JobStatus.__dataclass_fields__, HOSTILE) | {"age_seconds": 1.0})
-    monkeypatch.setattr(jobs, "_cluster", lambda namespace: None)
-    monkeypatch.setattr(control, "status", lambda *arguments: [job])
+    job = JobStatus(**dict.fromkeys(JobStatus.__dataclass_fields__, HOSTILE) | {"age_seconds": 1.0})
+    monkeypatch.setattr(ClusterJobs, "describe", lambda self, run: [job])
     assert_harmless(invoke("status"))
 
 

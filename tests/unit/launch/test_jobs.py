@@ -29,7 +29,7 @@ class ScriptedLauncher:
         start_step, error = self.script.pop(0)
         if start_step:  # the attempt before has committed it
             publish_commit(self.paths, start_step)
-        attempts.claim(self.paths, start_step, job.world_size)
+        attempts.claim(self.paths, start_step, job.workers.num_processes)
         if error is None:
             return 0
         storage.publish_json(self.paths.error, error.to_dict())
@@ -200,8 +200,8 @@ def test_a_job_is_plain_data(paths, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     job = spec.train_job(paths, RESOLVED, "mlflow-run")
     expected = f"worker --task train --run-uri {paths.uri} --digest {RESOLVED.digest()} --processes 2 --nodes 1"
-    assert job.worker_arguments() == expected.split()
-    assert job.world_size == 2
+    assert list(job.workers.arguments) == expected.split()
+    assert job.workers.num_processes == 2
     assert job.environment == {spec.MLFLOW_RUN_ID_ENV: "mlflow-run"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert spec.processes_per_node(RESOLVED) == 3

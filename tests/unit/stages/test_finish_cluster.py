@@ -9,12 +9,14 @@ from helpers.kube_namespace import NAME
 from kftrain import config, storage, tracking
 from kftrain.errors import DataError
 from kftrain.launch import spec
-from kftrain.launch.kubernetes import client, ownership
+from kftrain.launch.base import build_launcher
+from kftrain.launch.kubernetes import cleanup, client, labels, ownership
 from kftrain.launch.kubernetes import workflow as workflow_module
-from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.job_client import JobClient
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
+from kftrain.launch.kubernetes.launcher import ClusterLauncher
 from kftrain.run.paths import RunPaths
-from kftrain.stages import cleanup, failure, resolve, tracked
+from kftrain.stages import failure, resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 
 ON_CLUSTER = (
@@ -25,7 +27,7 @@ ON_CLUSTER = (
 )
 JOB_ID, RUN = "8f11", "tiny-8f11"
 JOB = f"{RUN}-train"
-KFP_LABEL = pytorchjob.KFP_RUN_LABEL
+KFP_LABEL = labels.KFP_RUN_LABEL
 
 
 @pytest.fixture
@@ -67,9 +69,7 @@ def start_job(namespace, tmp_path):
     def start(*overrides, kfp_run_id="", owner=None):
         resolved, paths = config_of(tmp_path, *overrides), RunPaths.of(str(tmp_path), RUN)
         resolve.keep(resolve.OpenedRun(resolved, paths), kfp_run_id or JOB_ID)
-        namespace.create(
-            "pytorchjobs", pytorchjob.build(spec.train_job(paths, resolved, ""), resolved, kfp_run_id, owner)
-        )
+        namespace.create("pytorchjobs", KIND.build(spec.train_job(paths, resolved, ""), resolved, kfp_run_id, owner))
         return paths
 
     return start
@@ -77,15 +77,15 @@ def start_job(namespace, tmp_path):
 
 def test_the_exit_handler_deletes_the_job_that_bears_the_id_of_its_pipeline_run(start_job, namespace, tmp_path):
     paths = start_job(kfp_run_id=JOB_ID)
-    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+    assert build_launcher(config_of(tmp_path)).clean(paths, JOB_ID) == [f"job {JOB}"]
     assert namespace.jobs() == []
 
 
 def test_the_job_of_another_pipeline_run_on_the_same_run_goes_on(start_job, namespace, tmp_path):
     """That one was refused, and has ended with its exit handler."""
     paths = start_job(kfp_run_id="kfp-a")
-    assert cleanup.clean_up(config_of(tmp_path), paths, "kfp-b") == []
-    assert cleanup.clean_up(config_of(tmp_path), paths) == []
+    assert build_launcher(config_of(tmp_path)).clean(paths, "kfp-b") == []
+    assert build_launcher(config_of(tmp_path)).clean(paths, "") == []
     assert namespace.jobs() == [JOB]
 
 
@@ -93,23 +93,23 @@ def test_the_exit_handler_deletes_the_job_of_its_own_workflow_whatever_the_label
     start_job, own_workflow, namespace, tmp_path
 ):
     paths = start_job(kfp_run_id="another", owner=own_workflow)
-    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+    assert build_launcher(config_of(tmp_path)).clean(paths, JOB_ID) == [f"job {JOB}"]
     assert namespace.jobs() == []
 
 
 def test_the_job_of_another_workflow_goes_on_even_without_a_label(start_job, own_workflow, namespace, tmp_path):
     paths = start_job(owner=pipeline_step.workflow(namespace, "other"))
     assert KFP_LABEL not in namespace.get("pytorchjobs", JOB)["metadata"]["labels"]
-    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == []
+    assert build_launcher(config_of(tmp_path)).clean(paths, JOB_ID) == []
     assert namespace.jobs() == [JOB]
 
 
 def test_a_job_of_no_pipeline_run_is_ours_where_it_has_our_configuration(start_job, namespace, tmp_path):
     """It is that of a launcher on a laptop, or in another namespace than the job."""
     paths = start_job()
-    assert cleanup.clean_up(config_of(tmp_path, "launch.nodes=4"), paths, JOB_ID) == []
+    assert build_launcher(config_of(tmp_path, "launch.nodes=4")).clean(paths, JOB_ID) == []
     assert namespace.jobs() == [JOB]
-    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == [f"job {JOB}"]
+    assert build_launcher(config_of(tmp_path)).clean(paths, JOB_ID) == [f"job {JOB}"]
 
 
 def test_a_pipeline_run_that_was_refused_leaves_the_job_that_it_could_not_join(start_job, namespace, tmp_path):
@@ -184,15 +184,15 @@ def test_a_fenced_pipeline_run_leaves_a_job_that_says_nothing_of_a_pipeline_run(
 def test_a_job_that_another_launcher_adopts_while_it_is_being_deleted_goes_on(
     start_job, namespace, tmp_path, monkeypatch
 ):
-    paths, delete = start_job(kfp_run_id=JOB_ID), Cluster.delete_job
+    paths, delete = start_job(kfp_run_id=JOB_ID), JobClient.delete_job
 
     def be_slow(self, *arguments):
-        monkeypatch.setattr(Cluster, "delete_job", delete)
+        monkeypatch.setattr(JobClient, "delete_job", delete)
         namespace.patch("pytorchjobs", JOB, {"metadata": {"labels": {KFP_LABEL: "kfp-b"}}})
         delete(self, *arguments)
 
-    monkeypatch.setattr(Cluster, "delete_job", be_slow)
-    assert cleanup.clean_up(config_of(tmp_path), paths, JOB_ID) == []
+    monkeypatch.setattr(JobClient, "delete_job", be_slow)
+    assert build_launcher(config_of(tmp_path)).clean(paths, JOB_ID) == []
     assert namespace.jobs() == [JOB]
 
 
@@ -268,7 +268,7 @@ def test_the_failure_report_is_there_before_the_clean_up_begins(start_job, tmp_p
         raise KeyboardInterrupt
 
     paths = start_job(kfp_run_id=JOB_ID)
-    monkeypatch.setattr(cleanup, "clean_up", be_killed)
+    monkeypatch.setattr(ClusterLauncher, "clean", be_killed)
     with pytest.raises(KeyboardInterrupt):
         finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", [].append)
     assert storage.exists(storage.join(paths.uri, FAILURE_REPORT))

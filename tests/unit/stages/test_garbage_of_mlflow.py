@@ -5,11 +5,11 @@ import pytest
 from click.testing import CliRunner
 from helpers.api_server import ApiServer
 from helpers.kube_namespace import NAME
+from helpers.launching import job_client
 
 from kftrain import config, tracking
 from kftrain.cli.jobs import gc_command
 from kftrain.launch.kubernetes import client
-from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.workflow import PLACE_TAG, RUN_TAG, URL_TAG, WORKFLOW_TAG, place_of
 from kftrain.stages import garbage
 from kftrain.tracking import DatasetLineage
@@ -36,7 +36,7 @@ def start(server, uri):
     """Starts the MLflow run of a training that a Workflow works on; returns its id."""
 
     def call(name, workflow="flow", place=None):
-        place = place_of(Cluster()) if place is None else place
+        place = place_of(job_client()) if place is None else place
         tags = {RUN_TAG: "0b1c-2d3e", URL_TAG: "", WORKFLOW_TAG: workflow, PLACE_TAG: place}
         return tracking.start_run(config.parse("", [f"tracking.uri={uri}"]), name, LINEAGE, tags)
 
@@ -63,24 +63,24 @@ def test_the_mlflow_run_of_a_deleted_pipeline_run_is_ended(server, start, uri):
 def test_that_of_a_pipeline_run_that_is_there_is_ended_once_it_is_over(phase, ended, server, start, uri):
     server.namespace.create("workflows", {"metadata": {"name": "flow"}, "status": {"phase": phase}})
     start("r-1")
-    assert [orphan.run_id for orphan in garbage.close_orphans(Cluster(), uri)] == (["r-1"] if ended else [])
+    assert [orphan.run_id for orphan in garbage.close_orphans([job_client()], uri)] == (["r-1"] if ended else [])
 
 
 def test_that_of_a_run_with_a_job_goes_on(server, start, uri):
     start("r-1")
     job = {"metadata": {"name": "r-1-train", "labels": {"kftrain.io/run": "r-1"}}}
     server.namespace.create("pytorchjobs", job)
-    assert garbage.close_orphans(Cluster(), uri) == []
+    assert garbage.close_orphans([job_client()], uri) == []
 
 
 def test_who_may_not_read_workflows_ends_nothing(server, start, uri):
     server.fail("GET", "/workflows/", 403, times=float("inf"))
     start("r-1")
-    assert garbage.close_orphans(Cluster(), uri) == []
+    assert garbage.close_orphans([job_client()], uri) == []
 
 
 def test_a_run_that_goes_on_on_a_laptop_is_no_pipeline_runs_any_more(server, start, uri):
     start("r-1")
     empty = dict.fromkeys((RUN_TAG, URL_TAG, WORKFLOW_TAG, PLACE_TAG), "")
     tracking.start_run(config.parse("", [f"tracking.uri={uri}"]), "r-1", LINEAGE, empty)
-    assert garbage.close_orphans(Cluster(), uri) == []
+    assert garbage.close_orphans([job_client()], uri) == []

@@ -6,14 +6,13 @@ import sys
 import threading
 
 import pytest
-from helpers.launching import JOB, WORKERS, wait_until
+from helpers.launching import JOB, WORKERS, cluster_jobs, wait_until
 
 from kftrain import cli
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import control
 from kftrain.launch.kubernetes.annotations import SUSPENDED_ANNOTATION
-from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 
 
 def kftrain(*arguments, code=0):
@@ -31,7 +30,7 @@ def job(namespace, make_job, fast, monkeypatch):
 
     def create(**settings):
         resolved, spec = make_job(**settings)
-        namespace.create("pytorchjobs", pytorchjob.build(spec, resolved))
+        namespace.create("pytorchjobs", KIND.build(spec, resolved))
 
     return create
 
@@ -66,7 +65,7 @@ def test_logs_are_shown_whole(job, namespace, follow):
     namespace.write(WORKERS[1], *lines)
     namespace.finish(JOB)
     found = []
-    control.print_logs(Cluster(), "r", "train", follow, found.append)
+    cluster_jobs().logs("r", "train", follow, found.append)
     assert found == [f"worker-1: {line}" for line in lines]
     assert namespace.jobs() == [JOB]
 
@@ -78,8 +77,8 @@ def followed(job, namespace):
     namespace.run_pods(JOB)
     namespace.write(WORKERS[0], "first")
     found = []
-    arguments = (Cluster(), "r", "train", True, found.append)
-    thread = threading.Thread(target=control.print_logs, args=arguments, daemon=True)
+    arguments = ("r", "train", True, found.append)
+    thread = threading.Thread(target=cluster_jobs().logs, args=arguments, daemon=True)
     thread.start()
     wait_until(lambda: found == ["worker-0: first"])
     return found, thread
@@ -115,7 +114,7 @@ def test_following_the_logs_ends_where_nobody_reads_them(job, namespace):
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        control.print_logs(Cluster(), "r", "train", True, write)
+        cluster_jobs().logs("r", "train", True, write)
 
 
 @pytest.mark.parametrize("command", ["cancel", "suspend", "resume", "logs"])
@@ -133,7 +132,7 @@ def test_an_empty_name_is_not_every_run(job, namespace, capsys, command, run):
 def test_the_functions_behind_the_commands_want_a_run_too(job, namespace):
     job()
     with pytest.raises(AssertionError):
-        control.cancel(Cluster(), "")
+        cluster_jobs().cancel("")
     assert namespace.jobs() == [JOB]
 
 
@@ -153,7 +152,7 @@ def test_cancel_deletes_the_job_and_waits_for_its_pods(training, namespace):
 
 def test_suspend_takes_the_pods_and_resume_brings_them_back(training, namespace):
     assert kftrain("suspend", "r").strip() == f"suspended {JOB}"
-    training.wait_for("Queued: suspended: kftrain resume lets it go on")
+    training.wait_for("Queued: suspended: kftrain unsuspend lets it go on")
     assert (
         namespace.pods() == [] and SUSPENDED_ANNOTATION in namespace.get("pytorchjobs", JOB)["metadata"]["annotations"]
     )
@@ -189,7 +188,7 @@ def test_a_queued_job_is_suspended_through_its_workload(launch, namespace):
     kftrain("suspend", "r")
     (workload,) = namespace.objects["workloads"].values()
     assert workload["spec"]["active"] is False, "by its Workload, since Kueue undoes anything else"
-    one.wait_for("suspended: kftrain resume lets it go on")
+    one.wait_for("suspended: kftrain unsuspend lets it go on")
     kftrain("resume", "r")
     assert workload["spec"]["active"] is True
     one.launcher.interrupted = True
@@ -204,10 +203,10 @@ def test_a_workload_is_never_inactive_without_a_note_that_a_person_did_it(job, n
     """A launcher that looks in between would take it for Kueue's own doing, and delete the job."""
     job(queue="research")
     namespace.queue(JOB)
-    control.suspend(Cluster(), "r")
+    cluster_jobs().suspend("r")
     assert changes(server) == ["pytorchjobs", "workloads"]
     server.requests.clear()
-    control.resume(Cluster(), "r")
+    cluster_jobs().unsuspend("r")
     assert changes(server) == ["workloads", "pytorchjobs"]
     (workload,) = namespace.objects["workloads"].values()
     assert workload["spec"]["active"] is True
@@ -216,6 +215,6 @@ def test_a_workload_is_never_inactive_without_a_note_that_a_person_did_it(job, n
 
 def test_a_job_without_a_queue_is_suspended_and_noted_at_once(job, server):
     job()
-    control.suspend(Cluster(), "r")
-    control.resume(Cluster(), "r")
+    cluster_jobs().suspend("r")
+    cluster_jobs().unsuspend("r")
     assert changes(server) == ["pytorchjobs", "pytorchjobs"]

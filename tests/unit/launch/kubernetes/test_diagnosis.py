@@ -12,7 +12,7 @@ from kftrain.launch.kubernetes.failures import JobFailedError
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.run.advice import CLASS_OF_CODE, FailureClass, remedy
 
-TAILS = {0: ["first worker"], 1: ["second worker"]}
+TAILS = {"worker-0": ["first worker"], "worker-1": ["second worker"]}
 
 
 def ended(index=0, code=1, **known):
@@ -69,7 +69,7 @@ def test_a_storage_that_is_away_is_no_lost_peer():
 
 def test_only_the_last_lines_are_kept():
     lines = [str(number) for number in range(100)]
-    summary = diagnose("train", None, [ended()], {0: lines})
+    summary = diagnose("train", None, [ended()], {"worker-0": lines})
     assert summary.last_lines == lines[-diagnosis.SHOWN_LINES :]
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kftrain.launch.kubernetes import observation
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.lease import any_pods
-from kftrain.launch.kubernetes.observation import INDEX_LABEL
 
 CREATED = "2026-11-21T10:00:00Z"
 
@@ -14,6 +14,8 @@ def pod(name, labels):
 
 
 class FakeCluster:
+    kind = KIND
+
     def __init__(self, *pods):
         self.pods = pods
 
@@ -26,16 +28,16 @@ class FakeCluster:
 
 @pytest.mark.parametrize("label", ["first", "", "-1", "1.5", "\u0661", "9" * 20, "0x1", " 1"])
 def test_a_foreign_pods_label_is_no_traceback(label):
-    own, foreign = pod("w-1", {INDEX_LABEL: "1"}), pod("debug", {INDEX_LABEL: label})
-    assert [(found.name, found.index) for found in observation.parse_workers([own, foreign], 0.0)] == [("w-1", 1)]
+    own, foreign = pod("w-1", {KIND.index_label: "1"}), pod("debug", {KIND.index_label: label})
+    assert [(found.name, found.index) for found in observation.parse_pods([own, foreign], 0.0, KIND)] == [("w-1", 1)]
     assert any_pods(FakeCluster(own, foreign), "j") and not any_pods(FakeCluster(foreign), "j")
 
 
 def test_a_pod_without_labels_is_read():
-    assert [found.index for found in observation.parse_workers([pod("w", None)], 0.0)] == [0]
+    assert [found.index for found in observation.parse_pods([pod("w", None)], 0.0, KIND)] == [0]
 
 
 def test_a_job_of_somebody_else_is_read():
     item = {"metadata": {"uid": "u", "creationTimestamp": CREATED, "labels": None, "annotations": None}, "spec": {}}
-    found = observation.parse_job(item, 0.0)
-    assert (found.task, found.suspended_by_user, found.num_workers) == ("", False, 1)
+    found = observation.parse_job(item, 0.0, KIND)
+    assert (found.task, found.suspended_by_user, found.num_pods) == ("", False, 1)

@@ -8,22 +8,22 @@ import time
 import pytest
 from helpers.documents import completion_of, publish_export
 from helpers.kube_namespace import NAME
-from helpers.launching import JOB, WORKERS, wait_until
+from helpers.launching import JOB, WORKERS, cluster_jobs, job_client, wait_until
 
 from kftrain import storage
 from kftrain.errors import ConfigError, FencedError, LaunchError
-from kftrain.launch.kubernetes import client, control, launcher, lease, logs, retry
+from kftrain.launch.base import build_launcher
+from kftrain.launch.kubernetes import client, launcher, lease, logs, retry
 from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.kinds import pytorchjob
-from kftrain.launch.kubernetes.launcher import ClusterLauncher
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.run import attempts
 
 
 def create(namespace, make_job, **metadata):
     """The job as an earlier launcher has left it; returns its uid."""
     resolved, training = make_job()
-    document = pytorchjob.build(training, resolved)
+    document = KIND.build(training, resolved)
     document["metadata"] |= metadata
     return namespace.create("pytorchjobs", document)["metadata"]["uid"]
 
@@ -269,7 +269,7 @@ def test_sigterm_deletes_the_job(server, fast, make_job, namespace):
 
     thread = threading.Thread(target=terminate)
     thread.start()
-    launcher = ClusterLauncher(resolved)
+    launcher = build_launcher(resolved)
     assert launcher.run(training) == 143
     thread.join()
     assert launcher.interrupted and signal.getsignal(signal.SIGTERM) is before
@@ -284,8 +284,8 @@ class Poisoned:
 
 
 def test_the_signal_handler_takes_no_lock(server, make_job):
-    launcher = ClusterLauncher(make_job()[0])
-    launcher._wake = launcher._cluster = Poisoned()
+    launcher = build_launcher(make_job()[0])
+    launcher._wake = launcher.clusters = Poisoned()
     launcher._on_signal(signal.SIGTERM, None)
     assert launcher.interrupted
 
@@ -327,7 +327,7 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
 
 def test_in_a_hurry_nothing_is_asked_that_only_explains(server, fast):
     """Each answer might take as long as a call may: together longer than there is time."""
-    one = Cluster()
+    one = job_client()
     one.patience.hurried = lambda: True
     one.annotate_job(JOB, {})
     assert (one.list_warnings(), one.read_node("n"), one.find_workload("u")) == ([], None, None)
@@ -339,7 +339,7 @@ def test_a_launcher_whose_work_fails_for_another_reason_deletes_the_job_too(laun
     def broken(*arguments):
         raise OSError("storage is gone")
 
-    monkeypatch.setattr(launcher, "Follower", broken)
+    monkeypatch.setattr(launcher, "Watcher", broken)
     with pytest.raises(OSError, match="storage is gone"):
         launch().finish()
     assert namespace.created == [JOB]
@@ -351,12 +351,12 @@ def test_a_launcher_whose_work_fails_for_another_reason_deletes_the_job_too(laun
 def test_fault_60_a_person_suspends_and_resumes_it(training, server, namespace):
     """Waiting as long as it takes: that is no start that takes too long, and no failure of its pods."""
     namespace.holds_pods = True
-    control.suspend(Cluster(), "r")
+    cluster_jobs().suspend("r")
     training.wait_for("Committing")
     namespace.release_pods()
     namespace.holds_pods = False
-    training.wait_for("Queued: suspended: kftrain resume lets it go on")
-    control.resume(Cluster(), "r")
+    training.wait_for("Queued: suspended: kftrain unsuspend lets it go on")
+    cluster_jobs().unsuspend("r")
     namespace.condition(JOB, "Suspended", "False")
     namespace.run_pods(JOB)
     namespace.step(JOB, 2, 20)

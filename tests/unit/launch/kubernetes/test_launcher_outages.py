@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from helpers.api_server import LOST, RESET, kubeconfig
-from helpers.launching import JOB, WORKERS, wait_until
+from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import client, retry, watcher
-from kftrain.launch.kubernetes.client import Cluster
 
 AWAY, BACK = "the API server does not answer (", "the API server answers again"
 
@@ -110,7 +109,7 @@ def test_what_is_refused_for_good_is_an_error_at_once(launch, server, namespace)
 
 def test_credentials_that_were_accepted_before_are_tried_again(server, fast, namespace):
     """A token that is replaced at that moment, or an authenticator that is away."""
-    cluster = Cluster()
+    cluster = job_client()
     server.fail("GET", "/pytorchjobs", 401)
     with pytest.raises(LaunchError, match="401 Unauthorized"):
         cluster.read_job("x")
@@ -122,7 +121,7 @@ def test_credentials_that_were_accepted_before_are_tried_again(server, fast, nam
 
 def test_a_right_that_was_there_before_is_missed_for_a_minute(server, fast, namespace, monkeypatch):
     monkeypatch.setattr(retry, "FORBIDDEN_SECONDS", 0.5)
-    cluster = Cluster()
+    cluster = job_client()
     server.fail("GET", "/pods", 403)
     with pytest.raises(LaunchError, match="403 Forbidden"):
         cluster.list_pods("x")
@@ -149,7 +148,7 @@ def test_a_stream_that_was_allowed_before_is_asked_again(training, server, names
 
 def test_a_right_that_is_withdrawn_for_good_costs_one_request_and_later_none(server, fast, namespace, monkeypatch):
     warnings = []
-    cluster = Cluster(warn=warnings.append)
+    cluster = job_client(warn=warnings.append)
     assert cluster.list_warnings() == [] and not warnings
     server.fail("GET", "/events", 403, times=float("inf"))
     asked = len(server.requests)
@@ -188,7 +187,7 @@ def test_handshakes_that_break_are_ridden_out(torn_handshakes, fast, monkeypatch
     """So it looks when an API server is restarted behind a load balancer that goes on to accept connections."""
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.5)
     with pytest.raises(LaunchError, match=r"did not answer for [01] s: 0 .*SSL"):
-        Cluster().read_job("x")
+        job_client().read_job("x")
     assert len(torn_handshakes) > 2
 
 
@@ -197,7 +196,7 @@ def test_a_server_that_speaks_no_tls_is_an_error_at_once(server, fast, monkeypat
     path.write_text(Path(os.environ["KUBECONFIG"]).read_text().replace("http://", "https://"))
     monkeypatch.setenv("KUBECONFIG", str(path))
     with pytest.raises(LaunchError, match="the job cannot be read: 0 SSLError"):
-        Cluster().read_job("x")
+        job_client().read_job("x")
 
 
 def test_the_lost_answer_of_a_creation_makes_no_second_job(launch, server, namespace):
@@ -237,12 +236,12 @@ def test_a_server_that_asks_to_wait_is_asked_again_when_it_said(server, fast, mo
     monkeypatch.setattr(retry.RetryPolicy, "_sleep", lambda self, seconds: slept.append(seconds))
     server.fail("GET", "/pytorchjobs", 429, Retry_After="1")
     server.fail("GET", "/pytorchjobs", 429, Retry_After="20")
-    assert Cluster().read_job("x") is None
+    assert job_client().read_job("x") is None
     assert slept == [1.0, 1.5]
     assert len(server.requests) == 3
 
 
 def test_a_broken_connection_is_not_tried_again_behind_our_back(server, fast):
     server.fail("GET", "/pytorchjobs", RESET, times=2)
-    assert Cluster().read_job("x") is None
+    assert job_client().read_job("x") is None
     assert len(server.requests) == 3

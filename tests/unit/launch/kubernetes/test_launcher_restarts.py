@@ -18,7 +18,7 @@ from kftrain.errors import (
 )
 from kftrain.launch import run_training
 from kftrain.launch.kubernetes import pod_exits, watcher
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits, is_at_work
 from kftrain.outages import UNREACHABLE
@@ -167,7 +167,7 @@ def adopt(launch, namespace, make_job):
         resolved, training = make_job(**settings)
         document = claim(time.time() - age_seconds, attempt=1)
         storage.create_json(RunPaths(training.run_uri).attempt(1), document.to_dict())
-        namespace.create("pytorchjobs", pytorchjob.build(training, resolved))
+        namespace.create("pytorchjobs", KIND.build(training, resolved))
         namespace.run_pods(JOB)
         return launch(**settings)
 

@@ -2,15 +2,15 @@
 
 import pytest
 from helpers.api_server import LOST
-from helpers.launching import JOB, WORKERS, wait_until
+from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain import storage
 from kftrain.errors import FencedError, LaunchError
-from kftrain.launch.kubernetes import client, lease, retry
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes import cleanup, labels, lease, retry
+from kftrain.launch.kubernetes.job_client import JobClient
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.states import State
 from kftrain.launch.kubernetes.watcher import Watcher
-from kftrain.stages import cleanup
 
 POST, READ = ("POST", "/pytorchjobs"), ("GET", f"/pytorchjobs/{JOB}")
 
@@ -44,7 +44,7 @@ def test_it_is_deleted_on_ctrl_c_too(lost, launch, namespace, monkeypatch):
 
 
 def test_a_job_that_cannot_be_read_after_its_creation_is_deleted(launch, server, namespace, monkeypatch):
-    create = client.Cluster.create_job
+    create = JobClient.create_job
 
     def create_and_fall_silent(self, document):
         uid = create(self, document)
@@ -52,7 +52,7 @@ def test_a_job_that_cannot_be_read_after_its_creation_is_deleted(launch, server,
         return uid
 
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.0)
-    monkeypatch.setattr(client.Cluster, "create_job", create_and_fall_silent)
+    monkeypatch.setattr(JobClient, "create_job", create_and_fall_silent)
     with pytest.raises(LaunchError, match="did not answer"):
         launch().finish()
     assert (namespace.created, namespace.jobs()) == ([JOB], [])
@@ -75,7 +75,7 @@ def test_the_same_job_of_another_launcher_is_left_alone(launch, server, namespac
 
     def be_late(verb, path, query=None, body=None):
         if verb == "POST":
-            namespace.create("pytorchjobs", pytorchjob.build(training, resolved))
+            namespace.create("pytorchjobs", KIND.build(training, resolved))
             monkeypatch.setattr(namespace, "answer", answer)
         return answer(verb, path, query, body)
 
@@ -94,8 +94,8 @@ def test_a_job_that_another_launcher_has_adopted_meanwhile_is_left_alone(
 ):
     """The first launcher lost its connection right after the creation, and comes back when it is too late."""
     resolved, training = make_job()
-    document = pytorchjob.build(training, resolved)
-    cluster, read = client.Cluster(), lease._require_kept
+    document = KIND.build(training, resolved)
+    cluster, read = job_client(), lease._require_kept
 
     def cut_off(*arguments):
         lease.create_or_adopt(cluster, document)
@@ -144,8 +144,8 @@ def test_a_launcher_that_is_stopped_leaves_a_job_that_another_one_has_adopted(la
 
 def test_a_job_that_is_adopted_between_look_and_deletion_is_left(server, fast, namespace, make_job, monkeypatch):
     resolved, training = make_job()
-    document = pytorchjob.build(training, resolved)
-    cluster, other = client.Cluster(), client.Cluster()
+    document = KIND.build(training, resolved)
+    cluster, other = job_client(), job_client()
     hold, delete = lease.create_or_adopt(cluster, document), cluster.delete_job
 
     def be_slow(*arguments):
@@ -163,8 +163,8 @@ def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
     server, fast, namespace, make_job, monkeypatch
 ):
     resolved, training = make_job()
-    cluster = client.Cluster()
-    hold, delete = lease.create_or_adopt(cluster, pytorchjob.build(training, resolved)), cluster.delete_job
+    cluster = job_client()
+    hold, delete = lease.create_or_adopt(cluster, KIND.build(training, resolved)), cluster.delete_job
 
     def be_slow(*arguments):
         monkeypatch.setattr(cluster, "delete_job", delete)
@@ -179,7 +179,7 @@ def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
 def test_an_adoption_whose_answer_is_lost_leaves_no_job_to_nobody(launch, server, namespace, make_job, monkeypatch):
     """The launcher before sees another mark, and leaves the job to who has given up."""
     resolved, training = make_job()
-    hold = lease.create_or_adopt(client.Cluster(), pytorchjob.build(training, resolved))
+    hold = lease.create_or_adopt(job_client(), KIND.build(training, resolved))
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.3)
     server.fail("PATCH", "/pytorchjobs/", LOST)
     server.fail("PATCH", "/pytorchjobs/", 503, times=float("inf"))
@@ -191,7 +191,7 @@ def test_an_adoption_whose_answer_is_lost_leaves_no_job_to_nobody(launch, server
 
 def test_a_job_that_goes_while_it_is_adopted_is_created_anew(launch, namespace, make_job, monkeypatch):
     resolved, training = make_job()
-    lease.create_or_adopt(client.Cluster(), pytorchjob.build(training, resolved))
+    lease.create_or_adopt(job_client(), KIND.build(training, resolved))
     answer = namespace.answer
 
     def go_first(verb, path, query=None, body=None):
@@ -222,7 +222,7 @@ def test_a_worker_that_is_fenced_says_nothing_of_the_run(launch, namespace):
 def test_a_launcher_that_may_not_mark_a_job_holds_it_by_the_mark_it_has(launch, server, namespace, make_job):
     resolved, training = make_job()
     server.fail("PATCH", "/pytorchjobs/", 403, times=float("inf"))
-    lease.create_or_adopt(client.Cluster(), pytorchjob.build(training, resolved))
+    lease.create_or_adopt(job_client(), KIND.build(training, resolved))
     one = launch()
     one.wait_for("following it")
     namespace.run_pods(JOB)
@@ -238,16 +238,16 @@ def test_an_adopted_job_belongs_to_who_has_adopted_it(fast, namespace, make_job)
     owners = [
         {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": f["name"], "uid": f["uid"]} for f in flows
     ]
-    cluster = client.Cluster()
-    lease.create_or_adopt(cluster, pytorchjob.build(training, resolved, "run-a", owners[0]))
-    lease.create_or_adopt(cluster, pytorchjob.build(training, resolved, "run-b", owners[1]))
+    cluster = job_client()
+    lease.create_or_adopt(cluster, KIND.build(training, resolved, "run-a", owners[0]))
+    lease.create_or_adopt(cluster, KIND.build(training, resolved, "run-b", owners[1]))
     job = namespace.get("pytorchjobs", JOB)
     assert job["metadata"]["ownerReferences"] == [owners[1]]
-    assert not cleanup.belongs(job, owners[0]["uid"], "run-a", resolved.digest())
-    assert cleanup.belongs(job, owners[1]["uid"], "run-b", "")
-    lease.create_or_adopt(cluster, pytorchjob.build(training, resolved))
+    assert not cleanup.belongs(KIND, job, owners[0]["uid"], "run-a", resolved.digest())
+    assert cleanup.belongs(KIND, job, owners[1]["uid"], "run-b", "")
+    lease.create_or_adopt(cluster, KIND.build(training, resolved))
     metadata = namespace.get("pytorchjobs", JOB)["metadata"]
-    assert not metadata.get("ownerReferences") and pytorchjob.KFP_RUN_LABEL not in metadata["labels"]
+    assert not metadata.get("ownerReferences") and labels.KFP_RUN_LABEL not in metadata["labels"]
     namespace.delete("pytorchjobs", JOB)
 
 

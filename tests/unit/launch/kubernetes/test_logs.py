@@ -5,13 +5,13 @@ import time
 import tracemalloc
 
 import pytest
-from helpers.launching import JOB, WORKERS, threads, wait_until
+from helpers.launching import JOB, WORKERS, job_client, threads, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import client, logs
-from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes import job_client as job_client_module
 from kftrain.launch.kubernetes.logs import Logs, moment
 from kftrain.launch.kubernetes.observation import Pod
 
@@ -44,9 +44,9 @@ def at_once(monkeypatch):
     monkeypatch.setattr(logs, "JOIN_SECONDS", 10.0)
 
 
-def shown(source, num_workers=1):
+def shown(source, num_pods=1):
     found = []
-    one = Logs(source, num_workers, found.append)
+    one = Logs(source, num_pods, found.append)
     one.follow([POD])
     one.finish()
     return found
@@ -113,7 +113,7 @@ def test_a_flood_is_counted_instead_of_shown_but_steps_are_shown(monkeypatch):
     monkeypatch.setattr(logs, "MAX_LINES_PER_SECOND", 10)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     flood = [raw(index, f"line {index}") for index in range(100)]
-    found = shown(ScriptedSource([*flood, raw(100, "kftrain| step 3/20 loss 1")]), num_workers=2)
+    found = shown(ScriptedSource([*flood, raw(100, "kftrain| step 3/20 loss 1")]), num_pods=2)
     assert found[:10] == [f"worker-0: line {index}" for index in range(10)]
     assert found[10] == "worker-0: kftrain| step 3/20 loss 1"
     assert found[11] == "worker-0: … 91 lines left out; the complete log is in the run's folder"
@@ -275,7 +275,7 @@ def test_a_console_that_nobody_reads_holds_up_neither_the_launcher_nor_what_it_l
     one.follow([POD])
     wait_until(lambda: one.step == 7, 30.0)
     one.follow([Pod("p", "u2", 1, running=True)])
-    assert one.tail(0)[-1] == "kftrain| step 7/20 loss 1" and not found
+    assert one.tails()["worker-0"][-1] == "kftrain| step 7/20 loss 1" and not found
     one.finish()
     is_read.set()
     one._console.flush(30.0)
@@ -347,7 +347,7 @@ def test_logs_that_are_asked_for_survive_a_connection_that_breaks(server, namesp
         if len(found) in (10, 5000):  # far from each other and from the end: sockets buffer megabytes
             server.cut_streams()
 
-    one = Logs(Cluster(), 1, write, follow=False, limited=False)
+    one = Logs(job_client(), 1, write, follow=False, limited=False)
     one.follow([pod])
     one.drain()
     assert found == lines
@@ -361,7 +361,7 @@ def test_a_log_that_is_refused_for_a_moment_is_asked_for_again(status, server, n
     namespace.end_pod("p", 1)
     pod, found = Pod("p", namespace.get("pods", "p")["metadata"]["uid"], 0, running=True), []
     server.fail("GET", "/p/log", status)
-    one = Logs(Cluster(), 1, found.append)
+    one = Logs(job_client(), 1, found.append)
     one.follow([pod])
     one.drain()
     assert found == ["ValueError: the reason"]
@@ -393,8 +393,8 @@ def test_an_endless_line_costs_its_beginning(server, namespace, fast):
     namespace.create("pods", {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Running"}})
     namespace.write("p", "x" * 10_000_000, "after it")
     namespace.end_pod("p", 0)
-    first, second = Cluster().log_lines("p")
-    assert len(first) == client.MAX_LINE_BYTES + 1 and first.endswith(b"x\n")
+    first, second = job_client().log_lines("p")
+    assert len(first) == job_client_module.MAX_LINE_BYTES + 1 and first.endswith(b"x\n")
     assert second.endswith(b" after it\n")
 
 
@@ -410,10 +410,10 @@ class Endless:
 
 def test_an_endless_line_is_not_kept_in_memory():
     tracemalloc.start()
-    (line,) = client._lines(Endless(), client.MAX_LINE_BYTES)
+    (line,) = client._lines(Endless(), job_client_module.MAX_LINE_BYTES)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(line) == client.MAX_LINE_BYTES + 1
+    assert len(line) == job_client_module.MAX_LINE_BYTES + 1
     assert peak_bytes < 1_000_000
 
 

@@ -24,12 +24,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kftrain.errors import FencedError, LaunchError
+from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, watcher
-from kftrain.launch.kubernetes.launcher import ClusterLauncher
 from kftrain.launch.kubernetes.lease import mark_of
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.run.paths import RunPaths
-from kftrain.stages import cleanup
 
 FAULTS = ("503", "reset", "lost")
 MOVES = ("pods", "fail", "permanent", "succeed", "suspend", "resume", "delete", "release")
@@ -172,7 +171,7 @@ class World:
 
         Or if another launcher has adopted it. Returns its exit code; None: it was killed or has raised.
         """
-        process = Process(script, ClusterLauncher(self.resolved))
+        process = Process(script, build_launcher(self.resolved))
         process.launcher._wake = types.SimpleNamespace(wait=self.sleep, clear=lambda: None)
         self.processes.append(process)
         try:
@@ -189,7 +188,7 @@ class World:
     def finish(self):
         """The exit handler of the pipeline run, and what remains of it after the grace of its pods."""
         self.processes.append(Process([""] * 5))
-        cleanup.delete_jobs(self.resolved, RunPaths(self.training.run_uri))
+        build_launcher(self.resolved).clean(RunPaths(self.training.run_uri), "")
         self.processes.pop()
         self.namespace.release_pods()
         assert (self.namespace.jobs(), self.namespace.pods()) == ([], []), "something is left"
@@ -256,7 +255,7 @@ def worlds(tmp_path, monkeypatch, make_job):
     for module in (watcher, logs):
         threads = {"Thread": NoThread, "Event": threading.Event, "Lock": threading.Lock, "Condition": NoWait}
         monkeypatch.setattr(module, "threading", types.SimpleNamespace(**threads))
-    monkeypatch.setattr(launcher, "Follower", KnownFollower)
+    monkeypatch.setattr(launcher, "Watcher", KnownFollower)
     monkeypatch.setattr(launcher, "Heartbeat", contextlib.nullcontext)
     return make
 

@@ -7,7 +7,7 @@ from helpers.launching import JOB, wait_until
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import Cluster
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes.labels import KFP_RUN_LABEL
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV
 
 
@@ -32,7 +32,7 @@ def test_fault_58_a_job_belongs_to_the_workflow_of_its_step_and_goes_with_it(ste
         "controller": False,
         "blockOwnerDeletion": False,
     }
-    assert job["metadata"]["labels"][pytorchjob.KFP_RUN_LABEL] == "kfp-1"
+    assert job["metadata"]["labels"][KFP_RUN_LABEL] == "kfp-1"
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert {"name": LAUNCHER_TIMEOUT_ENV, "value": "1800"} in container["env"]
     one.wait_for("Rendezvous")

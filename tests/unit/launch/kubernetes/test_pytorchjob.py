@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from kftrain import config, storage
 from kftrain.errors import LaunchError
 from kftrain.launch import spec
-from kftrain.launch.kubernetes.kinds import pytorchjob
+from kftrain.launch.kubernetes import annotations, labels
+from kftrain.launch.kubernetes import pod as pod_module
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.run.paths import RunPaths
 
 ROOT = Path(__file__).parents[4]
@@ -38,7 +40,7 @@ OWNER = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow
 def build(text=TEXT, run_id="lm-0123456789ab", overrides=(), kfp_run_id="kfp-run-id", owner=None):
     resolved = config.parse(text, list(overrides))
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    return pytorchjob.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
+    return KIND.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
 
 
 def pod_of(job):
@@ -46,7 +48,7 @@ def pod_of(job):
 
 
 def digest_of(job):
-    return job["metadata"]["annotations"][pytorchjob.DIGEST_ANNOTATION]
+    return job["metadata"]["annotations"][annotations.DIGEST_ANNOTATION]
 
 
 def test_the_job_is_the_golden_one():
@@ -109,17 +111,15 @@ def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
     resolved = config.parse(TEXT)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
     job = spec.train_job(paths, resolved, "") if task == "train" else spec.evaluate_job(paths, resolved, "m")
-    name = pytorchjob.job_name(job)
+    name = KIND.job_name(job)
     assert len(f"{name}-worker-999") <= 63
     assert name[0].isalpha() and name.endswith(task) and "--" not in name.replace(run_id, "")
-    assert pytorchjob.job_name(job) == name
+    assert KIND.job_name(job) == name
 
 
 def test_long_run_ids_stay_apart():
     resolved = config.parse(TEXT)
-    names = {
-        pytorchjob.job_name(spec.train_job(RunPaths.of("s3://b", "a" * 60 + tail), resolved, "")) for tail in ("b", "c")
-    }
+    names = {KIND.job_name(spec.train_job(RunPaths.of("s3://b", "a" * 60 + tail), resolved, "")) for tail in ("b", "c")}
     assert len(names) == 2
 
 
@@ -162,11 +162,11 @@ def test_a_job_belongs_to_its_owner():
 def test_labels_of_queue_and_pipeline_run_belong_to_the_job_alone():
     """Kueue would manage a pod that bears a queue's label on its own."""
     job = build(overrides=["launch.kubernetes.queue_priority=urgent"])
-    own = {pytorchjob.RUN_LABEL: "lm-0123456789ab", pytorchjob.TASK_LABEL: "train"}
+    own = {labels.RUN_LABEL: "lm-0123456789ab", labels.TASK_LABEL: "train"}
     queue = {
-        pytorchjob.QUEUE_LABEL: "team",
-        pytorchjob.PRIORITY_LABEL: "urgent",
-        pytorchjob.KFP_RUN_LABEL: "kfp-run-id",
+        labels.QUEUE_LABEL: "team",
+        labels.PRIORITY_LABEL: "urgent",
+        labels.KFP_RUN_LABEL: "kfp-run-id",
     }
     assert pod_of(job)["metadata"]["labels"] == own
     assert job["metadata"]["labels"] == own | queue
@@ -190,9 +190,9 @@ def test_certificates_of_ones_own_are_mounted_and_named():
     pod = pod_of(build(overrides=["launch.kubernetes.ca_bundle=ours"]))["spec"]
     (container,) = pod["containers"]
     assert {"name": "ca", "configMap": {"name": "ours"}} in pod["volumes"]
-    assert {"name": "ca", "mountPath": pytorchjob.CA_FOLDER, "readOnly": True} in container["volumeMounts"]
+    assert {"name": "ca", "mountPath": pod_module.CA_FOLDER, "readOnly": True} in container["volumeMounts"]
     values = {e["name"]: e.get("value") for e in container["env"]}
-    assert {values[name] for name in pytorchjob.CA_VARIABLES} == {f"{pytorchjob.CA_FOLDER}/ca.crt"}
+    assert {values[name] for name in pod_module.CA_VARIABLES} == {f"{pod_module.CA_FOLDER}/ca.crt"}
 
 
 def test_secrets_that_do_not_exist_are_left_out():
@@ -202,8 +202,8 @@ def test_secrets_that_do_not_exist_are_left_out():
 
 
 def test_a_job_tells_for_which_configuration_it_was_started():
-    assert pytorchjob.started_for(build()) == config.parse(TEXT).digest()
+    assert KIND.started_for(build()) == config.parse(TEXT).digest()
     job = build()
     (container,) = pod_of(job)["spec"]["containers"]
     del container["command"]
-    assert pytorchjob.started_for(job) == ""
+    assert KIND.started_for(job) == ""

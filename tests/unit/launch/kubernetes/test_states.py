@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.launch.kubernetes import observation, states
+from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.observation import Event, Job, Observation, Pod, Workload
 from kftrain.launch.kubernetes.states import State, assess
 from kftrain.run.advice import FailureClass
@@ -51,7 +52,7 @@ jobs = st.builds(
     terminating=st.booleans(),
     suspended_by_user=st.booleans(),
     task=st.sampled_from(["train", "evaluate", ""]),
-    num_workers=st.integers(1, 3),
+    num_pods=st.integers(1, 3),
 )
 workloads = st.builds(
     Workload,
@@ -112,7 +113,7 @@ def test_only_the_jobs_own_conditions_end_it(seen):
 def test_a_job_that_trains_has_all_its_workers(seen):
     assessment = assess(seen)
     if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS, State.VERIFYING):
-        assert len(seen.pods) >= seen.job.num_workers
+        assert len(seen.pods) >= seen.job.num_pods
         assert all(pod.ended or (pod.running and pod.node) for pod in seen.pods)
         assert (assessment.state is State.EVALUATING) == (seen.job.task == "evaluate")
 
@@ -147,7 +148,7 @@ def look(**known):
         ({"step": 10, "target_step": 10}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True)]}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True, overdue_seconds=61)]}, State.SCHEDULING),
-        ({"job": dataclasses.replace(JOB, num_workers=2), "step": 3}, State.SCHEDULING),
+        ({"job": dataclasses.replace(JOB, num_pods=2), "step": 3}, State.SCHEDULING),
         ({"job": dataclasses.replace(JOB, task="evaluate")}, State.EVALUATING),
     ],
 )
@@ -235,7 +236,7 @@ NOW = observation.seconds(CREATED)
 
 
 def pod_json(status=None, **metadata):
-    labels = {observation.INDEX_LABEL: "1"}
+    labels = {KIND.index_label: "1"}
     base = {"name": "w-1", "uid": "u", "creationTimestamp": CREATED, "labels": labels}
     return {"metadata": {**base, **metadata}, "spec": {"nodeName": "n"}, "status": status or {}}
 
@@ -245,25 +246,26 @@ def container(**state):
 
 
 def test_a_pod_is_read_with_its_container():
-    assert observation.parse_pod(pod_json(), NOW + 3) == Pod("w-1", "u", 1, node="n", age_seconds=3.0)
-    running = observation.parse_pod(pod_json(container(running={"startedAt": CREATED})), NOW)
+    assert observation.parse_pod(pod_json(), NOW + 3, KIND) == Pod("w-1", "u", 1, node="n", age_seconds=3.0)
+    running = observation.parse_pod(pod_json(container(running={"startedAt": CREATED})), NOW, KIND)
     assert running.running and running.has_log and not running.ended
     ended = {"exitCode": 137, "reason": "OOMKilled", "message": "m", "finishedAt": CREATED}
-    pod = observation.parse_pod(pod_json(container(terminated=ended)), NOW + 5)
+    pod = observation.parse_pod(pod_json(container(terminated=ended)), NOW + 5, KIND)
     assert (pod.exit_code, pod.end_reason, pod.end_message, pod.ended_seconds) == (137, "OOMKilled", "m", 5.0)
     assert pod.failed and pod.ended and pod.has_log
-    assert observation.parse_pod(pod_json(container()), NOW).waiting_reason == ""
+    assert observation.parse_pod(pod_json(container()), NOW, KIND).waiting_reason == ""
 
 
 def test_a_pod_that_was_evicted_before_it_started_has_ended():
-    pod = observation.parse_pod(pod_json({"phase": "Failed", "reason": "Evicted"}), NOW)
+    pod = observation.parse_pod(pod_json({"phase": "Failed", "reason": "Evicted"}), NOW, KIND)
     assert pod.ended and pod.exit_code is None and not pod.has_log
 
 
 def test_the_time_after_a_pods_grace_is_measured():
     item = pod_json(deletionTimestamp="2026-11-21T10:01:00Z")
-    assert observation.parse_pod(item, NOW).overdue_seconds == 0.0 and observation.parse_pod(item, NOW).terminating
-    assert observation.parse_pod(item, NOW + 100).overdue_seconds == 40.0
+    now = observation.parse_pod(item, NOW, KIND)
+    assert now.overdue_seconds == 0.0 and now.terminating
+    assert observation.parse_pod(item, NOW + 100, KIND).overdue_seconds == 40.0
 
 
 def test_a_workload_says_why_it_waits():

@@ -1,0 +1,26 @@
+"""The launch backends by name, `launch.backend`: where each stands. A new one is a file and its line here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+
+class Backend(NamedTuple):
+    """A launcher, or a kind of job for the launcher of Kubernetes."""
+
+    module: str
+    """Imported when it is asked for. One with pods has a `KIND`, any other has a `build_launcher(config)`."""
+    has_pods: bool
+    """Whether its jobs are pods, with the settings of `launch.kubernetes`; others run as processes below a launcher."""
+
+
+BACKENDS = {
+    "local": Backend("kftrain.launch.local", has_pods=False),
+    "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", has_pods=True),
+}
+
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[tuple(BACKENDS)]
+"""What `launch.backend` may say."""

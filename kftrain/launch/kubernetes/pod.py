@@ -1,0 +1,111 @@
+"""The pods of a job, as data: the same for every kind of job.
+
+They start in a namespace that enforces the Pod Security standard `restricted`. A pod reads from its own metadata which
+worker it is; all meet at worker 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kftrain.launch.kubernetes.kinds.kind import Kind, run_labels
+from kftrain.launch.kubernetes.settings import KubernetesConfig
+from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
+
+USER_ID = 1000
+"""The user of our images."""
+
+CA_FOLDER = "/etc/kftrain/ca"
+CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""By which the clients of object stores and of MLflow find certificates."""
+
+
+def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
+    """The template of the pods of one role."""
+    pod: dict[str, Any] = {
+        "containers": [_container(kind, spec, role, settings)],
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.termination_grace_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [*_lost_node_tolerations(), *settings.tolerations],
+        "volumes": [
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+            {"name": "scratch", "emptyDir": {}},
+            *_ca_volumes(settings),
+            *settings.volumes,
+        ],
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {kind.job_name_label: kind.job_name(spec)}},
+            }
+        ],
+    }
+    if settings.node_selector:
+        pod["nodeSelector"] = settings.node_selector
+    if settings.affinity:
+        pod["affinity"] = settings.affinity
+    if settings.priority_class:
+        pod["priorityClassName"] = settings.priority_class
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return {"metadata": {"labels": run_labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod}
+
+
+def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
+    limits = {"cpu": settings.cpu, "memory": settings.memory}
+    if settings.gpus_per_node:
+        limits[settings.gpu_resource] = str(settings.gpus_per_node)
+    environment = {
+        **spec.environment,
+        ADDRESS_ENV: kind.address(spec),
+        "HOME": "/tmp",
+        "PYTHONUNBUFFERED": "1",
+        **({name: f"{CA_FOLDER}/ca.crt" for name in CA_VARIABLES} if settings.ca_bundle else {}),
+    }
+    return {
+        "name": kind.container,
+        "image": settings.trainer_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["kftrain", *role.arguments],
+        "env": [
+            *({"name": name, "value": value} for name, value in sorted(environment.items())),
+            {"name": NODE_RANK_ENV, "valueFrom": {"fieldRef": {"fieldPath": kind.index_field}}},
+            {"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in settings.secrets],
+        "resources": {"limits": limits, "requests": limits},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            {"name": "scratch", "mountPath": "/tmp"},
+            *([{"name": "ca", "mountPath": CA_FOLDER, "readOnly": True}] if settings.ca_bundle else []),
+            *settings.volume_mounts,
+        ],
+    }
+
+
+def _ca_volumes(settings: KubernetesConfig) -> list[dict[str, Any]]:
+    return [{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []
+
+
+def _lost_node_tolerations() -> list[dict[str, Any]]:
+    """A pod on a lost node is marked for deletion after a minute, not after the default of five."""
+    return [
+        {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}
+        for key in ("not-ready", "unreachable")
+    ]
