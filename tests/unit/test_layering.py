@@ -168,6 +168,17 @@ def test_what_both_sides_of_a_job_share_knows_neither_torch_nor_kubernetes():
     assert not wrong
 
 
+def test_nobody_outside_launch_asks_which_backend_it_is():
+    wrong = [
+        f"{place(path)}:{node.lineno}"
+        for path in sources()
+        if not place(path).startswith("launch/")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "backend"
+    ]
+    assert not wrong
+
+
 SETTINGS = {"kftrain.components.images.STEPS_IMAGE", "kftrain.components.workers.FOR_WORKERS"}
 
 

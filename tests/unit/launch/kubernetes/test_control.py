@@ -218,3 +218,12 @@ def test_a_job_without_a_queue_is_suspended_and_noted_at_once(job, server):
     cluster_jobs().suspend("r")
     cluster_jobs().unsuspend("r")
     assert changes(server) == ["pytorchjobs", "pytorchjobs"]
+
+
+def test_the_former_name_of_unsuspend_is_understood_with_a_line(training, capsys):
+    training.launcher.interrupted = True
+    done = subprocess.run(
+        [sys.executable, "-m", "kftrain", "resume", "no-such-run"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 13 and "kftrain resume is now called kftrain unsuspend" in done.stderr
+    assert "  resume " not in kftrain("--help") and "  unsuspend " in kftrain("--help")
