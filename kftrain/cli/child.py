@@ -13,19 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from kftrain.process.lifecycle import stop_signals
+from kftrain.process.signals import HANGUP, INTERRUPT, STOP, handled
 from kftrain.process.stage_lifetime import PARENT_VARIABLE
 
 SIGNAL_CODE = 128
 """A program that a signal ended exits with this plus the signal's number."""
 
 STOPPING = b"stopping: training commits a checkpoint first; a second signal kills everything here\n"
-
-HANGUP = getattr(signal, "SIGHUP", None)
 
 STOP_SECONDS = 330.0
 """After an error of ours: as long as a launcher waits for the pods of a job that it has deleted, and a little more."""
@@ -58,22 +56,13 @@ class PipelineProcess:
     def follow(self, on_line: Callable[[str], None]) -> int:
         """Hands over every line of output, newline included, until the pipeline ends. Returns its exit code."""
         assert self._process.stdout is not None
-        with self._forwarding_signals():
+        with handled((INTERRUPT, *STOP), self._stop):
             try:
                 for line in self._process.stdout:
                     on_line(line)
                 return self._process.wait()
             finally:
                 self._end()
-
-    @contextlib.contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, *stop_signals())}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         if self._signal and number == HANGUP:  # a terminal that is closed says so twice: by its shell, by the kernel

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from kftrain.process import stage_lifetime
+from kftrain.process.signals import INTERRUPT, handled
 
 OWN_PIPELINE = "-"
 
@@ -25,10 +26,9 @@ def main() -> None:
     """Runs the pipeline; an exception, hence exit code 1, where a task failed."""
     spec, arguments, root = sys.argv[1:]
     stage_lifetime.end_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _note_stop)
-    _keep_python3()
-    run(spec, json.loads(Path(arguments).read_text()), root)
+    with handled((signal.SIGTERM, INTERRUPT), _note_stop):
+        _keep_python3()
+        run(spec, json.loads(Path(arguments).read_text()), root)
 
 
 def run(spec: str, arguments: dict[str, object], root: str) -> None:

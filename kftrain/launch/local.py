@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -18,8 +16,8 @@ from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.spec import JobSpec
 from kftrain.process import presence
 from kftrain.process.kept import KeptProcess
-from kftrain.process.lifecycle import shell_code, stop_signals
 from kftrain.process.presence import Present
+from kftrain.process.signals import INTERRUPT, STOP, handled, shell_code
 from kftrain.run import commit
 from kftrain.run.paths import RunPaths
 from kftrain.run.temporary import remove_temporary_files
@@ -58,13 +56,8 @@ class LocalLauncher:
 
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`."""
-        before = self._take_signals()
-        try:
-            with presence.shown(spec.run_uri, spec.task):
-                return self._run(spec)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handled((INTERRUPT, *STOP), self._on_signal), presence.shown(spec.run_uri, spec.task):
+            return self._run(spec)
 
     def close(self) -> None:
         """Ends the child that was kept."""
@@ -134,13 +127,6 @@ class LocalLauncher:
             # A session of its own: Ctrl-C on a terminal must reach the job once, through us, as SIGTERM.
             self._child, self._command = KeptProcess(command, new_session=True), command
         return self._child
-
-    def _take_signals(self) -> dict[int, signal.Handlers]:
-        """Handlers can be set in the main thread only; elsewhere whoever owns the process decides."""
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        numbers = (signal.SIGINT, *stop_signals())
-        return {number: signal.signal(number, self._on_signal) for number in numbers}  # type: ignore[misc]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.process.lifecycle import num_local_gpus
+from kftrain.process.machine import num_local_gpus
 from kftrain.run.completion import JobTask
 from kftrain.run.paths import RunPaths
 

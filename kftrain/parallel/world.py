@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kftrain.errors import LaunchError
-from kftrain.process.lifecycle import STORE_ENV
+from kftrain.process import store_socket
 
 SLOW_SECONDS = 7200.0
 """How long one process may read or write files while the others wait. A peer that dies is noticed at once all the same,
@@ -119,14 +119,13 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
 def _meet(timeout: timedelta) -> Any:
     """The store of rank 0, once all processes have come. On a single node that one is given the listening socket."""
     is_main = os.environ["RANK"] == "0"
-    descriptor = os.environ.pop(STORE_ENV, "")
     return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
         is_master=is_main,
         timeout=timeout,
-        master_listen_fd=int(descriptor) if descriptor else None,
+        master_listen_fd=store_socket.take_descriptor(),
     )
 
 

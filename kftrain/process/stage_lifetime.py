@@ -2,7 +2,7 @@
 
 `kftrain run` is three processes away from a stage (runner, shell, python), and a SIGKILL reaches only the
 process it is sent to. So every stage watches `kftrain run` itself. What a stage launches must die with the
-stage (`processes.die_with_parent`).
+stage (`parent_death.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from kftrain.errors import InterruptedByUser, KftrainError, Preempted
-from kftrain.process.lifecycle import stop_signals
+from kftrain.process import signals
 
 PARENT_VARIABLE = "KFTRAIN_PARENT_PID"
 """Process id of the `kftrain run` that a stage belongs to."""
@@ -44,17 +44,11 @@ def signals_as_errors() -> Iterator[None]:
     """
     if os.environ.get(STOP_VARIABLE):
         raise stopped()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, _raise_stopped) for number in stop_signals()}
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        raise InterruptedByUser("interrupted") from interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals.handled(signals.STOP, _raise_stopped):
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            raise InterruptedByUser("interrupted") from interrupt
 
 
 def stopped() -> KftrainError:

@@ -13,6 +13,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from kftrain.process import signals
+
 
 class StopRequest:
     """Whether this process was asked to stop."""
@@ -24,13 +26,11 @@ class StopRequest:
     def on_sigterm(self) -> Iterator[StopRequest]:
         """SIGTERM sets `requested` inside the block; SIGINT is ignored: whoever started the job answers it."""
         _leave_forks_alone()
-        before = signal.signal(signal.SIGTERM, self._note)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with (
+            signals.handled([signal.SIGTERM], self._note),
+            signals.handled([signals.INTERRUPT], signal.SIG_IGN),
+        ):
             yield self
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            signal.signal(signal.SIGINT, interrupt)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -14,14 +14,16 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
 
 from kftrain import storage
+from kftrain.process import store_socket
+from kftrain.process.imports import imports_for_good
 from kftrain.process.kept import Reporter
-from kftrain.process.lifecycle import STORE_ENV, die_with_parent, imports_for_good, shell_code
+from kftrain.process.parent_death import die_with_parent
+from kftrain.process.signals import shell_code
 from kftrain.worker import rank, root_cause
 from kftrain.worker.node_job import NodeJob
 from kftrain.worker.root_cause import Failure
@@ -61,13 +63,13 @@ def _start(job: NodeJob, reporter: Reporter) -> dict[int, int]:
     agent = os.getpid()
     address, port, listener = job.address, job.port, None
     if job.nodes == 1:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, job.processes))
+        listener = store_socket.listen(job.processes)
         address, port = listener.getsockname()[:2]
     ranks = {}
     for local_rank in range(job.processes):
         environment = job.environment(local_rank, address, port)
         if listener is not None and local_rank == 0:
-            environment[STORE_ENV] = str(listener.fileno())
+            environment[store_socket.STORE_ENV] = str(listener.fileno())
         pid = os.fork()
         if not pid:
             reporter.close()

@@ -14,7 +14,7 @@ import sys
 from kftrain import outages
 from kftrain.config import Config
 from kftrain.errors import BUG_CODE, print_traceback
-from kftrain.process.lifecycle import imports_for_good
+from kftrain.process.imports import imports_for_good
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.config import read_job_config
 from kftrain.run.paths import RunPaths

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, Preempted
-from kftrain.process.lifecycle import shell_code
+from kftrain.process.signals import shell_code
 
 Document = dict[str, Any]
 

@@ -39,8 +39,10 @@ from kftrain.launch.spec import (
     RENDEZVOUS_PORT,
 )
 from kftrain.process.kept import KeptProcess, Reporter
-from kftrain.process.lifecycle import die_with_parent, num_cpus
 from kftrain.process.liveness import LIVENESS_ENV
+from kftrain.process.machine import num_cpus
+from kftrain.process.parent_death import die_with_parent
+from kftrain.process.signals import INTERRUPT, handled
 from kftrain.process.termination import leave_message
 from kftrain.progress import to_log
 from kftrain.run import attempts, documents
@@ -161,7 +163,6 @@ def run_node(share: NodeSpec) -> int:
         agent.prepare(share.environment())
     while reporter.begin():
         code = Supervisor(share, agent).run()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # between attempts there is nothing that could be committed
         reporter.end(code)
     agent.close()
     return code
@@ -185,8 +186,10 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code of this node's share: that of the first failure; 0 where the job is complete."""
         die_with_parent()
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        with handled([signal.SIGTERM, INTERRUPT], self._on_signal):
+            return self._run()
+
+    def _run(self) -> int:
         try:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._share.digest)

@@ -3,7 +3,7 @@
 import os
 
 from kftrain.process.kept import Reporter
-from kftrain.process.lifecycle import die_with_parent
+from kftrain.process.parent_death import die_with_parent
 
 die_with_parent()
 Reporter().begin()

@@ -6,12 +6,9 @@ launcher that is killed leaves the job: the next one adopts it. One that ends in
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,7 +31,7 @@ from kftrain.launch.kubernetes.states import State
 from kftrain.launch.kubernetes.terminate import TerminateWatch
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
-from kftrain.process.lifecycle import stop_signals
+from kftrain.process.signals import INTERRUPT, STOP, handled
 from kftrain.progress import to_log
 from kftrain.run import documents
 from kftrain.run.advice import FailureClass
@@ -85,7 +82,7 @@ class ClusterLauncher(ClusterJobs):
         FencedError where another launch holds the job, or one with another specification: that one is left.
         """
         self._cluster.patience.hurried = lambda: self.interrupted
-        with self._signals():
+        with handled((INTERRUPT, *STOP), self._on_signal):
             try:
                 return self._run(spec)
             except JobFailedError as failed:
@@ -171,19 +168,6 @@ class ClusterLauncher(ClusterJobs):
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")
         return True
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM, Ctrl-C and a closed terminal end the job; handlers can be set in the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *stop_signals())}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_terminate(self) -> None:
         self._is_terminated = self.interrupted = True

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from kftrain.process import lifecycle
+from kftrain.process import machine
 
 EARLY = """
 import gc, sys
-from kftrain.process.lifecycle import imports_for_good
+from kftrain.process.imports import imports_for_good
 
 class Cycle:
     def __init__(self, name):
@@ -68,4 +68,4 @@ def test_threads_follow_the_limit_of_the_pod_rather_than_the_cores_of_its_host(t
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert lifecycle.num_cpus(str(tmp_path)) == cpus
+    assert machine.num_cpus(str(tmp_path)) == cpus

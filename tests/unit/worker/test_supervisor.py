@@ -36,7 +36,7 @@ main()
 
 RANK = """
 import signal, sys, time
-from kftrain.process.lifecycle import die_with_parent
+from kftrain.process.parent_death import die_with_parent
 from kftrain.worker import output
 die_with_parent()
 output.redirect()
@@ -52,7 +52,7 @@ sys.exit(143)
 
 RANKS = f"""
 import os, subprocess, sys, time
-from kftrain.process.lifecycle import shell_code
+from kftrain.process.signals import shell_code
 time.sleep(float(os.environ.get("START_SECONDS", "0")))
 start = lambda n: subprocess.Popen(
     [sys.executable, "-c", {RANK!r}, "kftrain.worker.rank"], env={{**os.environ, "LOCAL_RANK": str(n)}}

@@ -1,0 +1,41 @@
+"""What of this machine a process may use: CPUs and GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from pathlib import Path
+
+
+def num_local_gpus() -> int:
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    except FileNotFoundError:
+        return 0
+
+
+def num_cpus(cgroups: str = "/sys/fs/cgroup") -> int:
+    """CPUs that this process may use, at least 1: of those that it may run on, what the pod's limit leaves.
+
+    A limit is a share of time, which `os.cpu_count` does not know: with a thread for each of the host's cores, a pod
+    that may use two of them waits for its own threads.
+    """
+    may_run_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(may_run_on, _cgroup_limit(Path(cgroups)))))
+
+
+def _cgroup_limit(cgroups: Path) -> float:
+    """CPUs by cgroup v2, else v1; infinity where neither sets a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroups / "cpu.max").read_text().split()
+        return float("inf") if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = ((cgroups / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else float("inf")
+    return float("inf")

@@ -1,0 +1,23 @@
+"""Processes that must not outlive their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent() -> None:
+    """Has the kernel send SIGKILL to this process when its parent dies (Linux; elsewhere nothing happens).
+
+    A killed launcher must not leave processes behind that hold GPUs and write checkpoints. The agent puts its ranks
+    into sessions of their own, so that a signal to the process group does not reach them; this does.
+    """
+    parent = os.getppid()
+    if not hasattr(os, "pidfd_open"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent was gone before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
