@@ -5,6 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "architecture.md"
+ADDING = ROOT / "docs" / "adding.md"
+"""Written by hand: the end of the page."""
 FOLDERS = ("pipelines", "components", "kftrain")
 HEAD = """# Architecture
 
@@ -36,6 +38,7 @@ def page() -> str:
             parts.append(f"{about}.\n")
         modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         parts.append("".join(f"- `{path.name}`: {first_sentence(path)}\n" for path in modules))
+    parts.append(ADDING.read_text())
     return "\n".join(parts)
 
 

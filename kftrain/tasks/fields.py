@@ -76,7 +76,7 @@ def _columns(fields: list[Field], frame: pandas.DataFrame) -> dict[str, Any]:
     raise DataError(
         f"the input needs a column {names}{numbers}",
         where="predict",
-        value=f"{frame.shape[1]} columns: {', '.join(map(str, frame.columns[:5]))}",
+        value=[str(name) for name in frame.columns[:5]],
     )
 
 

@@ -91,6 +91,39 @@ def test_ranks_that_call_different_experts_compute_what_one_process_does():
     assert_alike(*on_one_and_two(*kind("OnlyExperts")))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_auxiliary_terms_and_what_a_model_does_after_a_step_are_those_of_one_process(strategy):
+    alone, both = on_one_and_two(*kind("Balanced"), f"parallel.strategy={strategy}", "optimizer.learning_rate=0.01")
+    assert_alike(alone, both)
+    assert alone.losses == pytest.approx(list(bare_losses(odd_models.Balanced, 0.01)), rel=1e-5)
+
+
+def bare_losses(build, rate):
+    """Of plain torch over whole batches."""
+    torch.manual_seed(0)
+    model, bias = build(), torch.zeros(odd_models.DIM)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    settings = config.parse("{}").optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        lr=rate,
+    )
+    for step in range(STEPS):
+        x = np.abs(np.random.default_rng(step).normal(size=(odd_models.ROWS, odd_models.DIM))).astype(np.float32)
+        x[odd_models.ROWS // 2 :] *= -1
+        out = odd_models.Stack.forward(model, torch.from_numpy(x)) + bias
+        loss = ((out.sum(-1) - 1).square() + 0.3 * out.square().mean(-1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        bias += 0.1 * torch.from_numpy((x > 0).sum(0))
+        yield loss.item()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Experts", "Stack", "BlocksAttribute"])
 def test_so_they_do_with_micro_batches_and_recomputed_blocks(name):
@@ -236,3 +269,21 @@ def test_what_stands_beside_an_export_is_known_before_the_first_step():
     resolved = config.parse("{}", ["task.kind=helpers.odd_models:Task", *kind("NoDescription")])
     with pytest.raises(UserCodeError, match="export_config"):
         session.build(resolved, odd_models.Task(), NoSteps(ALONE), Mesh.of_copies(ALONE))
+
+
+@pytest.mark.parametrize("dims", [{"y": 1}, {"x": 2}, {"x": 0}, {"x": 1, "wide": 1}])
+def test_sequence_dims_that_batches_do_not_have_are_refused(dims):
+    class Task(odd_models.Task):
+        sequence_dims = dims
+
+        def batch(self, arrays):
+            batch = super().batch(arrays)
+            return {**batch, "wide": torch.cat([batch["x"], batch["x"]], 1)}
+
+        def inputs(self, batch):
+            return (batch["x"],)
+
+    with pytest.raises(UserCodeError, match=r"task.sequence_dims: does not fit the batch"):
+        look(odd_models.Stack(), Task())
+    Task.sequence_dims = {"x": 1}
+    look(odd_models.Stack(), Task())

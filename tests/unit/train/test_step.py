@@ -10,6 +10,7 @@ from torch import nn
 
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
+from kftrain.models import ModelOutput
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
@@ -153,6 +154,50 @@ def test_a_loss_that_is_no_scalar_is_refused(loss, found):
     with pytest.raises(UserCodeError, match=rf"^task.loss: must return a scalar, got {found}") as caught:
         loss_of(network(), Task(), micro(16), torch.device("cpu"))
     assert caught.value.exit_code == 16
+
+
+class WithAuxiliary(nn.Module):
+    """Squares of the features beside its output, and a count of what was done after steps."""
+
+    def __init__(self, shape=(-1,)):
+        super().__init__()
+        self.network, self.shape, self.num_steps = network(), shape, 0
+
+    def forward(self, x):
+        return ModelOutput(self.network(x), x.square().sum(-1).reshape(self.shape) * self.network[0].bias[0])
+
+    def after_step(self):
+        assert not torch.is_grad_enabled()
+        self.num_steps += 1
+
+
+def test_auxiliary_terms_are_added_to_each_term_of_their_row_and_padding_has_none():
+    model, part = WithAuxiliary(), micro(5, padding=2)
+    x, factor = torch.from_numpy(part.arrays["x"][:3]), model.network[0].bias[0]
+    expected = model.network(x).square().sum() + sum((row + 1) * x[row].square().sum() * factor for row in range(3))
+    found = loss_of(model, Sums(), part, torch.device("cpu"))
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = [torch.autograd.grad(each, model.network[0].bias)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(UserCodeError, match=r"model.forward auxiliary: must return one number for each of 5 rows"):
+        loss_of(WithAuxiliary((-1, 1)), Sums(), part, torch.device("cpu"))
+
+
+def test_the_model_is_called_after_each_step_that_was_taken(world):
+    model = WithAuxiliary()
+    ours = stepper(world, model)
+    ours.run(StepBatch(0, [micro(4), micro(4)]), 20)
+    assert model.num_steps == 1
+    assert not ours.run(StepBatch(0, [micro(4, value=float("inf"))]), 10).updated and model.num_steps == 1
+
+
+def test_arguments_of_the_model_that_are_no_tuple_are_refused():
+    class Task(Sums):
+        def inputs(self, batch):
+            return batch["x"]
+
+    with pytest.raises(UserCodeError, match=r"task.inputs: must return a tuple, got Tensor.*return \(tensor,\)"):
+        loss_of(network(), Task(), micro(4), torch.device("cpu"))
 
 
 def test_a_loss_of_nothing_that_is_trained_is_refused():
