@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +55,8 @@ class Identity:
     dataset_digest: str
     training_digest: str
     training_identity: dict[str, Any]
+    parts: dict[str, int] = field(default_factory=lambda: dict(commit.PARTS_BEFORE))
+    """Names of the parts of the state, and the versions of their forms."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class CheckpointWriter:
             training_digest=self._identity.training_digest,
             training_identity=self._identity.training_identity,
             files={},
+            parts=self._identity.parts,
         )
 
     def _write(

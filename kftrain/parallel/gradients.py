@@ -24,36 +24,33 @@ class UsedParameters:
         assert isinstance(model, FSDPModule)
         self._brings_zeros = hasattr(model, "set_reduce_scatter_unused_params")
         if self._brings_zeros:
-            model.set_reduce_scatter_unused_params(world.size > 1)
-        self._world = world
+            model.set_reduce_scatter_unused_params(True)
+        self._num_processes = world.size
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._places = {name: place for place, name in enumerate(self._parameters)}
-        self._used = torch.zeros(len(self._parameters), dtype=torch.int32)
-        if world.size > 1:
-            self._watch_units(model)
+        self._used = [0.0] * len(self._parameters)
+        self._watch_units(model)
 
-    def drop_unused(self) -> None:
-        """Takes their zeros from the parameters that no process has used. Collective.
+    def take(self) -> list[float]:
+        """1 for each parameter that this process has used since this was asked last, 0 for the others."""
+        used, self._used = self._used, [0.0] * len(self._used)
+        return used
+
+    def drop_unused(self, num_users: list[float]) -> None:
+        """Takes their zeros from the parameters that no process has used: `num_users` is the sum of what all `take`.
 
         Raises ConfigError where only some processes have used one, and this torch cannot bring zeros for the others.
         """
-        if self._world.size == 1:
-            return
-        used_and_not = torch.stack([self._used, 1 - self._used])
-        self._world.maximum(used_and_not)
-        self._used.zero_()
-        unused = (used_and_not[0] == 0).tolist()
-        torn = used_and_not.sum(0) > 1
-        if torn.any() and not self._brings_zeros:
-            raise ConfigError(
-                "only some processes have used a parameter in this step",
-                where=f"model {list(self._parameters)[int(torn.nonzero()[0])]}",
-                value=f"torch {torch.__version__}",
-                fix="use torch 2.13 or newer, or one process",
-            )
-        for parameter, dropped in zip(self._parameters.values(), unused, strict=True):
-            if dropped:
+        for (name, parameter), users in zip(self._parameters.items(), num_users, strict=True):
+            if not users:
                 parameter.grad = None
+            elif users < self._num_processes and not self._brings_zeros:
+                raise ConfigError(
+                    "only some processes have used a parameter in this step",
+                    where=f"model {name}",
+                    value=f"torch {torch.__version__}",
+                    fix="use torch 2.13 or newer, or one process",
+                )
 
     def _watch_units(self, model: nn.Module) -> None:
         """Of each unit: its parameters are whole, and what autograd sees, from its first forward on."""
@@ -78,7 +75,7 @@ class UsedParameters:
         handle = unit.register_forward_pre_hook(begin)
 
     def _mark(self, place: int) -> None:
-        self._used[place] = 1
+        self._used[place] = 1.0
 
 
 def _own_modules(unit: nn.Module) -> list[nn.Module]:

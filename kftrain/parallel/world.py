@@ -48,9 +48,12 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Elementwise sum over all processes, in float64; every process gets the same result."""
+        if self.size == 1:
+            return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.control)
-        return [float(value) for value in tensor]
+        found: list[float] = tensor.tolist()
+        return found
 
     def maximum(self, tensor: torch.Tensor) -> None:
         """Elementwise maximum of a tensor on the CPU over all processes, in place."""

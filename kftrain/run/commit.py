@@ -53,6 +53,10 @@ Files = dict[Annotated[str, AfterValidator(_plain)], FileEntry]
 """Files of a folder, and none of another folder."""
 
 
+PARTS_BEFORE = {"model": 1, "optimizer": 1}
+"""What a checkpoint holds that does not say it: it was written before there was anything else."""
+
+
 class CheckpointManifest(documents.Document):
     """`manifest.json` of a checkpoint."""
 
@@ -65,6 +69,8 @@ class CheckpointManifest(documents.Document):
     training_identity: dict[str, Any]
     """What the training digest is the digest of: lets a refusal name the fields that differ."""
     files: Files
+    parts: dict[str, int] = PARTS_BEFORE
+    """Names of the parts of the state, and the versions of their forms."""
 
 
 @dataclass(frozen=True, order=True)

@@ -1,21 +1,20 @@
 """The training loop: from a committed checkpoint, or from nothing, to the last step.
 
-Each step begins with one small exchange: how many loss terms there are, whether anybody was told to stop, whether
-anybody's checkpoint is still being written. From it all processes take the same decision at the same step, so that none
-enters a collective alone.
+While a step is computed there is one small exchange: how many loss terms the next step has, whether anybody was told to
+stop, whether anybody's checkpoint is still being written. From it all processes take the same decision at the same
+step, so that none enters a collective alone. What a step has measured is looked at after the next one was asked for, so
+that an accelerator never waits for the host; or at once, where it is recorded or a checkpoint follows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter
-from kftrain.checkpoint.staging import State
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
@@ -24,22 +23,34 @@ from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
-from kftrain.train.optimizer import learning_rate, set_learning_rate
+from kftrain.train.engine import Engine, Measured
+from kftrain.train.optimizer import learning_rate
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
-from kftrain.train.step import Stepper, seed_step
+from kftrain.train.step import seed_step
 
 
 @dataclass(frozen=True)
 class Control:
-    """What all processes agree on before a step."""
+    """What all processes have agreed on."""
 
     num_terms: int
+    """Loss terms of the next step."""
     stop: bool
+    """Whether to end before it."""
     busy: bool
     """Whether a checkpoint is being written."""
     overdue: bool
     """Whether that takes longer than it may."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What is known of the next step."""
+
+    batch: StepBatch | None
+    """None after the last one."""
+    control: Control
 
 
 class Loop:
@@ -49,7 +60,7 @@ class Loop:
         self,
         config: Config,
         world: World,
-        stepper: Stepper,
+        engine: Engine,
         loader: TrainLoader,
         validation: ShardedDataset,
         writer: CheckpointWriter,
@@ -57,27 +68,23 @@ class Loop:
         stop: StopRequest,
         pulse: Liveness,
     ) -> None:
-        self._config, self._world, self._stepper, self._loader = config, world, stepper, loader
+        self._config, self._world, self._engine, self._loader = config, world, engine, loader
         self._validation, self._recorder, self._stop = validation, recorder, stop
         self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
         self._pulse = pulse
         self._num_nonfinite = self._last_recorded = 0
-        self._gradient_norm = 0.0
+        self._pending: tuple[int, Measured] | None = None
+        """Steps that were done, and what the last of them measured, until it was looked at."""
+        self._local_loss = self._gradient_norm = 0.0
 
     def resume(self, loaded: load.Loaded | None) -> int:
-        """Restores model and optimizer; returns the number of steps that are done."""
+        """Restores the engine's state; returns the number of steps that are done. Raises CheckpointError."""
         if loaded is None:
             return 0
-        model, optimizer = self._stepper.model, self._stepper.optimizer
-        state = self._state()
+        self._engine.state.require_same(loaded.manifest.parts, loaded.uri)
+        state = self._engine.state.save()
         load.load_into(state, loaded.uri, loaded.manifest.files)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=True),
-        )
+        self._engine.state.load(state)
         return loaded.manifest.step
 
     def run(self, first_step: int) -> int:
@@ -90,54 +97,76 @@ class Loop:
             return self._run(first_step)
 
     def _run(self, first_step: int) -> int:
-        train = self._config.train
         self._last_recorded = done = first_step
-        for step, batch in enumerate(self._loader.steps(first_step, train.steps - first_step), start=first_step):
-            control = self._agree(batch)
-            if control.stop:
-                with self._pulse.resting():
-                    self._stop_after_commit(step)
-            self._saves.go_on(control.busy, control.overdue)
-            loss = self._take(step, batch, control.num_terms)
-            done = step + 1
-            self._after_step(done, loss, control.busy)
+        with contextlib.closing(self._loader.steps(first_step, self._config.train.steps - first_step)) as batches:
+            ahead, _ = self._look_ahead(batches, [])
+            while ahead.batch is not None:
+                if ahead.control.stop:
+                    with self._pulse.resting():
+                        self._stop_after_commit(done)
+                ahead = self._take(done, ahead.batch, ahead.control.num_terms, batches)
+                done += 1
+                if ahead.batch is not None:  # the last save of the attempt settles the one before by itself
+                    self._saves.go_on(ahead.control.busy, ahead.control.overdue)
+                self._after_step(done, ahead.control.busy)
         return done
 
-    def _agree(self, batch: StepBatch) -> Control:
-        saves = self._saves
+    def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[Ahead, list[float]]:
+        """The next step, agreed on by all processes; and the sums of `values` over them."""
+        batch, saves = next(batches, None), self._saves
+        own = self._engine.count_terms(batch) if batch is not None and self._engine.mesh.counts_loss else 0
         flags = (self._stop.requested, saves.busy, saves.overdue)
-        own = self._stepper.count_terms(batch) if self._stepper.mesh.counts_loss else 0
-        terms, stop, busy, overdue = self._world.sum([own, *map(float, flags)])
-        return Control(int(terms), stop > 0, busy > 0, overdue > 0)
+        terms, stop, busy, overdue, *sums = self._world.sum([own, *map(float, flags), *values])
+        return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0)), sums
 
-    def _take(self, step: int, batch: StepBatch, num_terms: int) -> torch.Tensor:
-        seed_step(self._config.run.seed, step, self._stepper.mesh.data_rank)
+    def _take(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
+        found: list[Ahead] = []
+
+        def agree(values: list[float]) -> list[float]:
+            ahead, sums = self._look_ahead(batches, values)
+            found.append(ahead)
+            return sums
+
+        mesh = self._engine.mesh
+        seed_step(self._config.run.seed, step, mesh.data_rank, mesh.world.device)
         rate = learning_rate(self._config.optimizer, step, self._config.train.steps)
-        set_learning_rate(self._stepper.optimizer, rate)
-        result = self._stepper.run(batch, num_terms)
-        self._gradient_norm = result.gradient_norm
-        self._num_nonfinite = 0 if result.updated else self._num_nonfinite + 1
+        self._engine.set_learning_rate(rate)
+        result = self._engine.step(batch, num_terms, agree)
+        self._look_at_last()  # the step before this one
+        self._pending = step + 1, Measured(result)
+        (ahead,) = found
+        return ahead
+
+    def _look_at_last(self) -> None:
+        """Reads what the last step has measured. Raises DivergedError."""
+        if self._pending is None:
+            return
+        done, measured = self._pending
+        self._pending = None
+        self._local_loss, self._gradient_norm = measured.read()
+        self._num_nonfinite = 0 if math.isfinite(self._gradient_norm) else self._num_nonfinite + 1
         if self._num_nonfinite > self._config.train.max_nonfinite_steps:
             raise DivergedError(
-                f"the gradient norm of step {step + 1} is not finite",
-                value=result.gradient_norm,
+                f"the gradient norm of step {done} is not finite",
+                value=self._gradient_norm,
                 fix="lower optimizer.learning_rate, or allow skips with train.max_nonfinite_steps",
             )
-        return result.local_loss_sum
 
-    def _after_step(self, done: int, local_loss_sum: torch.Tensor, busy: bool) -> None:
+    def _after_step(self, done: int, busy: bool) -> None:
         config = self._config
         last = done == config.train.steps
         if last or done % config.train.log_interval_steps == 0:
-            self._record(done, local_loss_sum)
+            self._look_at_last()
+            self._record(done)
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
             self._validate(done)
         if last or done % config.checkpoint.interval_steps == 0:
+            self._look_at_last()  # a training that diverges saves nothing more
             with self._pulse.resting():  # storage may be slow
                 self._save(done, last, busy)
 
-    def _record(self, done: int, local_loss_sum: torch.Tensor) -> None:
-        (loss,) = self._stepper.mesh.sum_of_losses([float(local_loss_sum)])
+    def _record(self, done: int) -> None:
+        (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
         rate = learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
         if self._world.is_main:
@@ -148,12 +177,12 @@ class Loop:
 
     def _validate(self, done: int) -> None:
         evaluate = self._config.evaluate
-        statistics = self._stepper.evaluate(
+        statistics = self._engine.evaluate(
             self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._pulse.goes_on
         )
         if self._world.is_main:
             with self._pulse.resting():  # the user's metrics of all samples
-                metrics = total_metrics(self._stepper.task, statistics)
+                metrics = total_metrics(self._engine.task, statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)
                 self._recorder.record_validation(done, metrics)
@@ -164,17 +193,14 @@ class Loop:
         elif busy:
             self._saves.skip(done)
         else:
-            self._saves.save(self._state(), self._recorder.history, done)
+            self._saves.save(self._engine.state.save(), self._recorder.history, done)
 
     def _stop_after_commit(self, done: int) -> None:
+        self._look_at_last()
         self._commit(done)
         raise Preempted(f"stopped at step {done} of {self._config.train.steps}; everything up to it is committed")
 
     def _commit(self, done: int) -> None:
         """Commits what is done since the last checkpoint, if anything."""
         if done > self._saves.settle():
-            self._saves.finish(self._state(), self._recorder.history, done)
-
-    def _state(self) -> State:
-        model, optimizer = get_state_dict(self._stepper.model, self._stepper.optimizer)
-        return {"model": model, "optimizer": optimizer}
+            self._saves.finish(self._engine.state.save(), self._recorder.history, done)

@@ -120,7 +120,7 @@ def _isolated(seed: tuple[int, int], device: torch.device) -> Iterator[None]:
     before = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            seed_step(seed[0], -1, seed[1])
+            seed_step(seed[0], -1, seed[1], device)
             yield
     finally:
         random.setstate(before[0])

@@ -51,7 +51,7 @@ from kftrain.train import probe
 from kftrain.train.loop import Loop
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
-from kftrain.train.step import Stepper
+from kftrain.train.spmd import SpmdEngine
 from kftrain.trust import read_shards
 from kftrain.worker.error_report import leave
 
@@ -150,16 +150,18 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     loader, validation = _data(training, mesh)
     pulse = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with pulse.watched():
-        stepper, described = build(config, training.task, loader, mesh)
-    num_parameters = sum(parameter.numel() for parameter in stepper.model.parameters())
+        engine, described = build(config, training.task, loader, mesh)
+    num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
-    identity = Identity(attempt, training.manifest.dataset_digest, training.digest, training.identity)
+    identity = Identity(
+        attempt, training.manifest.dataset_digest, training.digest, training.identity, engine.state.versions
+    )
     saving = config.checkpoint
     writer = CheckpointWriter(paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
-    loop = Loop(config, world, stepper, loader, validation, writer, recorder, stop, pulse)
+    loop = Loop(config, world, engine, loader, validation, writer, recorder, stop, pulse)
     grace_seconds = TRACKER_GRACE_SECONDS
     try:
         last_step = loop.run(loop.resume(loaded))
@@ -202,7 +204,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[Stepper, Described]:
+def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[SpmdEngine, Described]:
     """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
 
     Collective. Raises ConfigError and UserCodeError.
@@ -223,7 +225,7 @@ def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[
     wrap.equalize(model, world)
     distributed = distribute(model, strategy, mesh, names)
     optimizer = build_optimizer(model, config.optimizer)
-    return Stepper(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
+    return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 
 
 def _probe(model: nn.Module, config: Config, loader: TrainLoader, mesh: Mesh) -> tuple[list[str], blocks.Calls]:

@@ -23,11 +23,11 @@ def train(world, overrides, num_micro):
     kinds = "{task: {kind: 'helpers.odd_models:Task'}, model: {kind: 'helpers.odd_models:Statistics'}}"
     resolved = config.parse(kinds, ["optimizer.warmup_steps=1", *overrides])
     loader = Loader(world, num_micro)
-    stepper, _ = session.build(resolved, build_task(resolved.task), loader, Mesh.of_copies(world))
+    engine, _ = session.build(resolved, build_task(resolved.task), loader, Mesh.of_copies(world))
     losses, after = [], []
     for batch in loader.steps(0, STEPS):
-        losses.append(world.sum([float(stepper.run(batch, ROWS).local_loss_sum)])[0])
-        after.append({name: buffer.clone().numpy() for name, buffer in stepper.model.named_buffers()})
+        losses.append(world.sum([float(engine.step(batch, ROWS, world.sum).local_loss_sum)])[0])
+        after.append({name: buffer.clone().numpy() for name, buffer in engine.model.named_buffers()})
     return losses, after
 
 

@@ -15,7 +15,7 @@ def looping(monkeypatch, metric, recorded):
     monkeypatch.setattr(module, "total_metrics", lambda task, statistics: {"mae": 1.0, "rmse": 2.0})
     loop = Loop.__new__(Loop)
     loop._config = load(None, [f"registry.metric={metric}"])
-    loop._stepper = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)
+    loop._engine = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)
     loop._validation, loop._world = None, SimpleNamespace(is_main=True)
     loop._pulse = SimpleNamespace(goes_on=None, resting=contextlib.nullcontext)
     loop._recorder = SimpleNamespace(record_validation=lambda step, metrics: recorded.append((step, metrics)))

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kftrain import config
-from kftrain.errors import DivergedError, Preempted
+from kftrain.errors import CheckpointError, DivergedError, Preempted
 from kftrain.train import loop as loop_module
+from kftrain.train.engine import StepResult
 from kftrain.train.loop import Loop
-from kftrain.train.step import StepResult
+from kftrain.train.parts import Part, Parts
 
 
 class Writer:
@@ -23,7 +24,7 @@ class Writer:
 
     @property
     def busy(self):
-        return self.fakes.step in self.fakes.busy_at
+        return self.fakes.taken in self.fakes.busy_at
 
     def save(self, state, history, step, samples):
         assert self.step is None, "one is in flight"
@@ -35,28 +36,28 @@ class Writer:
 
 
 class Fakes:
-    """A stepper, a loader, a recorder and a pulse in one: each writes down what it is asked."""
+    """An engine, a loader, a recorder and a pulse in one: each writes down what it is asked."""
 
     rank, size, is_main = 0, 1, True
 
     def __init__(self, bad_steps=(), busy_at=()):
         self.events, self.saved, self.points, self.rates = [], [], [], []
         self.bad_steps, self.busy_at = set(bad_steps), set(busy_at)
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
-        self.model = self.task = None
-        self.history, self.step, self.stop_at, self.others_stop_at = [], 0, None, None
+        self.device, self.task, self.state = torch.device("cpu"), None, SimpleNamespace(save=dict)
+        self.history, self.taken, self.stop_at, self.others_stop_at = [], 0, None, None
 
     # the world
     def sum(self, values):
-        others = self.others_stop_at is not None and self.step >= self.others_stop_at and len(values) > 1
+        others = self.others_stop_at is not None and self.taken >= self.others_stop_at and len(values) > 1
         return [values[0], values[1] + 1.0, *values[2:]] if others else values
 
     # the loader
     def steps(self, first, count):
-        for self.step in range(first, first + count):
-            yield f"batch {self.step}"
+        self.taken = first
+        for step in range(first, first + count):
+            yield f"batch {step}"
 
-    # the stepper
+    # the engine
     def count_terms(self, batch):
         return 7
 
@@ -67,17 +68,25 @@ class Fakes:
     def mesh(self):
         return self
 
+    @property
+    def world(self):
+        return self
+
     data_rank, counts_loss = 0, True
 
     def sum_of_losses(self, values):
         return self.sum(values)
 
-    def run(self, batch, num_terms):
-        rates = {group["lr"] for group in self.optimizer.param_groups}
-        self.rates.append(rates.pop() if len(rates) == 1 else rates)
+    def set_learning_rate(self, rate):
+        self.rates.append(rate)
+
+    def step(self, batch, num_terms, agree):
         self.events.append((batch, num_terms, torch.initial_seed()))
-        good = self.step not in self.bad_steps
-        return StepResult(torch.tensor(1.0 + self.step), 0.5 if good else float("nan"), good)
+        good = self.taken not in self.bad_steps
+        result = StepResult(torch.tensor(1.0 + self.taken), torch.tensor(0.5 if good else float("nan")))
+        self.taken += 1
+        assert agree([1.0, 2.0]) == [1.0, 2.0]
+        return result
 
     # the recorder
     def record(self, step, values, num_steps, num_samples):
@@ -97,7 +106,7 @@ class Fakes:
 
     @property
     def requested(self):
-        return self.stop_at is not None and self.step >= self.stop_at
+        return self.stop_at is not None and self.taken >= self.stop_at
 
 
 SETTINGS = [
@@ -116,7 +125,6 @@ SETTINGS = [
 @pytest.fixture
 def make(monkeypatch):
     def build(fakes, *overrides):
-        monkeypatch.setattr(Loop, "_state", lambda self: {})
         monkeypatch.setattr(loop_module, "total_metrics", lambda *arguments: {"bits_per_byte": 1.0})
         resolved = config.parse("{}", [*SETTINGS, *overrides])
         return Loop(resolved, fakes, fakes, fakes, None, Writer(fakes), fakes, fakes, fakes)
@@ -160,7 +168,7 @@ def test_points_validations_and_checkpoints_come_at_their_intervals_and_at_the_e
 
 
 def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_last(make):
-    fakes = Fakes(busy_at=[5, 9])
+    fakes = Fakes(busy_at=[6, 10])
     make(fakes).run(0)
     assert [step for step, _ in fakes.saved] == [3, 9, 10]
 
@@ -204,4 +212,32 @@ def test_more_in_a_row_than_the_budget_is_divergence(make, bad, allowed, step):
     fakes = Fakes(bad_steps=bad)
     with pytest.raises(DivergedError, match=f"gradient norm of step {step} is not finite"):
         make(fakes, f"train.max_nonfinite_steps={allowed}").run(0)
-    assert len(fakes.events) == step
+    assert len(fakes.events) == step + 1, "the next one was asked for before its numbers had come"
+
+
+def test_a_step_that_diverges_is_not_committed_where_its_checkpoint_would_come_or_a_stop(make):
+    fakes = Fakes(bad_steps=[5])
+    with pytest.raises(DivergedError, match="step 6 is not finite"):
+        make(fakes).run(0)
+    assert fakes.saved == [(3, 12)] and len(fakes.events) == 6
+    stopped = Fakes(bad_steps=[4])
+    stopped.stop_at = 5
+    with pytest.raises(DivergedError, match="step 5 is not finite"):
+        make(stopped).run(0)
+    assert stopped.saved == [(3, 12)] and len(stopped.events) == 5
+
+
+def test_the_next_step_is_agreed_on_within_a_step_in_one_exchange(make):
+    fakes, sums = Fakes(), []
+    fakes.sum = lambda values: sums.append(len(values)) or values
+    make(fakes, "train.log_interval_steps=100").run(0)
+    assert sums == [4, *[4 + 2] * 10, 1], "one before the first step, one in each, one for the loss at the end"
+
+
+def test_a_checkpoint_of_parts_that_the_engine_does_not_know_is_refused_before_it_is_read(make, monkeypatch):
+    fakes = Fakes()
+    fakes.state = Parts({"model": Part(1, dict, lambda state: None)})
+    monkeypatch.setattr(loop_module.load, "load_into", lambda *arguments: pytest.fail("was read"))
+    manifest = SimpleNamespace(parts={"model": 1, "averages": 1}, files={}, step=3)
+    with pytest.raises(CheckpointError, match="'averages'"):
+        make(fakes).resume(SimpleNamespace(uri="file:///c", manifest=manifest))

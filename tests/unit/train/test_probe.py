@@ -32,9 +32,11 @@ def take_steps(world, overrides, num_micro=1):
     """Losses of a few steps and the weights after them."""
     resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, optimizer: {warmup_steps: 1}}", overrides)
     task, loader = build_task(resolved.task), Loader(world, num_micro)
-    stepper, _ = session.build(resolved, task, loader, Mesh(resolved.parallel.shape(world.size), world))
-    losses = [world.sum([float(stepper.run(batch, 8).local_loss_sum)])[0] for batch in loader.steps(0, STEPS)]
-    parameters = dict(stepper.model.named_parameters()).items()
+    engine, _ = session.build(resolved, task, loader, Mesh(resolved.parallel.shape(world.size), world))
+    losses = [
+        world.sum([float(engine.step(batch, 8, world.sum).local_loss_sum)])[0] for batch in loader.steps(0, STEPS)
+    ]
+    parameters = dict(engine.model.named_parameters()).items()
     weights = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in parameters}
     return Trained(
         losses, {name: each.numpy() for name, each in weights.items()}, {str(w.dtype) for w in weights.values()}

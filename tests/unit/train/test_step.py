@@ -15,7 +15,8 @@ from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.transforms import distribute, strategy_of
-from kftrain.train.step import Stepper, loss_of, seed_step, terms_of
+from kftrain.train.spmd import SpmdEngine
+from kftrain.train.step import loss_of, seed_step, terms_of
 
 
 class Sums:
@@ -55,8 +56,13 @@ def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
     mesh = Mesh.of_copies(world)
     strategy = strategy_of(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
     distributed = distribute(model, strategy, mesh, [])
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return Stepper(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    return SpmdEngine(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))
+
+
+def alone(values):
+    """The exchange of one process."""
+    return values
 
 
 def weights(model):
@@ -70,13 +76,13 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_terms(world):
     parts = [micro(4, seed=1), micro(4, padding=2, seed=2)]
     num_terms = ours.count_terms(StepBatch(0, parts))
     assert num_terms == (1 + 2 + 3 + 4) + (1 + 2)
-    result = ours.run(StepBatch(0, parts), num_terms)
+    result = ours.step(StepBatch(0, parts), num_terms, alone)
     rows = torch.from_numpy(np.concatenate([parts[0].arrays["x"], parts[1].arrays["x"][:2]]))
     loss = plain(rows).square().sum() / 13
     loss.backward()
     norm = torch.sqrt(sum(parameter.grad.square().sum() for parameter in plain.parameters()))
     assert float(result.local_loss_sum) == pytest.approx(loss.item(), rel=1e-6)
-    assert result.gradient_norm == pytest.approx(norm.item(), rel=1e-6) and result.updated
+    assert float(result.gradient_norm) == pytest.approx(norm.item(), rel=1e-6)
     for parameter, found in zip(plain.parameters(), weights(ours.model), strict=True):
         torch.testing.assert_close(found, parameter.detach() - 0.1 * parameter.grad)
 
@@ -86,9 +92,11 @@ def test_a_gradient_longer_than_the_limit_is_scaled_down_to_it_and_a_shorter_one
     before = weights(stepper(world, network()).model)
     batch = StepBatch(0, [micro(4)])
     free = stepper(world, network(), lr=1.0)
-    norm = free.run(batch, 10).gradient_norm
+    norm = float(free.step(batch, 10, alone).gradient_norm)
     limited = stepper(world, network(), clip_norm=share * norm, lr=1.0)
-    assert limited.run(batch, 10).gradient_norm == pytest.approx(norm), "the norm is that before clipping"
+    assert float(limited.step(batch, 10, alone).gradient_norm) == pytest.approx(norm), (
+        "the norm is that before clipping"
+    )
     for start, with_limit, without in zip(before, weights(limited.model), weights(free.model), strict=True):
         torch.testing.assert_close(with_limit - start, min(1.0, share) * (without - start), rtol=1e-4, atol=1e-7)
 
@@ -96,16 +104,17 @@ def test_a_gradient_longer_than_the_limit_is_scaled_down_to_it_and_a_shorter_one
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_taken(world):
     ours = stepper(world, network())
     before = weights(ours.model)
-    assert not ours.run(StepBatch(0, [micro(4), micro(4, value=float("inf"))]), 10).updated
+    found = ours.step(StepBatch(0, [micro(4), micro(4, value=float("inf"))]), 10, alone)
+    assert not torch.isfinite(found.gradient_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(ours.model), strict=True))
     again = stepper(world, network())
-    assert ours.run(StepBatch(0, [micro(4)]), 10) == again.run(StepBatch(0, [micro(4)]), 10)
+    assert ours.step(StepBatch(0, [micro(4)]), 10, alone) == again.step(StepBatch(0, [micro(4)]), 10, alone)
     assert all(torch.equal(a, b) for a, b in zip(weights(again.model), weights(ours.model), strict=True))
 
 
 def test_gradients_do_not_pile_up_from_step_to_step(world):
     ours = stepper(world, network(), lr=1e-30)
-    norms = {ours.run(StepBatch(0, [micro(4)]), 10).gradient_norm for _ in range(3)}
+    norms = {float(ours.step(StepBatch(0, [micro(4)]), 10, alone).gradient_norm) for _ in range(3)}
     assert len(norms) == 1
 
 
@@ -116,13 +125,13 @@ def test_each_module_trains_in_the_mode_that_it_was_given(world):
     ours.model.eval()  # as a user's statistics may leave it
     seen = []
     model[3].register_forward_hook(lambda *_: seen.append([m.training for m in model]))
-    ours.run(StepBatch(0, [micro(4)]), 10)
+    ours.step(StepBatch(0, [micro(4)]), 10, alone)
     assert seen == [[True, True, False, True]]
 
 
 def test_every_step_and_rank_has_random_numbers_of_its_own():
     def drawn(*seed):
-        seed_step(*seed)
+        seed_step(*seed, torch.device("cpu"))
         return tuple(torch.rand(4).tolist())
 
     places = [(seed, step, rank) for seed in (0, 1) for step in (0, 1, 10) for rank in (0, 1)]
@@ -186,9 +195,10 @@ def test_auxiliary_terms_are_added_to_each_term_of_their_row_and_padding_has_non
 def test_the_model_is_called_after_each_step_that_was_taken(world):
     model = WithAuxiliary()
     ours = stepper(world, model)
-    ours.run(StepBatch(0, [micro(4), micro(4)]), 20)
+    ours.step(StepBatch(0, [micro(4), micro(4)]), 20, alone)
     assert model.num_steps == 1
-    assert not ours.run(StepBatch(0, [micro(4, value=float("inf"))]), 10).updated and model.num_steps == 1
+    skipped = ours.step(StepBatch(0, [micro(4, value=float("inf"))]), 10, alone)
+    assert not torch.isfinite(skipped.gradient_norm) and model.num_steps == 1
 
 
 def test_arguments_of_the_model_that_are_no_tuple_are_refused():

@@ -1,0 +1,89 @@
+"""What a checkpoint holds: named parts, each with the version of its form.
+
+A release that does not know a part, or knows it in another form, must not go on without it: it refuses the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kftrain.checkpoint.staging import State
+from kftrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the state of a training."""
+
+    version: int
+    """Goes up when what `save` returns changes its form."""
+    save: Callable[[], dict[str, Any]]
+    """Tensors and plain data, as they are now; nothing is copied."""
+    load: Callable[[dict[str, Any]], None]
+    """Takes what `save` has returned, with the tensors of a checkpoint."""
+
+
+class Parts:
+    """The parts of one training, by name; the names are the first keys in the files of a checkpoint."""
+
+    def __init__(self, parts: dict[str, Part]) -> None:
+        self._parts = parts
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Name -> version."""
+        return {name: part.version for name, part in self._parts.items()}
+
+    def save(self) -> State:
+        """The whole state, as it is now."""
+        return {name: part.save() for name, part in self._parts.items()}
+
+    def load(self, state: State) -> None:
+        """The inverse of `save`."""
+        for name, part in self._parts.items():
+            part.load(state[name])
+
+    def require_same(self, found: dict[str, int], where: str) -> None:
+        """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other versions."""
+        own = self.versions
+        odd = next((name for name in sorted({*found, *own}) if found.get(name) != own.get(name)), None)
+        if odd is None:
+            return
+        if odd not in found:
+            what = f"the checkpoint has no {odd!r}, which this training needs"
+        elif odd not in own:
+            what = f"the checkpoint holds {odd!r}, which this release or this training does not know"
+        else:
+            what = f"the checkpoint holds version {found[odd]} of {odd!r}, this release reads version {own[odd]}"
+        fix = "resume with the release and the settings that wrote it, or start a new run"
+        raise CheckpointError(what, where=where, fix=fix)
+
+
+def model_part(model: nn.Module) -> Part:
+    """Parameters and buffers, by the names that they have in the plain model."""
+
+    def load(state: dict[str, Any]) -> None:
+        set_model_state_dict(model, state, options=StateDictOptions(strict=True))
+
+    return Part(1, lambda: get_model_state_dict(model), load)
+
+
+def optimizer_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> Part:
+    """What the optimizer keeps of each parameter, by the parameter's name."""
+
+    def load(state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=True))
+
+    return Part(1, lambda: get_optimizer_state_dict(model, optimizer), load)

@@ -1,0 +1,123 @@
+"""The engine for one program on many processes: accumulate, exchange, clip, update.
+
+The loss of a step is the sum of its terms over the count of its terms, over all processes and micro batches. The count
+is known before the first forward pass (`Task.count_terms`), so each micro batch contributes sum / count and gradients
+need no rescaling afterwards. Gradients are averaged over processes by FSDP; multiplying by the number of processes
+makes that a sum. Uneven shares and padding are therefore exact, and one process gives the same update as
+many.
+
+A step whose gradient norm is not finite is skipped by the optimizer's kernel, so that the host need not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.loader import MicroBatch, StepBatch
+from kftrain.evaluate.score import Statistics, score
+from kftrain.models import modes
+from kftrain.parallel import blocks, clip
+from kftrain.parallel.buffers import CombinedBuffers
+from kftrain.parallel.gradients import UsedParameters
+from kftrain.parallel.transforms import Distributed
+from kftrain.tasks.base import Task
+from kftrain.train.engine import Agree, StepResult
+from kftrain.train.optimizer import set_learning_rate
+from kftrain.train.parts import Parts, model_part, optimizer_part
+from kftrain.train.step import after_step, count_terms, has_hook, loss_of
+
+
+class SpmdEngine:
+    """Holds what every step needs: the distributed model, its optimizer, the task."""
+
+    def __init__(
+        self,
+        distributed: Distributed,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        calls: blocks.Calls,
+        clip_norm: float,
+        buffers: CombinedBuffers,
+    ) -> None:
+        """`calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
+
+        The optimizer's kernel must be fused: it alone can skip a step on the device.
+        """
+        assert getattr(optimizer, "_step_supports_amp_scaling", False), "not fused"
+        model = distributed.model
+        self.model, self.optimizer, self.task, self.mesh = model, optimizer, task, distributed.mesh
+        self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer)})
+        self._distributed, self._clip_norm, self._calls = distributed, clip_norm, calls
+        self._buffers = buffers
+        self._modes = modes.modes_of(model)
+        self._parameters, self._has_hook = list(model.parameters()), has_hook(model)
+        self._norm_group = self.mesh.norm_group()
+        self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
+        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None
+
+    def count_terms(self, batch: StepBatch) -> int:
+        """Loss terms in this process's share of the step."""
+        return count_terms(self.task, batch)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the steps that follow."""
+        set_learning_rate(self.optimizer, rate)
+
+    def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
+        """Takes one step; see `Engine.step`."""
+        modes.restore(self._modes)
+        self._buffers.begin()
+        loss_sum = self._backward(batch.micro_batches, num_terms)
+        self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
+        if self._used is None:
+            agree([])
+        else:
+            self._used.drop_unused(agree(self._used.take()))
+        gradients = clip.local_gradients(self._parameters)
+        norm = clip.total_norm(gradients, self._norm_group, self.mesh.world.device)
+        if self._clip_norm > 0:
+            clip.clip(gradients, norm, self._clip_norm)
+        self._update(norm)
+        if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
+            after_step(self.model)
+        return StepResult(loss_sum, norm)
+
+    def evaluate(
+        self, dataset: ShardedDataset, batch_size: int, max_samples: int, on_batch: Callable[[], None]
+    ) -> Statistics:
+        """Statistics of the first samples of a dataset; see `Engine.evaluate`."""
+        with self._distributed.computing():
+            return score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)[0]
+
+    def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
+        """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""
+        total: Any = 0.0
+        num_averaged, last = self._distributed.num_averaged, len(micro_batches) - 1
+        with self._distributed.computing():
+            for index, micro in enumerate(micro_batches):
+                self._distributed.accumulate(last=index == last)
+                loss = self._loss(micro) / max(num_terms, 1)
+                (loss * num_averaged if num_averaged > 1 else loss).backward()  # type: ignore[no-untyped-call]
+                total = loss.detach().double() + total
+        self._distributed.hand_over()
+        found: torch.Tensor = total
+        return found
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        if self._log is None:
+            return loss_of(self.model, self.task, micro, self.mesh.world.device)
+        self._log.take()  # what a validation has called
+        loss = loss_of(self.model, self.task, micro, self.mesh.world.device)
+        blocks.require_same_calls(self._calls, self._log.take())
+        return loss
+
+    def _update(self, norm: torch.Tensor) -> None:
+        """Updates the parameters where the norm is finite, and forgets the gradients."""
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = (norm - norm).ne(0.0).float()  # 0 where it is finite; else not a number, which is no 0
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
