@@ -1,4 +1,4 @@
-"""`kftrain worker`: one node's share of a job; what a launcher starts."""
+"""`kftrain worker`: one node of a job; what a launcher starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 
 import click
 
-from kftrain.worker.supervisor import NodeSpec, run_node
+from kftrain.worker.node import NodeSpec
+from kftrain.worker.supervisor import run_node
 
 
 @click.command("worker")
@@ -16,7 +17,7 @@ from kftrain.worker.supervisor import NodeSpec, run_node
 @click.option("--processes", type=click.IntRange(min=1), required=True, help="Processes on this node.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, help="Nodes of the job.")
 def worker_command(task: str, run_uri: str, digest: str, processes: int, nodes: int) -> None:
-    """Run this node's share of a job; exits with the code of the process that failed first.
+    """Run this node of a job; exits with the code of the process that failed first.
 
     A job that is complete already ends with 0 at once, however many nodes it has.
     """

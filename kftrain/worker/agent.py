@@ -19,15 +19,16 @@ import time
 from collections.abc import Mapping
 
 from kftrain import storage
+from kftrain.launch.spec import RENDEZVOUS_PORT
 from kftrain.process import store_socket
 from kftrain.process.imports import imports_for_good
 from kftrain.process.kept import Reporter
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import shell_code
 from kftrain.worker import rank, root_cause
-from kftrain.worker.node_job import NodeJob
+from kftrain.worker.error_report import ERROR_FILE_ENV
+from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import Failure
-from kftrain.worker.supervisor import ERROR_FILE_ENV
 
 SAME_MOMENT_SECONDS = 0.1
 """Ranks that fail within it are all reported: the order in which they ended says little."""
@@ -42,11 +43,11 @@ PR_SET_NAME = 15  # <linux/prctl.h>
 def main(argument: str) -> None:
     """Runs attempts until the supervisor is gone. In a rank it ends with the rank's exit code."""
     die_with_parent()
-    job = NodeJob.from_argument(argument)
+    node = NodeSpec.from_argument(argument)
     reporter = Reporter()
-    _preload(job.task)
+    _preload(node.task)
     while reporter.begin():
-        reporter.end(_explained(wait(_start(job, reporter))))
+        reporter.end(_explained(wait(_start(node, reporter))))
 
 
 def _preload(task: str) -> None:
@@ -58,16 +59,16 @@ def _preload(task: str) -> None:
             import kftrain.evaluate.session  # noqa: F401
 
 
-def _start(job: NodeJob, reporter: Reporter) -> dict[int, int]:
+def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
     """Forks the ranks; process id -> rank. In a rank it does not return."""
     agent = os.getpid()
-    address, port, listener = job.address, job.port, None
-    if job.nodes == 1:
-        listener = store_socket.listen(job.processes)
+    address, port, listener = node.address, RENDEZVOUS_PORT, None
+    if node.nodes == 1:
+        listener = store_socket.listen(node.processes)
         address, port = listener.getsockname()[:2]
     ranks = {}
-    for local_rank in range(job.processes):
-        environment = job.environment(local_rank, address, port)
+    for local_rank in range(node.processes):
+        environment = node.rank_environment(local_rank, address, port)
         if listener is not None and local_rank == 0:
             environment[store_socket.STORE_ENV] = str(listener.fileno())
         pid = os.fork()
@@ -77,14 +78,14 @@ def _start(job: NodeJob, reporter: Reporter) -> dict[int, int]:
                 listener.close()
             elif listener is not None:
                 listener.detach()
-            _become_rank(job, environment, agent)
+            _become_rank(node, environment, agent)
         ranks[pid] = int(environment["RANK"])
     if listener is not None:
         listener.close()
     return ranks
 
 
-def _become_rank(job: NodeJob, environment: Mapping[str, str], agent: int) -> None:
+def _become_rank(node: NodeSpec, environment: Mapping[str, str], agent: int) -> None:
     """What a fork does: it becomes a rank and ends as one."""
     os.setsid()  # a signal to the group of whoever started the job is not for it
     die_with_parent()
@@ -96,7 +97,7 @@ def _become_rank(job: NodeJob, environment: Mapping[str, str], agent: int) -> No
     os.environ.update(environment)
     with contextlib.suppress(AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{environment['RANK']}".encode())
-    sys.exit(rank.run(job.task, job.run_uri, job.digest))
+    sys.exit(rank.run(node.task, node.run_uri, node.digest))
 
 
 def wait(ranks: Mapping[int, int]) -> list[Failure]:
@@ -108,10 +109,13 @@ def wait(ranks: Mapping[int, int]) -> list[Failure]:
     running, failures, told_at = dict(ranks), list[Failure](), 0.0
     first_at = 0.0
     while running:
+        # As long as all is well this sleeps until one ends: an agent must cost nothing beside its ranks. Once one has
+        # failed it has deadlines to keep, so it looks, and sleeps in between.
         pid, status = os.waitpid(-1, os.WNOHANG if failures else 0)
         now = time.time()
         if pid in running:
             code, number = os.waitstatus_to_exitcode(status), running.pop(pid)
+            # What ends later was asked to, or has lost its peer: reported, it would hide the cause.
             if code and (not failures or now - first_at <= SAME_MOMENT_SECONDS):
                 first_at = first_at or now
                 failures.append(Failure(number, code, now))
@@ -123,7 +127,7 @@ def wait(ranks: Mapping[int, int]) -> list[Failure]:
 
 def _ended(running: Mapping[int, int], now: float, first_at: float, told_at: float) -> float:
     """Asks, later kills, the ranks that are left; returns when they were asked, 0 for not yet."""
-    if not told_at and now - first_at > SAME_MOMENT_SECONDS:
+    if not told_at and now - first_at > SAME_MOMENT_SECONDS:  # sooner, those that fail by themselves would die of it
         _send(running, signal.SIGTERM)
         return now
     if told_at and now - told_at > GRACE_SECONDS:

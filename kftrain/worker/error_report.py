@@ -10,7 +10,9 @@ import sys
 from kftrain import storage
 from kftrain.errors import ConfigError, KftrainError, RetryableError, StorageError, UserCodeError, error_to_dict
 from kftrain.worker.root_cause import LOST_PEER, Document
-from kftrain.worker.supervisor import ERROR_FILE_ENV
+
+ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
+"""Where the first failing process of a node writes its error."""
 
 _TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
 """torch's own wording, which no message of a user's code has by chance."""

@@ -1,4 +1,4 @@
-"""Which error a node's share of a job ended with, and which of several is the cause. All of it is pure.
+"""Which error a node of a job ended with, and which of several is the cause. All of it is pure.
 
 Errors are plain data here, as they lie in `error.json`: they come from other processes.
 """
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, Preempted
+from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, Preempted, RetryableError
 from kftrain.process.signals import shell_code
+from kftrain.worker.node import NodeSpec
 
 Document = dict[str, Any]
 
@@ -37,6 +38,18 @@ class Failure:
     """As `subprocess` has it: -N for death by signal N."""
     timestamp: float
     """Seconds since the epoch."""
+
+
+@dataclass
+class Stop:
+    """What was asked of a node's processes while they ran. Each of it becomes true once, and stays so."""
+
+    asked: bool = False
+    """They were asked to stop: by a signal, or because the launcher is silent."""
+    silent_seconds: float = 0.0
+    """For how long the launcher has been silent, once that is too long."""
+    killed: bool = False
+    """They did not stop."""
 
 
 def silent_end(returncode: int, rank: int | None = None) -> Document:
@@ -68,15 +81,33 @@ def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, 
     return first, None
 
 
-def of_stopped_share(document: Document, task: str) -> Document:
-    """The error of a share that was asked to stop: a process that could not say why it ended was preempted."""
+def may_be_complete(error: Document | None, stop: Stop) -> bool:
+    """Whether processes that ended like this may have completed their job: those that failed by themselves have not."""
+    return error is None or error["exit_code"] == Preempted.exit_code or stop.killed
+
+
+def of_node(error: Document | None, stop: Stop, node: NodeSpec) -> Document | None:
+    """The error of a node whose job is not complete, from what its processes left.
+
+    None where they all ended with 0: only the first node has to prove that the job is complete.
+    """
+    if error is None:
+        what = "all processes ended with 0, but the job is not complete"
+        return RetryableError(what, where=node.run_uri).to_dict() if node.is_first else None
+    if stop.silent_seconds:
+        return of_silent_launcher(error, stop.silent_seconds, stop.killed)
+    return of_stopped_node(error, node.task) if stop.asked else error
+
+
+def of_stopped_node(document: Document, task: str) -> Document:
+    """The error of a node that was asked to stop: a process that could not say why it ended was preempted."""
     if document["exit_code"] == Preempted.exit_code and not document["kind"]:
         return Preempted(STOPPED[task]).to_dict()
     return document
 
 
 def of_silent_launcher(document: Document, timeout_seconds: float, killed: bool) -> Document:
-    """The error of a share that was stopped because its launcher had been silent for so long.
+    """The error of a node that was stopped because its launcher had been silent for so long.
 
     An error that has nothing to do with the stop is kept. `killed`: the processes did not stop when they were asked to.
     """

@@ -48,6 +48,7 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
         now: Seconds on the monotonic clock of the beats.
         timeout_seconds: How long a process may wait for another one.
     """
+    # The surest sign comes first. Who is silent is stuck whatever it has counted, and its numbers are old.
     watched = {rank: beat for rank, beat in beats.items() if beat.watched}
     silence = max(timeout_seconds, MIN_SILENCE_SECONDS)
     silent = {rank for rank, beat in watched.items() if now - beat.alive_at >= silence}
@@ -55,18 +56,26 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
         return _hang(silent, f"{SILENT} for {silence:g} s")
     counted = {rank: beat for rank, beat in watched.items() if beat.counted}
     still = min((now - beat.progress_at for beat in counted.values()), default=0.0)
-    if still < timeout_seconds:  # somebody moves
+    if still < timeout_seconds:  # somebody moves: others may wait for it, but it gets on
         return None
+    # All stand still. Who rests may do so for as long as it likes, but not while others wait for it: a wait in a
+    # collective operation is bounded, and would end with an error on the processes that are not at fault.
     resting = {rank for rank, beat in beats.items() if beat.watched_at and not beat.watched}
     if resting:
         return _hang(resting, f"in validation, a checkpoint or its end, while others wait for {still:.0f} s")
+    # Collective operations are begun in the same order everywhere: who has begun the fewest has not come to the one
+    # that the others are in. Their ends say nothing, they may be noted in another order.
     least = min(beat.num_collectives for beat in counted.values())
     behind = {rank for rank, beat in counted.items() if beat.num_collectives == least}
+    # Behind, and without a sign of life for most of that time: not slow, but stopped. Half, as the silence of a process
+    # begins up to a beat after its last operation.
     silent = {rank for rank in behind if now - counted[rank].alive_at > still / 2}
     if silent and len(behind) < len(counted):
         return _hang(silent, f"{SILENT} while others wait for {still:.0f} s")
     if len(behind) < len(counted):
         return _hang(behind, f"no progress for {still:.0f} s, while others wait")
+    # All have begun as many. In different ones, they wait for each other for good; in the same one, or in none, they
+    # compute or wait for another node: they get more time, and that node's supervisor is first to say what is wrong.
     operations = {rank: beat.operation for rank, beat in counted.items() if beat.operation}
     if len(set(operations.values())) > 1:
         return _mismatch(operations, still)

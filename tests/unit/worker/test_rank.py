@@ -15,11 +15,10 @@ from kftrain.plugins import user_code
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import attempts
 from kftrain.run.paths import RunPaths
-from kftrain.worker.error_report import classify
-from kftrain.worker.node_job import NodeJob
+from kftrain.worker.error_report import ERROR_FILE_ENV, classify
+from kftrain.worker.node import NodeSpec
 from kftrain.worker.rank import report
 from kftrain.worker.root_cause import only_lost_a_peer
-from kftrain.worker.supervisor import ERROR_FILE_ENV
 
 
 def test_a_full_disk_does_not_change_the_exit_code(monkeypatch, tmp_path):
@@ -151,9 +150,9 @@ def test_the_first_error_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
 
 
 def test_each_rank_is_told_its_place_in_torchruns_variables():
-    job = NodeJob("train", "uri", "digest", processes=4, nodes=3, node_rank=1, address="job-worker-0", port=23456)
-    assert NodeJob.from_argument(job.to_argument()) == job
-    assert job.environment(2, job.address, job.port) == {
+    node = NodeSpec("train", "uri", "digest", processes=4, nodes=3, node_rank=1, address="job-worker-0")
+    assert NodeSpec.from_argument(node.to_argument()) == node
+    assert node.rank_environment(2, node.address, 23456) == {
         "RANK": "6", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "job-worker-0", "MASTER_PORT": "23456",
     }  # fmt: skip

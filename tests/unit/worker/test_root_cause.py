@@ -2,12 +2,16 @@ import pytest
 
 from kftrain.errors import ConfigError, HangError, LauncherGoneError, Preempted, RetryableError
 from kftrain.worker import root_cause
+from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import (
     LOST_PEER,
     Failure,
+    Stop,
     cause,
+    may_be_complete,
+    of_node,
     of_silent_launcher,
-    of_stopped_share,
+    of_stopped_node,
     outranks,
     silent_end,
 )
@@ -52,7 +56,7 @@ def test_the_cause_is_who_was_killed_unless_somebody_said_more(failures, left, r
 
 
 @pytest.mark.parametrize("ended", [PREEMPTED, LOST, silent_end(-15)])
-def test_a_share_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
+def test_a_node_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
     document = of_silent_launcher(ended, 1800.0, killed=False)
     assert (document["kind"], document["exit_code"]) == ("LauncherGoneError", LauncherGoneError.exit_code)
     assert "silent for 1800 s; stopped after a commit" in document["line"]
@@ -61,19 +65,19 @@ def test_a_share_that_was_stopped_for_its_silent_launcher_ends_for_good(ended):
 @pytest.mark.parametrize("ended", [WRONG, UNWRITTEN, HangError("hung").to_dict(), silent_end(-9, 1)])
 def test_an_error_that_has_nothing_to_do_with_the_stop_wins(ended):
     assert of_silent_launcher(ended, 1800.0, killed=False) == ended
-    assert of_stopped_share(ended, "train") == ended
+    assert of_stopped_node(ended, "train") == ended
 
 
-def test_a_share_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too():
+def test_a_node_that_had_to_be_killed_for_its_silent_launcher_ends_for_good_too():
     document = of_silent_launcher(silent_end(-9), 1800.0, killed=True)
     assert document["exit_code"] == 18 and "did not stop and were killed" in document["line"]
 
 
-def test_a_share_that_was_stopped_before_it_could_say_so_is_preempted():
-    assert of_stopped_share(PREEMPTED, "train") == PREEMPTED
-    assert of_stopped_share(silent_end(-15, 1), "train")["kind"] == "Preempted"
-    assert "training is complete" in of_stopped_share(silent_end(-15, 1), "evaluate")["line"]
-    assert of_stopped_share(LOST, "train") == LOST
+def test_a_node_that_was_stopped_before_it_could_say_so_is_preempted():
+    assert of_stopped_node(PREEMPTED, "train") == PREEMPTED
+    assert of_stopped_node(silent_end(-15, 1), "train")["kind"] == "Preempted"
+    assert "training is complete" in of_stopped_node(silent_end(-15, 1), "evaluate")["line"]
+    assert of_stopped_node(LOST, "train") == LOST
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,35 @@ def test_the_first_failing_node_wins_unless_it_was_no_cause(document, published,
 def test_the_launchers_own_line_about_a_lost_peer_is_recognised_after_a_round_trip():
     assert root_cause.only_lost_a_peer({**LOST, "rank": 3, "node": "n"})
     assert not root_cause.only_lost_a_peer({"kind": "", "exit_code": 137, "line": "x"})
+
+
+def node(number):
+    return NodeSpec("train", "uri", "digest", processes=2, nodes=2, node_rank=number)
+
+
+@pytest.mark.parametrize(
+    ("error", "stop", "may"),
+    [
+        (None, Stop(), True),
+        (PREEMPTED, Stop(), True),
+        (silent_end(-15), Stop(asked=True), True),
+        (silent_end(-9), Stop(asked=True, silent_seconds=9.0, killed=True), True),
+        (silent_end(-9), Stop(asked=True), False),
+        (WRONG, Stop(), False),
+    ],
+)
+def test_who_failed_by_itself_has_completed_nothing(error, stop, may):
+    assert may_be_complete(error, stop) is may
+
+
+def test_only_the_first_node_has_to_prove_that_the_job_is_complete():
+    document = of_node(None, Stop(), node(0))
+    assert document["exit_code"] == 138 and "ended with 0, but the job is not complete" in document["line"]
+    assert of_node(None, Stop(), node(1)) is None
+
+
+def test_why_a_node_was_stopped_is_its_error_and_a_silent_launcher_goes_before_a_signal():
+    assert of_node(silent_end(-15), Stop(), node(0)) == silent_end(-15)
+    assert of_node(silent_end(-15), Stop(asked=True), node(0))["kind"] == "Preempted"
+    assert of_node(silent_end(-15), Stop(asked=True, silent_seconds=9.0), node(0))["kind"] == "LauncherGoneError"
+    assert of_node(WRONG, Stop(asked=True), node(1)) == WRONG

@@ -24,11 +24,11 @@ from kftrain.worker.root_cause import LOST_PEER
 SUPERVISOR = """
 import os, sys
 from kftrain.process import termination
-from kftrain.worker import supervisor
+from kftrain.worker import node, supervisor
 supervisor.AGENT_MODULE = "helpers.fake_agent"
 supervisor.FIRST_NODE_POLL_SECONDS = 0.1
 supervisor.ENDING_SECONDS = float(os.environ.get("ENDING_SECONDS", "1800"))
-supervisor.RENDEZVOUS_PORT = int(os.environ.get("FIRST_NODE", "1"))
+node.RENDEZVOUS_PORT = int(os.environ.get("FIRST_NODE", "1"))
 termination.TERMINATION_LOG = sys.argv.pop(1)
 from kftrain.cli import main
 main()

@@ -1,0 +1,107 @@
+"""One node of a job: what it runs, where it meets the others, and what its ranks are told. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import cast
+
+from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
+from kftrain.process.machine import num_cpus
+from kftrain.run.completion import JobTask
+from kftrain.run.paths import RunPaths
+
+ANSWER_SECONDS = 2.0
+"""How long the first node may take to answer."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A node of a job, but for what changes from attempt to attempt: that is environment.
+
+    The launcher describes it to the supervisor, and the supervisor hands it on to the agent.
+    """
+
+    task: JobTask
+    run_uri: str
+    digest: str
+    """Of the configuration that the job was started for."""
+    processes: int
+    nodes: int = 1
+    node_rank: int = 0
+    address: str = ""
+    """Name of node 0, where the others meet; a single node needs none."""
+    launcher_timeout_seconds: float | None = None
+    """How long the launcher may be silent; None: nobody watches it."""
+
+    @classmethod
+    def from_environment(cls, task: str, run_uri: str, digest: str, processes: int, nodes: int) -> NodeSpec:
+        """Of a job as its launcher described it on the command line and in the environment."""
+        timeout = os.environ.get(LAUNCHER_TIMEOUT_ENV)
+        return cls(
+            task=cast(JobTask, task),
+            run_uri=run_uri,
+            digest=digest,
+            processes=processes,
+            nodes=nodes,
+            node_rank=int(os.environ.get(NODE_RANK_ENV, "0")),
+            address=os.environ.get(ADDRESS_ENV, ""),
+            launcher_timeout_seconds=float(timeout) if timeout else None,
+        )
+
+    def to_argument(self) -> str:
+        """As it stands on the agent's command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_argument(cls, text: str) -> NodeSpec:
+        """The inverse of `to_argument`."""
+        return cls(**json.loads(text))
+
+    @property
+    def paths(self) -> RunPaths:
+        """Of the run."""
+        return RunPaths(self.run_uri)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node's processes."""
+        first = self.node_rank * self.processes
+        return range(first, first + self.processes)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole job."""
+        return self.nodes * self.processes
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the process that completes the job is on this node."""
+        return self.node_rank == 0
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks inherit, all of them the same."""
+        return {"OMP_NUM_THREADS": str(max(1, num_cpus() // self.processes)), **os.environ}
+
+    def rank_environment(self, local_rank: int, address: str, port: int) -> dict[str, str]:
+        """What tells a rank its place, in torchrun's variables."""
+        return {
+            "RANK": str(self.ranks[local_rank]),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+
+def first_node_answers(node: NodeSpec) -> bool:
+    """Whether rank 0 still runs on the first node, where the others met."""
+    try:
+        socket.create_connection((node.address, RENDEZVOUS_PORT), timeout=ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
