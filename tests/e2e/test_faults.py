@@ -109,6 +109,6 @@ def test_a_suspended_job_goes_on_where_it_was(faulty, namespace, tmp_path):
         kftrain("suspend", run_uri, "-n", namespace.name, folder=tmp_path)
         command.wait_for("Queued: suspended")
         wait_until(lambda: not namespace.workers(), 60, "the end of the pods")
-        kftrain("resume", run_uri, "-n", namespace.name, folder=tmp_path)
+        kftrain("unsuspend", run_uri, "-n", namespace.name, folder=tmp_path)
         command.finish()
     assert "going on after step" in command.output and attempts.last_attempt(RunPaths(run_uri)) == 2
