@@ -203,7 +203,7 @@ def _some(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Obje
 def _status(cluster: JobClient, job: Mapping[str, Any], events: Sequence[observation.Event], now: float) -> JobStatus:
     metadata, labels = job["metadata"], job["metadata"]["labels"]
     parsed = observation.parse_job(job, now, cluster.kind)
-    pods = observation.parse_pods(cluster.list_pods(metadata["name"]), now, cluster.kind)
+    pods = observation.newest(observation.parse_pods(cluster.list_pods(metadata["name"]), now, cluster.kind))
     workload = cluster.find_workload(parsed.uid) if parsed.has_queue else None
     progress = (metadata.get("annotations") or {}).get(PROGRESS_ANNOTATION, "")
     step, target = observation.parse_progress(progress)
@@ -235,7 +235,7 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
     logs = Logs(cluster, sum(kind.replicas(job).values()), write, follow, limited=False)
     now: Mapping[str, Any] | None = job
     while now is not None and now["metadata"]["uid"] == uid:
-        logs.follow(observation.parse_pods(cluster.list_pods(name), time.time(), kind))
+        logs.follow(observation.newest(observation.parse_pods(cluster.list_pods(name), time.time(), kind)))
         if not follow or logs.is_broken or kind.conditions(now) & ENDED:
             break
         time.sleep(POLL_SECONDS)

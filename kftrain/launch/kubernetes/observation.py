@@ -175,6 +175,12 @@ def parse_pods(items: Iterable[Mapping[str, Any]], now: float, kind: Kind) -> li
     return [parse_pod(item, now, kind) for item in items if kind.index_of(item) is not None]
 
 
+def newest(pods: Iterable[Pod]) -> list[Pod]:
+    """Of each place the pod that was created last: some kinds keep the failed ones beside their successors."""
+    by_age = sorted(pods, key=lambda pod: (-pod.age_seconds, not pod.ended))
+    return list({pod.place: pod for pod in by_age}.values())
+
+
 def place_of(role: str, index: int) -> str:
     """See `Pod.place`."""
     return f"{role}-{index}"

@@ -69,8 +69,6 @@ class Watcher:
         Raises JobFailedError for what makes no sense to wait for, FencedError where another launch holds the job.
         """
         seen = self._observe()
-        for pod in seen.pods:
-            self._endings.note(pod, time.monotonic())
         assessment = states.assess(seen)
         now = time.monotonic()
         self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
@@ -107,7 +105,10 @@ class Watcher:
         kind = self._cluster.kind
         job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._hold.uid else None
         self._is_fenced = item is not None and self._hold.is_lost(item)
-        pods = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
+        found = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
+        for pod in found:
+            self._endings.note(pod, time.monotonic())
+        pods = observation.newest(found)
         pods.sort(key=lambda pod: (pod.role != WORKER, pod.role, pod.index))
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)

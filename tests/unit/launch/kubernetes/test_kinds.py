@@ -11,7 +11,7 @@ from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.lease import any_pods
 from kftrain.launch.kubernetes.logs import Logs
-from kftrain.launch.kubernetes.observation import parse_job, parse_pods
+from kftrain.launch.kubernetes.observation import newest, parse_job, parse_pods
 from kftrain.launch.kubernetes.pod_exits import PodExits
 from kftrain.launch.kubernetes.states import State, assess
 from kftrain.launch.spec import JobSpec, Role
@@ -118,6 +118,17 @@ def test_pods_of_two_roles_with_one_number_are_two():
     for each in (worker, server):
         exits.note(each, 0.0)
     assert {each.uid for each in exits.last()} == {"worker0", "server0"}
+
+
+def test_a_pod_that_failed_and_stays_does_not_stand_for_its_successor():
+    """As in Jobs of Kubernetes itself; within one second the one that has ended is the older one."""
+    failed = pod("worker", 0, "a", terminated={"exitCode": 138})
+    now = pod("worker", 0, "b", **RUNNING)
+    other = pod("worker", 1, **RUNNING)
+    for items in ([failed, now, other], [other, now, failed]):
+        assert {each.uid for each in newest(parse_pods(items, 0.0, BATCH))} == {"b", "worker1"}
+    failed["metadata"]["creationTimestamp"] = "2026-11-21T10:00:09Z"
+    assert {each.uid for each in newest(parse_pods([failed, now], 0.0, BATCH))} == {"a"}
 
 
 def test_lines_of_a_server_bear_its_name_and_are_no_steps_of_a_worker():
