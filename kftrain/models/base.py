@@ -1,21 +1,35 @@
-"""The protocol of a model: a plain `torch.nn.Module`, ignorant of processes, with three more methods."""
+"""The protocol of a model: any `torch.nn.Module`, ignorant of processes; three methods more are optional."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
+
+from kftrain.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 class Model(Protocol):
-    """What is asked of a module, built as `ModelClass(**task.model_arguments(), **options)`."""
+    """What a module may have, built as `ModelClass(**task.model_arguments(), **options)`. Each method is optional."""
 
-    def init_weights(self) -> None:
-        """Gives every parameter and buffer its initial value, in place, from torch's global generator.
+    def init_weights(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Gives one parameter its initial value, in place; it is called for each of them, in any order.
 
-        Called on a module whose memory is uninitialised, so nothing may rely on values that the constructor
-        wrote.
+        A class that has it is built without memory for its weights, on each process: nothing that its constructor
+        writes into a parameter counts. Then each process is given its share, and none holds the whole model. A class
+        that derives from one that has it, and has a constructor of its own, must define it anew, for that constructor
+        may have set weights.
+
+        Args:
+            name: As in `named_parameters()`; of a tied parameter the first one.
+            parameter: The whole of it, in fp32 and uninitialised, whatever part of it this process keeps. Other
+                parameters of the module have no values here, only shapes.
+            generator: Seeded with the run's seed and the name, so that weights depend neither on the number of
+                processes nor on the layout. What draws from torch's global generator draws from the same.
         """
         ...
 
@@ -37,3 +51,48 @@ class Model(Protocol):
         combines, which is done before. Parameters are not whole here. A step that the optimizer skipped has none.
         """
         ...
+
+
+def has_init_weights(target: Callable[..., Any]) -> bool:
+    """Whether the weights of what `target` builds come from its `init_weights` rather than from its constructor.
+
+    A function may have set weights itself, and so may the constructor of a class that inherits the method. An
+    `init_weights` that needs no arguments, as those of many libraries, is its constructor's business.
+
+    Raises ConfigError for a method that needs others than the protocol's.
+    """
+    if not isinstance(target, type) or not callable(getattr(target, "init_weights", None)):
+        return False
+    method: Any = target.init_weights  # type: ignore[attr-defined]
+    if _takes(method, "self"):
+        return False
+    if not _takes(method, "self", "name", "parameter", "generator"):
+        raise ConfigError(
+            "init_weights must take a name, a parameter and a generator",
+            where=f"model {target.__name__}.init_weights",
+            value=str(inspect.signature(method)),
+            fix="fill that one parameter in place, or rename the method and call it in the constructor",
+        )
+    return _owner(target, "init_weights") <= _owner(target, "__init__")
+
+
+def draw_weights(model: nn.Module) -> None:
+    """What a constructor may end with: `init_weights` of each parameter, all from torch's global generator."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_weights(name, parameter, torch.default_generator)  # type: ignore[operator]
+
+
+def _takes(method: Callable[..., Any], *arguments: str) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _owner(target: type, name: str) -> int:
+    """How far away the class is that defines an attribute; 0: it is `target` itself."""
+    return next(number for number, each in enumerate(target.__mro__) if name in vars(each))

@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 def to_fp32(model: nn.Module) -> None:
     """Gives parameters and buffers of fewer bits 32 of them, in place; a buffer in fp64 stays.
 
-    Raises ConfigError for a parameter in fp64, or one that is no real number.
+    Raises ConfigError for a parameter in fp64, or one that is no real number or has no shape yet.
     """
     import torch
+    from torch.nn.parameter import is_lazy
 
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                "a lazy parameter has no shape before it is used",
+                where=f"model {name}",
+                fix="use the module that is told its input size",
+            )
         if parameter.dtype == torch.float64 or not parameter.is_floating_point():
             raise ConfigError(
                 "weights are trained in fp32",

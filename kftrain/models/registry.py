@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kftrain.errors import ConfigError
@@ -28,14 +28,22 @@ def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
     """
     from torch import nn
 
-    target = options.find(config.kind, BUILT_IN, "model")
-    if isinstance(target, type) and not issubclass(target, nn.Module):  # before it is called
-        raise _no_module(config.kind, "is")
+    target = find_target(config)
     model = options.construct(target, config.kind, "model", config.options(), arguments)
     if not isinstance(model, nn.Module):
         raise _no_module(config.kind, f"gives a {type(model).__name__},")
     to_fp32(model)
     return model
+
+
+def find_target(config: ModelConfig) -> Callable[..., Any]:
+    """The class or function that builds the model; it is not called. Raises ConfigError."""
+    from torch import nn
+
+    target = options.find(config.kind, BUILT_IN, "model")
+    if isinstance(target, type) and not issubclass(target, nn.Module):
+        raise _no_module(config.kind, "is")
+    return target
 
 
 def _no_module(kind: str, what: str) -> ConfigError:

@@ -25,6 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kftrain.models import sizes
+from kftrain.models.base import draw_weights
 from kftrain.settings.section import Amount, Count
 
 FFN_MULTIPLE = 64
@@ -50,8 +51,7 @@ class Transformer(nn.Module):
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: Use the embedding matrix as the output matrix too. The state dict then has no `lm_head.weight`,
-            like the files that `transformers` saves: two names of one parameter come apart when a meta model gets its
-            memory.
+            like the files that `transformers` saves.
 
     Raises ConfigError for sizes that do not divide each other.
     """
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
             nn.RMSNorm(dim, eps=norm_eps),
         )
         self.lm_head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
-        self.init_weights()
+        draw_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
@@ -99,20 +99,18 @@ class Transformer(nn.Module):
         )
         return logits
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises every parameter in place from torch's global generator: equal seeds, equal weights.
+    def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Initialises one parameter in place.
 
         Matrices are normal with deviation 1 / sqrt(dim), which keeps the variance of what passes through them; those
         that write into the residual stream are divided by sqrt(2 * num_layers), or it would grow with depth (GPT-2).
         """
-        residual_std = self.initial_std / math.sqrt(2 * len(self.model.layers))
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                nn.init.ones_(parameter)
-            else:
-                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=residual_std if writes_residual else self.initial_std)
+        if parameter.dim() < 2:
+            nn.init.ones_(parameter)
+            return
+        writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = self.initial_std / math.sqrt(2 * len(self.model.layers)) if writes_residual else self.initial_std
+        nn.init.normal_(parameter, std=std, generator=generator)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated modules: what is sharded, and recomputed, one at a time."""

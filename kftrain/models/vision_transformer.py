@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kftrain.models import sizes
+from kftrain.models.base import draw_weights
 from kftrain.settings.section import Count, Probability
 
 INITIAL_STD = 0.02
@@ -61,7 +62,7 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(VisionBlock(dim, num_heads, mlp_ratio * dim, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-        self.init_weights()
+        draw_weights(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits `[B, num_classes]` of `images` `[B, C, H, W]`."""
@@ -71,23 +72,20 @@ class VisionTransformer(nn.Module):
         logits: Tensor = self.head(self.norm(hidden).mean(dim=1))
         return logits
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises every parameter in place from torch's global generator: equal seeds, equal weights.
+    def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Initialises one parameter in place.
 
         Xavier-uniform matrices and zero biases, as in the original; the classifier starts at zero, that is
         undecided.
         """
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight)
-                assert module.bias is not None
-                nn.init.zeros_(module.bias)
-        nn.init.normal_(self.position_embedding, std=INITIAL_STD)
-        nn.init.zeros_(self.head.weight)
+        if name == "position_embedding":
+            nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
+        elif name.startswith("head.") or name.endswith(".bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.xavier_uniform_(parameter, generator=generator)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated modules: what is sharded, and recomputed, one at a time."""

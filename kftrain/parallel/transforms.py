@@ -1,8 +1,7 @@
 """A strategy is an ordered list of transforms of a model's parts: from a plain module to one that trains on the mesh.
 
-The module is built in full on every process from the same seed and then sharded, so the initial weights do not depend
-on the number of processes. Order matters: recomputing wraps the blocks first, what comes after it spreads what came of
-it.
+The module has no memory for its weights yet, and is given it, and their values, afterwards (initialize.py). Order
+matters: recomputing wraps the blocks first, what comes after it spreads what came of it.
 
 `FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277;
 ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054). The mesh has two axes: sharded inside, replicated across
@@ -157,7 +156,10 @@ def strategy_of(
 
 
 def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:
-    """The module, ready to train. `model` is in fp32, and equal on all processes. Collective. Raises ConfigError."""
+    """The module, ready to train when its parameters have values.
+
+    `model` is in fp32, and has the same parts on all processes. Collective. Raises ConfigError.
+    """
     distributed = Distributed(model, mesh)
     for transform in strategy:
         transform.apply(distributed, blocks)

@@ -1,18 +1,19 @@
 """A dry run of the loss before the model is sharded: what it calls, what it changes, and whether it can be computed.
 
-It works on copies of the model's tensors and on random generators of its own; after it everything is as before. Each
-process looks at a few rows of its own, so that what depends on the data differs between them.
+It works on copies of the model's tensors and on random generators of its own; after it everything is as before, numbers
+that modules keep as attributes, too. The rows are those of each process, so that what depends on the data differs.
+
+A model that was built without memory borrows its weights: a block of those that `blocks()` names while it is called,
+and the rest of the model all the time, which is what sharding makes of it later. Without that method it is all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,8 +23,10 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
+from kftrain.parallel.initialize import isolated, put
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
+from kftrain.train.lender import Lender
 from kftrain.train.step import after_step, loss_of, seed_step, terms_of
 
 ROWS = 2
@@ -44,18 +47,26 @@ class Seen:
 
 
 def look(
-    model: nn.Module, task: Task, micro: MicroBatch, names: Iterable[str], device: torch.device, seed: tuple[int, int]
+    model: nn.Module,
+    task: Task,
+    micro: MicroBatch,
+    names: Iterable[str],
+    device: torch.device,
+    seed: tuple[int, int],
+    lender: Lender | None = None,
 ) -> Seen:
     """Computes a loss and statistics in fp32. `seed`: of the run, and the rank.
 
+    `lender`: of weights that the model has no memory for.
+
     Raises UserCodeError where the task or the model raises, or returns another shape than it must.
     """
-    micro = _first_rows(micro)
+    micro = first_rows(micro)
     terms_of(task, micro)
     require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
     log = blocks.CallLog(model, names)
     try:
-        with _isolated(seed, device), _copied(model, device, torch.float32) as buffers:
+        with _isolated(seed, device), _copied(model, device, torch.float32, lender) as buffers:
             loss_of(model, task, micro, device)
             calls = log.take()
             changed = _changed(model, buffers)
@@ -75,6 +86,7 @@ def rehearse(
     device: torch.device,
     seed: tuple[int, int],
     dtype: torch.dtype,
+    lender: Lender | None = None,
 ) -> None:
     """Computes a loss as it will be in mixed precision: weights in `dtype`, and what enters the model or a block.
 
@@ -82,8 +94,8 @@ def rehearse(
     """
     handles = cast_inputs(model, names, dtype)
     try:
-        with _isolated(seed, device), _copied(model, device, dtype):
-            loss_of(model, task, _first_rows(micro), device)
+        with _isolated(seed, device), _copied(model, device, dtype, lender):
+            loss_of(model, task, first_rows(micro), device)
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in bf16: {error.what}",
@@ -110,52 +122,46 @@ def require_equal_buffers(seen: list[Seen], combined: Collection[str] = ()) -> N
             )
 
 
-def _first_rows(micro: MicroBatch) -> MicroBatch:
+def first_rows(micro: MicroBatch) -> MicroBatch:
+    """What is looked at of a micro batch."""
     return MicroBatch({name: rows[:ROWS] for name, rows in micro.arrays.items()}, micro.weight[:ROWS])
 
 
 @contextlib.contextmanager
 def _isolated(seed: tuple[int, int], device: torch.device) -> Iterator[None]:
     """Random numbers of its own for the block; all generators go on as if it had not been."""
-    before = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            seed_step(seed[0], -1, seed[1], device)
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+    with isolated(device):
+        seed_step(seed[0], -1, seed[1], device)
+        yield
 
 
 @contextlib.contextmanager
-def _copied(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Slots]:
+def _copied(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, lender: Lender | None = None
+) -> Iterator[Slots]:
     """The model with copies of its tensors, parameters in `dtype`, on the device. Yields its own buffers."""
     parameters = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, int | float)]
     copies: dict[int, torch.Tensor] = {}
     try:
-        for module, key, parameter in parameters:
+        for module, key, parameter in [] if lender else parameters:
             if id(parameter) not in copies:
                 copy = parameter.detach().to(device, dtype, copy=True)
                 copies[id(parameter)] = nn.Parameter(copy, parameter.requires_grad)
-            _put(module, "_parameters", key, copies[id(parameter)])
+            put(module, "_parameters", key, copies[id(parameter)])
         for module, key, buffer in buffers:
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
-            _put(module, "_buffers", key, copies[id(buffer)])
-        yield buffers
+            put(module, "_buffers", key, copies[id(buffer)])
+        with lender.lending(model, device, dtype) if lender else contextlib.nullcontext():
+            yield buffers
     finally:
         for kind, slots in (("_parameters", parameters), ("_buffers", buffers)):
             for module, key, tensor in slots:
-                _put(module, kind, key, tensor)
-
-
-def _put(module: nn.Module, kind: str, key: str, tensor: torch.Tensor) -> None:
-    """Sets a tensor without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        getattr(module, kind)[key] = tensor
-    else:
-        setattr(module, key, tensor)
+                put(module, kind, key, tensor)
+        for module, key, number in numbers:
+            vars(module)[key] = number
 
 
 def _changed(model: nn.Module, buffers: Slots) -> dict[str, str]:

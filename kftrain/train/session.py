@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,15 +23,16 @@ from kftrain.checkpoint import export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.loader import TrainLoader
+from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
-from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, error_from_dict
+from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, UserCodeError, error_from_dict
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models import build_model
 from kftrain.models.modes import begin_training
-from kftrain.parallel import blocks, buffers, wrap
+from kftrain.parallel import blocks, buffers
 from kftrain.parallel.formats import DTYPES
+from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World, join_world
@@ -48,7 +47,9 @@ from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.train import probe
+from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
+from kftrain.train.model import build as build_empty
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
@@ -64,6 +65,10 @@ TRACKER_TIMEOUT_SECONDS = 30.0
 
 TRACKER_GRACE_SECONDS = 0.0
 """How long any other attempt does: the next one, or the train stage, records what is missing."""
+
+
+MAX_LOOKS = 8
+"""Of how many processes the first one looks at the rows, where it alone has the weights."""
 
 
 @dataclass(frozen=True)
@@ -197,51 +202,72 @@ def _verify(manifest_uri: str, config: Config, world: World) -> None:
         raise error_from_dict(first)
 
 
-def _seed(seed: int) -> None:
-    """Of every generator that a model may draw its initial weights from: they must be the same on all processes."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[SpmdEngine, Described]:
     """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
 
     Collective. Raises ConfigError and UserCodeError.
     """
     world = mesh.world
-    _seed(config.run.seed)
     arguments = _model_arguments(task)
-    model = build_model(config.model, arguments)
+    model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
     described = _describe(model, config, arguments)
     kept = begin_training(model)
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
     combined = buffers.CombinedBuffers(model, world)
-    names, calls = _probe(model, config, loader, mesh)
+    names, calls = _probe(model, weights, config, loader, mesh)
     recompute = config.train.activation_checkpointing == "blocks"
     strategy = strategy_of(config.parallel, config.precision, recompute, mesh.shape)
-    wrap.equalize(model, world)
     distributed = distribute(model, strategy, mesh, names)
+    weights.fill(model)
     optimizer = build_optimizer(model, config.optimizer)
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 
 
-def _probe(model: nn.Module, config: Config, loader: TrainLoader, mesh: Mesh) -> tuple[list[str], blocks.Calls]:
+def _probe(
+    model: nn.Module, weights: Weights, config: Config, loader: TrainLoader, mesh: Mesh
+) -> tuple[list[str], blocks.Calls]:
     """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training."""
     world = mesh.world
     buffers.require_global_statistics(model, world)
-    found, task, seed = blocks.candidates(model), build_task(config.task), (config.run.seed, mesh.data_rank)
+    found, task = blocks.candidates(model), build_task(config.task)
+    units = found.names if found.declared and isinstance(weights, Drawn) else []
     with contextlib.closing(loader.steps(0, 1)) as steps:
-        micro = next(steps).micro_batches[0]
-    seen = _on_all(world, lambda: probe.look(model, task, micro, found.names, world.device, seed))
+        micro = probe.first_rows(next(steps).micro_batches[0])
+
+    def look(rows: MicroBatch, rank: int, lent: Sequence[str] = units) -> probe.Seen:
+        seed, lender = (config.run.seed, rank), Lender(weights, lent)
+        try:
+            return probe.look(model, task, rows, found.names, world.device, seed, lender)
+        except UserCodeError:
+            if not lent:
+                raise
+        return look(rows, rank, [])  # all weights at once: where that helps, it is a block whose forward is not called
+
+    def rehearse(rows: MicroBatch, rank: int) -> None:
+        seed, lender = (config.run.seed, rank), Lender(weights, units)
+        probe.rehearse(model, task, rows, names, world.device, seed, dtype, lender)
+
+    seen = _of_all_rows(mesh, weights, micro, look)
     names = blocks.choose(found, [each.calls for each in seen])
     probe.require_equal_buffers(seen, buffers.declared(model))
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
-        _on_all(world, lambda: probe.rehearse(model, task, micro, names, world.device, seed, dtype))
-    return names, [name for name in seen[world.rank].calls if name in {blocks.ROOT, *names}]
+        _of_all_rows(mesh, weights, micro, rehearse)
+    return names, [name for name in seen[0].calls if name in {blocks.ROOT, *names}]
+
+
+def _of_all_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callable[[MicroBatch, int], T]) -> list[T]:
+    """What the processes see in their rows; the one that alone has the weights looks at the rows of some others, too.
+
+    Collective.
+    """
+    world = mesh.world
+    if isinstance(weights, Drawn):
+        return _on_all(world, lambda: look(micro, mesh.data_rank))
+    rows = _on_all(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
+    return _on_all(world, lambda: [look(each, rank) for rank, each in enumerate(rows)] if weights.is_here else [])[0]
 
 
 def _on_all(world: World, work: Callable[[], T]) -> list[T]:

@@ -19,12 +19,6 @@ class Perceptron(nn.Module):
             hidden = block(hidden)
         return self.leave(hidden).squeeze(-1)
 
-    def init_weights(self) -> None:
-        """Gives every parameter its initial value; called once the (possibly sharded) module has memory."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-
     def blocks(self) -> list[nn.Module]:
         """What is sharded, and recomputed, one at a time."""
         return list(self.layers)

@@ -79,25 +79,6 @@ def test_a_logit_does_not_depend_on_later_tokens():
         torch.testing.assert_close(model(inputs)[:, :40], model(changed)[:, :40], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_a_meta_model_that_is_given_memory_equals_one_built_directly(tie_embeddings):
-    expected = build(tie_embeddings=tie_embeddings)
-    torch.manual_seed(3)
-    expected.init_weights()
-    with torch.device("meta"):
-        model = build(tie_embeddings=tie_embeddings)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, float("nan"))
-    torch.manual_seed(3)
-    model.init_weights()
-    assert not list(model.buffers())
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    inputs = tokens(2, 16)
-    assert torch.equal(model(inputs), expected(inputs))
-
-
 def test_equal_seeds_give_equal_weights_and_other_seeds_do_not():
     first, second, other = build(seed=5), build(seed=5), build(seed=6)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)

@@ -51,7 +51,6 @@ def test_the_example_learns_and_predicts_what_evaluation_computes(loaded):
     task = build_task(loaded.task)
     torch.manual_seed(0)
     model = build_model(loaded.model, task.model_arguments())
-    model.init_weights()
     arrays = encoded(loaded, task)
     train(model, task, arrays["train"], steps=150)
     held_out = arrays["validation"]

@@ -1,0 +1,295 @@
+"""Initial weights of a model that was built without memory for them, and then wrapped.
+
+They come from one generator for each parameter's name (`Drawn`), and then no process ever holds more than its share and
+one parameter; or from the first process, whose constructor has made all of them (`Scattered`). Either way they depend
+neither on the number of processes nor on the layout.
+
+Only parameters are without memory: what a constructor computes for buffers and attributes (rotary tables, masks) is
+there, and after `share_tensors` it is the first process's on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.world import World
+from kftrain.plugins import user_code
+
+Init = Callable[[str, torch.Tensor, torch.Generator], None]
+"""`init_weights` of a model."""
+
+Places = dict[str, list[tuple[nn.Module, str]]]
+"""Name of a parameter -> the modules that have it, and what each calls it: several for a tied one."""
+
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a process's part of a parameter begins, and its shape."""
+
+_DTensor: Any = DTensor
+"""Its constructor is not typed."""
+
+
+class Weights(Protocol):
+    """What fills a model."""
+
+    places: Places
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process can tell the whole of a parameter."""
+        ...
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """A copy of the whole of a parameter, fp32; before `fill`, and where `is_here`."""
+        ...
+
+    def fill(self, model: nn.Module) -> None:
+        """Gives this process's parts memory and values; `model` is what became of the one that has the places."""
+        ...
+
+
+class Drawn:
+    """Each parameter is drawn by the model's `init_weights`, with a generator of its own."""
+
+    is_here = True
+
+    def __init__(self, places: Places, init: Init, seed: int, device: torch.device) -> None:
+        self.places = places
+        self._init, self._seed, self._device = init, seed, device
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """Numbers of other devices are other ones: the weights themselves are always drawn on the CPU."""
+        shape = _get(self.places[name][0]).shape
+        parameter = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
+        with torch.no_grad(), user_code("model.init_weights"):
+            self._init(name, parameter, seed_all(_seed_of(self._seed, name), device))
+        if parameter.sum().isnan():
+            raise UserCodeError(
+                "gives no value to all of a parameter", where="model.init_weights", value=name, fix="fill it in place"
+            )
+        return parameter
+
+    def fill(self, model: nn.Module) -> None:
+        """One parameter at a time: the whole of it is there until its part is cut out."""
+
+        def cut(name: str, part: Part) -> torch.Tensor:
+            whole = self.whole(name, torch.device("cpu"))
+            return whole if whole.shape == part[1] else whole[_index(part)].clone()
+
+        with isolated():
+            _fill(model, self.places, cut, self._device)
+
+
+class Scattered:
+    """The first process has built all of it, on its CPU."""
+
+    def __init__(self, places: Places, world: World) -> None:
+        """Takes their memory from the parameters of the first process. Collective."""
+        self.places, self._world = places, world
+        self._values: dict[str, torch.Tensor] = {}
+        if self.is_here:
+            self._values = {name: _get(slots[0]).detach() for name, slots in places.items()}
+            empty_parameters(places)
+
+    @property
+    def is_here(self) -> bool:
+        """Only on the first process."""
+        return self._world.is_main
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """As the constructor has left it."""
+        return self._values[name].to(device, copy=True)
+
+    def fill(self, model: nn.Module) -> None:
+        """One parameter after the other, from the first process to each its part. Collective."""
+        own = {name: _part_of(_get(slots[0])) for name, slots in self.places.items()}
+        everyones = self._world.gather(own) if self._world.size > 1 else [own]
+
+        def receive(name: str, part: Part) -> torch.Tensor:
+            return self._exchange(self._values.pop(name, None), [each[name] for each in everyones])
+
+        _fill(model, self.places, receive, self._world.device)
+
+    def _exchange(self, whole: torch.Tensor | None, parts: list[Part]) -> torch.Tensor:
+        """This process's part; `whole` on the first one."""
+        rank, group = self._world.rank, self._world.control
+        own = torch.empty(parts[rank][1], dtype=torch.float32) if whole is None else whole[_index(parts[0])]
+        if len(parts) > 1 and all(part == parts[0] for part in parts):  # all have all of it
+            own = own.contiguous()
+            dist.broadcast(own, src=0, group=group)
+        elif whole is None:
+            if own.numel():
+                dist.recv(own, src=0, group=group)
+        else:
+            for other, part in enumerate(parts[1:], start=1):
+                if 0 not in part[1]:
+                    dist.send(whole[_index(part)].contiguous(), dst=other, group=group)
+        return own if whole is None or own.shape == whole.shape else own.clone()
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Within it, parameters lose their memory as soon as a module has them; they stay the same objects."""
+
+    def empty(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta and not is_lazy(parameter):
+            shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            shape.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
+
+    handle = register_module_parameter_registration_hook(empty)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def places_of(model: nn.Module) -> Places:
+    """Where each parameter stands, in the order of `named_parameters`."""
+    names: dict[int, str] = {}
+    places: Places = {}
+    for module_name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{module_name}.{key}".lstrip("."))
+                places.setdefault(name, []).append((module, key))
+    return places
+
+
+def empty_parameters(places: Places) -> None:
+    """Takes their memory from parameters."""
+    for slots in places.values():
+        old = _get(slots[0])
+        if not old.is_meta:
+            put_all(slots, nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad))
+
+
+def put_all(slots: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    """Puts a parameter wherever it stands."""
+    for module, key in slots:
+        put(module, "_parameters", key, parameter)
+
+
+def put(module: nn.Module, kind: str, key: str, tensor: torch.Tensor) -> None:
+    """Sets a tensor without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        getattr(module, kind)[key] = tensor
+    else:
+        setattr(module, key, tensor)
+
+
+def require_same_parts(model: nn.Module, world: World) -> None:
+    """Raises ConfigError where the processes have built models of other names, shapes or types. Collective."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    parts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
+    if len(set(world.gather(hashlib.sha256(repr(parts).encode()).hexdigest()))) > 1:
+        raise ConfigError(
+            "the model does not have the same parts on all processes",
+            where="model",
+            fix="names, shapes and types of its weights must not depend on rank or chance",
+        )
+
+
+def require_buffers(model: nn.Module) -> None:
+    """Raises ConfigError for a buffer that a constructor has computed from weights, which had no values."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                "a buffer is computed from weights, and those of init_weights come after the constructor",
+                where=f"model {name}",
+                fix="compute it in forward, or leave init_weights out",
+            )
+
+
+def share_tensors(model: nn.Module, world: World) -> None:
+    """Gives all processes the buffers of the first one, and what tensors its modules keep as attributes. Collective."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
+                put(module, "_buffers", key, torch.empty_like(buffer, device="cpu"))
+    kept = [leaf for module in model.modules() for leaf in tree_leaves(_attributes(module))]
+    attributes = [each for each in kept if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+    shapes = world.gather([(tuple(each.shape), str(each.dtype), each.is_meta) for each in attributes])
+    if any(each != shapes[0] for each in shapes):
+        raise ConfigError(
+            "the model does not keep the same tensors on all processes",
+            where="model",
+            fix="register what does not depend on the weights as a buffer",
+        )
+    for tensor in dict.fromkeys([*model.buffers(), *attributes]):
+        if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
+            world.copy_from_main(tensor)
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> torch.Generator:
+    """Seeds every generator that initial weights may be drawn from; returns torch's own of the device (the CPU)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+@contextlib.contextmanager
+def isolated(device: torch.device | None = None) -> Iterator[None]:
+    """After the block all generators go on as if it had not been."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, places: Places, local: Callable[[str, Part], torch.Tensor], device: torch.device) -> None:
+    """Gives each parameter its local part, in memory of its own."""
+    for name, slots in places.items():
+        empty = _get(slots[0])
+        value: Any = local(name, _part_of(empty)).to(device)
+        if isinstance(empty, DTensor):
+            value = _DTensor(value, empty._spec, requires_grad=False)
+        put_all(slots, nn.Parameter(value, empty.requires_grad))
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
+
+
+def _part_of(parameter: torch.Tensor) -> Part:
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim(), tuple(parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offset), tuple(shape)
+
+
+def _index(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
+
+
+def _get(slot: tuple[nn.Module, str]) -> nn.Parameter:
+    parameter = slot[0]._parameters[slot[1]]
+    assert parameter is not None
+    return parameter
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside what torch knows of; of a stored container the leaves count."""
+    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
