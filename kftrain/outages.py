@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kftrain.credentials import redacted
-from kftrain.errors import KftrainError, StorageError
+from kftrain.errors import KftrainError, StorageAwayError, StorageError
 from kftrain.progress import Progress, to_log
 
 ANSWERED_SECONDS = 600.0
@@ -104,7 +104,8 @@ def plain_errors(where: str, what: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # drivers of object stores raise what they like
         if is_outage(error):
-            raise StorageError(f"{what or UNREACHABLE}: {shown(error)}", where=where) from error
+            kind = StorageError if what else StorageAwayError
+            raise kind(f"{what or UNREACHABLE}: {shown(error)}", where=where) from error
         if isinstance(error, OSError) or not is_of_a_driver(error):
             raise
         code = errno.EACCES if is_refusal(error) else errno.EREMOTE
@@ -274,11 +275,11 @@ def _store(uri: str) -> str:
 def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
     lasted = f" for {away_seconds:.0f} s" if away_seconds >= 1 else ""
     what = f"{UNREACHABLE}{lasted}: {shown(error)}"
-    return StorageError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
+    return StorageAwayError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
 
 
 UNREACHABLE = "storage cannot be reached"
-"""What an error of storage that is away begins with, after its URI: a worker that ends so has not failed itself."""
+"""What an error of storage that is away begins with, after its URI."""
 
 
 def _is_named(error: BaseException, names: re.Pattern[str]) -> bool:

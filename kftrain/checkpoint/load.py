@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from kftrain import storage
 from kftrain.checkpoint import reader
 from kftrain.checkpoint.staging import State
-from kftrain.errors import CheckpointError, KftrainError, RetryableError, StorageError, error_from_dict
+from kftrain.errors import (
+    CheckpointError,
+    KftrainError,
+    OtherTrainingError,
+    RetryableError,
+    StorageError,
+    error_from_dict,
+)
 from kftrain.parallel.world import World
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
@@ -52,7 +59,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
                 _pass_over(damaged)
             return Loaded(uri, digest, manifest, history)
         error = error_from_dict(problem)
-        if error.retryable or "another training" in error.what:  # storage that is away damages nothing
+        if error.retryable or isinstance(error, OtherTrainingError):  # storage that is away damages nothing
             raise error
         # The attempt before may retire a checkpoint while it is read: that one is gone, not damaged.
         if world.from_main(storage.exists(storage.join(uri, commit.COMMITTED)) if world.is_main else None):

@@ -22,15 +22,16 @@ from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo
 from kftrain.config import Config
-from kftrain.errors import BUG_CODE, InterruptedByUser, StorageError
+from kftrain.errors import InterruptedByUser, StorageError
 from kftrain.process import channel
 from kftrain.process.channel import Channel
 from kftrain.progress import unmarked
 from kftrain.run.advice import Place, Situation
 from kftrain.run.best_effort import best_effort
+from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run as dry_runs
-from kftrain.stages import failure, parameters, resolve, tracked
+from kftrain.stages import parameters, resolve, tracked
 
 
 @click.command("run")
@@ -89,7 +90,7 @@ class Watched:
     def __init__(self, shown: Display, log: Log, told: Channel) -> None:
         self._shown, self._log, self._told = shown, log, told
         self.run_uri = ""
-        self.error: dict[str, Any] | None = None
+        self.error: ErrorDocument | None = None
         """The last error that a stage has announced."""
 
     def on_line(self, raw: str) -> None:
@@ -104,7 +105,7 @@ class Watched:
         """Takes what the stages have told meanwhile."""
         for kind, content in self._told.messages():
             if kind == channel.ERROR:
-                self.error = content
+                self.error = ErrorDocument.received(content)
             else:
                 self.run_uri = content
                 self._shown.line(f"run {RunPaths(self.run_uri).run_id} in {self.run_uri}")
@@ -160,15 +161,16 @@ def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
 def _after_kill(watched: Watched, config: Config) -> None:
     """Says and records what the pipeline could not any more, because a second signal has killed it."""
     killed = InterruptedByUser("killed by a second signal")
-    watched.error = watched.error or {**killed.to_dict(), "stage": "the pipeline"}
+    watched.error = watched.error or ErrorDocument.of(killed, stage="the pipeline")
     if not watched.run_uri:
         return
     if config.launch.has_pods:
         _warn(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}")
         return
+    paths, document = RunPaths(watched.run_uri), of_stage("run", killed)
     with best_effort("error.json could not be written"):
-        storage.publish_json(RunPaths(watched.run_uri).error, failure.document("run", killed))
-    tracked.mark_failed(RunPaths(watched.run_uri), config, killed, None, _warn)
+        storage.publish_json(paths.error, document.to_dict())
+    tracked.mark_failed(paths, config, killed, document, _warn)
 
 
 def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation) -> int:
@@ -180,19 +182,19 @@ def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation)
         return 0
     situation = dataclasses.replace(situation, run_uri=watched.run_uri or situation.run_uri)
     error = _error(watched, stop_code, situation.log)
-    code = stop_code or int(error.get("exit_code", BUG_CODE))
+    code = stop_code or error.exit_code
     echo("\n".join(summary.failure_lines(error, situation)), err=True)
-    echo(f"kftrain: error: {error['line']}", err=True)
+    echo(f"kftrain: error: {error.line}", err=True)
     sys.exit(code)
 
 
-def _error(watched: Watched, stop_code: int, log_path: str) -> dict[str, Any]:
+def _error(watched: Watched, stop_code: int, log_path: str) -> ErrorDocument:
     """Why the pipeline failed: what a stage announced, or what the workers of one that could not have left behind."""
     if watched.error:
         return watched.error
-    found = failure.read(RunPaths(watched.run_uri)) if watched.run_uri else None
+    found = read_error(RunPaths(watched.run_uri).error) if watched.run_uri else None
     if found:
         return found
     if stop_code:
-        return InterruptedByUser("interrupted").to_dict()
-    return {"line": f"the pipeline ended without saying why; see {log_path}"}
+        return ErrorDocument.of(InterruptedByUser("interrupted"))
+    return ErrorDocument(line=f"the pipeline ended without saying why; see {log_path}")

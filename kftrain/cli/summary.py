@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kftrain.config import Config
 from kftrain.data.shards.manifest import Manifest
 from kftrain.report import wording
@@ -12,6 +9,7 @@ from kftrain.run import advice, documents
 from kftrain.run.advice import Situation
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Interval, Registration
+from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_evaluation
@@ -39,10 +37,10 @@ def success_lines(run_uri: str) -> list[str]:
     ]
 
 
-def failure_lines(error: Mapping[str, Any], situation: Situation) -> list[str]:
+def failure_lines(error: ErrorDocument, situation: Situation) -> list[str]:
     """What to do after a failure; the error itself, with its own fix, is the program's last line."""
-    found = advice.advise({**error, "fix": ""}, situation)
-    lines = [f"{error.get('stage', 'the pipeline')} failed"]
+    found = advice.advise(error, situation, with_fix=False)
+    lines = [f"{error.stage or 'the pipeline'} failed"]
     for label, value in (("run", situation.run_uri), ("log", situation.log)):
         lines += _rows(label, [value] if value else [])
     return lines + _rows("next", [text for text in (found.text, found.command) if text])

@@ -20,16 +20,16 @@ from kftrain.errors import (
     LaunchError,
     Preempted,
     StorageError,
-    error_from_dict,
 )
 from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
 from kftrain.progress import to_log
-from kftrain.run import attempts, documents
+from kftrain.run import attempts
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.completion import metrics_uri, read_completion, read_evaluations
 from kftrain.run.config import keep_job_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
+from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
 
 
@@ -90,18 +90,18 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
             raise kind(
                 f"the {spec.task} job failed {budget.num_failed} times without a new checkpoint, at last: {error.line}",
                 where=spec.run_uri,
-                fix="mend the cause and resume the run",
-            )
+                fix=error.fix or "mend the cause and resume the run",
+            ).of_class(error.failure_class)
         to_log(f"attempt failed, trying again from the last checkpoint: {error.line}")
 
 
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
     if code == FencedError.exit_code:  # error.json is of who holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)
-    document = documents.read_error(paths.error)
+    document = read_error(paths.error)
     if document is None and code == Preempted.exit_code:  # it came before the worker could say so
         return Preempted("stopped before it had started", where=spec.run_uri)
     if document is None:
         kind = StorageError if code == StorageError.exit_code else LaunchError  # one of ours could not write it
         return kind(f"the {spec.task} job ended with exit code {code} and left no error", where=spec.run_uri)
-    return error_from_dict(document)
+    return document.to_error()

@@ -21,6 +21,7 @@ from kftrain.report import training as _training
 from kftrain.report.content import Fact
 from kftrain.run.advice import Situation
 from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.error import ErrorDocument
 
 __all__ = [
     "run_html",
@@ -112,12 +113,12 @@ def shards_markdown(manifest: Mapping[str, Any]) -> str:
     return markdown.render(_shards.section(manifest))
 
 
-def failure_html(error: Mapping[str, Any], stage: str, situation: Situation) -> str:
+def failure_html(error: ErrorDocument, stage: str, situation: Situation) -> str:
     """What failed, why, where and what to do next. `error` is the content of `error.json`."""
     return page.render(page.single(_failure.section(error, stage, situation), stage))
 
 
-def failure_markdown(error: Mapping[str, Any], stage: str, situation: Situation) -> str:
+def failure_markdown(error: ErrorDocument, stage: str, situation: Situation) -> str:
     """The same as Markdown."""
     return markdown.render(_failure.section(error, stage, situation))
 

@@ -2,75 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from kftrain.errors import BUG_CODE
 from kftrain.report import wording
 from kftrain.report.content import Fact, Section
 from kftrain.run import advice
 from kftrain.run.advice import Advice, Situation
+from kftrain.run.error import ErrorDocument
 
 
-def section(error: Mapping[str, Any], stage: str, situation: Situation) -> Section:
-    """The section of a failed stage, from its `error.json` (see `stages.failure`); fields may be missing."""
-    what = _text(error, "what") or _text(error, "line") or "it left no message"
-    found = error.get("failure") or {}
+def section(error: ErrorDocument, stage: str, situation: Situation) -> Section:
+    """The section of a failed stage, from its `error.json` (see `run.error`)."""
+    what = _clean(error.what) or _clean(error.line)
     next_ = next_step(error, situation)
     return Section(
         title="Failure",
         headline=f"{wording.label(stage) or 'The run'} failed: {_ended(what)}",
         tone="bad",
-        sentences=[sentence for sentence in (next_.text, *(error.get("warnings") or ())) if sentence],
+        sentences=[sentence for sentence in (next_.text, *error.warnings) if sentence],
         command=next_.command,
-        log=[wording.clean(line) for line in found.get("last_lines") or ()],
-        facts=[fact for fact in (*_facts(error, stage, situation), *_places(found)) if fact.value],
+        log=[wording.clean(line) for line in error.last_lines],
+        facts=[fact for fact in (*_facts(error, stage, situation), *_places(error)) if fact.value],
     )
 
 
-def next_step(error: Mapping[str, Any], situation: Situation) -> Advice:
+def next_step(error: ErrorDocument, situation: Situation) -> Advice:
     """What to do about it, and the command for that; foreign text in it is safe to show."""
     found = advice.advise(error, situation)
     return Advice(wording.clean(found.text).strip(), wording.clean(found.command))
 
 
-def _facts(error: Mapping[str, Any], stage: str, situation: Situation) -> list[Fact]:
-    value = error.get("value")
+def _facts(error: ErrorDocument, stage: str, situation: Situation) -> list[Fact]:
     return [
         Fact("Stage", stage),
-        Fact("Where", _text(error, "where"), code=True),
-        Fact("Value", "" if value is None else str(value), code=True),
-        Fact("Kind", _text(error, "kind")),
-        Fact("Exit code", str(_exit_code(error)), _meaning(error)),
+        Fact("Where", _clean(error.where), code=True),
+        Fact("Value", error.value or "", code=True),
+        Fact("Kind", _clean(error.kind)),
+        Fact("Exit code", str(error.exit_code), _meaning(error)),
         Fact("Run", situation.run_uri, code=True),
         Fact("Log", situation.log, code=True),
     ]
 
 
-def _places(found: Mapping[str, Any]) -> list[Fact]:
-    """What the launcher found out about a job: see `documents.FailureSummary`."""
-    rank = found.get("rank")
+def _places(error: ErrorDocument) -> list[Fact]:
+    """Which kind of failure it was, and which part of a job failed."""
     return [
-        Fact("Class", _text(found, "failure_class")),
-        Fact("First failing rank", "" if rank is None else str(rank)),
-        Fact("Node", _text(found, "node"), code=True),
-        Fact("Pod", _text(found, "pod"), code=True),
+        Fact("Class", error.failure_class.value),
+        Fact("First failing rank", "" if error.rank is None else str(error.rank)),
+        Fact("Node", _clean(error.node), code=True),
+        Fact("Pod", _clean(error.pod), code=True),
     ]
 
 
-def _meaning(error: Mapping[str, Any]) -> str:
-    passing = advice.class_of(error) in advice.PASSING
+def _meaning(error: ErrorDocument) -> str:
+    passing = error.failure_class in advice.PASSING
     return "may succeed when run again" if passing else "fails again unless something is changed"
 
 
-def _exit_code(error: Mapping[str, Any]) -> int:
-    code = error.get("exit_code")
-    return code if isinstance(code, int) else BUG_CODE
-
-
-def _text(error: Mapping[str, Any], key: str) -> str:
-    value = error.get(key)
-    return wording.clean(value).strip() if isinstance(value, str) else ""
+def _clean(text: str) -> str:
+    return wording.clean(text).strip()
 
 
 def _ended(text: str) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-from kftrain import errors
+from kftrain.errors import FailureClass
+from kftrain.run.error import ErrorDocument
 
 STARTED_BY_ENV = "KFTRAIN_STARTED_BY"
 """The command line of the `kftrain run` that a stage belongs to, without its `--resume`."""
@@ -35,40 +34,6 @@ FORM_PARAMETERS = {
     "launch.kubernetes.trainer_image": "trainer_image",
 }
 """Parameter of the pipeline that takes any setting, and those settings that have one of their own."""
-
-
-class FailureClass(str, Enum):
-    """What kind of failure it is: decides the advice."""
-
-    CONFIG = "configuration"
-    DATA = "data"
-    HOST_MEMORY = "out of memory on the host"
-    GPU_MEMORY = "out of memory on the GPU"
-    NETWORK = "lost connection between workers"
-    STORAGE = "storage"
-    PREEMPTED = "preempted"
-    NODE = "node lost"
-    IMAGE = "image"
-    VOLUME = "volume"
-    QUOTA = "quota"
-    SCHEDULING = "scheduling"
-    HANG = "hang"
-    DEADLINE = "deadline"
-    DIVERGED = "diverged"
-    USER_CODE = "user code"
-    OPERATOR = "training operator"
-    DELETED = "deleted"
-    TERMINATED = "terminated"
-    INTERRUPTED = "interrupted"
-    CHECKPOINT = "checkpoint"
-    OTHER_TRAINING = "another training"
-    LAUNCH = "launch"
-    EVALUATION = "evaluation"
-    TRACKING = "tracking"
-    FENCED = "superseded by a newer attempt"
-    LAUNCHER = "launcher vanished"
-    BUG = "bug"
-    UNKNOWN = "unknown"
 
 
 class Place(str, Enum):
@@ -97,10 +62,12 @@ class Row:
     """What to do about a class of failures at one place."""
 
     remedy: str
-    """About the cause; a sentence or two."""
+    """About the cause; said where the error itself says no more."""
     next: Next = Next.RESUME
     setting: str = "KEY=VALUE"
     """What is changed, where `next` changes something."""
+    note: str = ""
+    """What is to be known in any case."""
 
 
 @dataclass(frozen=True)
@@ -144,38 +111,6 @@ class Situation:
         return {STARTED_BY_ENV: self.started_by, LOG_ENV: self.log}
 
 
-CLASS_OF_CODE: dict[int, FailureClass] = {
-    errors.ConfigError.exit_code: FailureClass.CONFIG,
-    errors.DataError.exit_code: FailureClass.DATA,
-    errors.CheckpointError.exit_code: FailureClass.CHECKPOINT,
-    errors.LaunchError.exit_code: FailureClass.LAUNCH,
-    errors.EvaluationError.exit_code: FailureClass.EVALUATION,
-    errors.TrackingError.exit_code: FailureClass.TRACKING,
-    errors.UserCodeError.exit_code: FailureClass.USER_CODE,
-    errors.FencedError.exit_code: FailureClass.FENCED,
-    errors.LauncherGoneError.exit_code: FailureClass.LAUNCHER,
-    errors.DivergedError.exit_code: FailureClass.DIVERGED,
-    errors.InterruptedByUser.exit_code: FailureClass.INTERRUPTED,
-    errors.RetryableError.exit_code: FailureClass.NETWORK,
-    errors.HangError.exit_code: FailureClass.HANG,
-    errors.Preempted.exit_code: FailureClass.PREEMPTED,
-    137: FailureClass.HOST_MEMORY,  # SIGKILL
-    errors.BUG_CODE: FailureClass.BUG,
-}
-
-CLASS_OF_KIND = {
-    errors.OtherTrainingError.__name__: FailureClass.OTHER_TRAINING,
-    errors.StorageError.__name__: FailureClass.STORAGE,
-}
-"""Where the exit code says less than the error's own type."""
-
-CLASS_OF_WORDS = {
-    "out of GPU memory": FailureClass.GPU_MEMORY,
-    "storage cannot be reached": FailureClass.STORAGE,
-    "the checkpoint could not be": FailureClass.STORAGE,
-}
-"""Where they say less than a worker's own words."""
-
 PASSING = frozenset(
     (
         *(FailureClass.NETWORK, FailureClass.STORAGE, FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.HANG),
@@ -185,15 +120,11 @@ PASSING = frozenset(
 )
 """What may succeed when it is run again just as it was."""
 
-_MENDED = (
-    "Correct the setting that is named. "
-    "Once a checkpoint is committed, another task, model or optimizer needs a new run."
-)
 _MEMORY = "train.micro_batch_size=N"
 
 
-def _both(remedy: str, next_: Next = Next.RESUME, setting: str = "KEY=VALUE") -> dict[Place, Row]:
-    row = Row(remedy, next_, setting)
+def _both(remedy: str, next_: Next = Next.RESUME, setting: str = "KEY=VALUE", note: str = "") -> dict[Place, Row]:
+    row = Row(remedy, next_, setting, note)
     return {Place.LAPTOP: row, Place.KUBEFLOW: row}
 
 
@@ -202,7 +133,11 @@ def _each(laptop: Row, kubeflow: Row) -> dict[Place, Row]:
 
 
 TABLE: dict[FailureClass, dict[Place, Row]] = {
-    FailureClass.CONFIG: _both(_MENDED, Next.CORRECT),
+    FailureClass.CONFIG: _both(
+        "Correct the setting that is named.",
+        Next.CORRECT,
+        note="Once a checkpoint is committed, another task, model or optimizer needs a new run.",
+    ),
     FailureClass.DATA: _both(
         "Correct the source, or name another; look at shards that are damaged with kftrain shards verify.",
         Next.RESUME_CHANGED,
@@ -210,11 +145,12 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
     ),
     FailureClass.CHECKPOINT: _both("See which checkpoints are committed.", Next.CHECKPOINTS),
     FailureClass.OTHER_TRAINING: _both(
-        "Nothing was changed: a run that has committed a checkpoint keeps its data, task, model and optimizer.",
+        "Restore the settings that differ.",
         Next.NEW_RUN,
+        note="Nothing was changed: a run that has committed a checkpoint keeps its data, task, model and optimizer.",
     ),
     FailureClass.LAUNCH: _both("Correct what the message names.", Next.RESUME_CHANGED),
-    FailureClass.EVALUATION: _both("Correct what the message names; training is complete and is not repeated."),
+    FailureClass.EVALUATION: _both("Correct what the message names.", note="Training is complete and is not repeated."),
     FailureClass.TRACKING: _both("See that MLflow can be reached and written."),
     FailureClass.HOST_MEMORY: _both(
         "Lower train.micro_batch_size or launch.processes_per_node; of pods, raise launch.kubernetes.memory.",
@@ -239,6 +175,12 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
         Next.RESUME_CHANGED,
         "launch.kubernetes.trainer_image=IMAGE",
     ),
+    FailureClass.STEP_IMAGE: _both(
+        "Check the image of the step (kftrain submit --steps-image) and its account's pull secret."
+    ),
+    FailureClass.STEP_MEMORY: _both(
+        "The step itself, not a worker, had too little memory: raise the limit of its namespace."
+    ),
     FailureClass.VOLUME: _both(
         "Check launch.kubernetes.volumes: the claim, secret or config map must exist.", Next.RESUME_CHANGED
     ),
@@ -254,13 +196,13 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
         Next.RESUME_CHANGED,
     ),
     FailureClass.DIVERGED: _both(
-        "Lower the learning rate; this run would diverge again.",
+        "Lower optimizer.learning_rate, or allow skips with train.max_nonfinite_steps.",
         Next.NEW_RUN_CHANGED,
         "optimizer.learning_rate=RATE",
     ),
     FailureClass.USER_CODE: _each(
         Row("Correct the code; its traceback is in the log."),
-        Row("Correct the code, its traceback is in the log; build the image."),
+        Row("Correct the code; its traceback is in the log.", note="Build the image anew."),
     ),
     FailureClass.OPERATOR: _both("See that the training operator runs: kubectl get pods -A | grep training-operator."),
     FailureClass.FENCED: _both(
@@ -276,36 +218,27 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
 """What to do, by class of failure and by place."""
 
 
-def class_of(error: Mapping[str, Any]) -> FailureClass:
-    """The class of a failure, from its `error.json`; fields may be missing."""
-    found = error.get("failure")
-    named = found.get("failure_class") if isinstance(found, Mapping) else None
-    if named in {kind.value for kind in FailureClass}:
-        return FailureClass(named)
-    line, code = str(error.get("line", "")), error.get("exit_code", errors.BUG_CODE)
-    by_kind = CLASS_OF_KIND.get(str(error.get("kind")))
-    by_words = next((kind for words, kind in CLASS_OF_WORDS.items() if words in line), None)
-    return by_kind or by_words or class_of_code(code)
-
-
-def class_of_code(code: Any) -> FailureClass:
-    """The class of an exit code."""
-    return CLASS_OF_CODE.get(code, FailureClass.UNKNOWN) if isinstance(code, int) else FailureClass.UNKNOWN
-
-
 def remedy(kind: FailureClass, place: Place | None = None) -> str:
     """What to do about the cause, in one or two sentences, at a place; by default where this process is."""
     return TABLE[kind][place or Situation.from_environment().place].remedy
 
 
-def advise(error: Mapping[str, Any], situation: Situation) -> Advice:
-    """What to do about a failure, and the command for that. `error` is its `error.json`; fields may be missing."""
-    row = TABLE[class_of(error)][situation.place]
-    found = error.get("failure")
-    known = str(found.get("advice") or "") if isinstance(found, Mapping) else ""
+def fix_of(kind: FailureClass) -> str:
+    """What to do about the cause, as the `fix` of an error."""
+    text = remedy(kind).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def advise(error: ErrorDocument, situation: Situation, with_fix: bool = True) -> Advice:
+    """What to do about a failure, and the command for that.
+
+    What an error says itself about its cause is more to the point than what the table says about its class, so that is
+    said only where the error says nothing. `with_fix`: False where the reader sees the error's own fix anyway.
+    """
+    row = TABLE[error.failure_class][situation.place]
     following = _next(row, situation)
-    fix = str(error.get("fix") or "")
-    sentences = (_sentence(fix), _sentence(known or row.remedy), following.text)
+    own = error.fix if with_fix else ""
+    sentences = (_sentence(own), "" if error.fix else row.remedy, row.note, following.text)
     return Advice(" ".join(dict.fromkeys(filter(None, sentences))), following.command)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_serializer, field_validator
 
 from kftrain import storage
-from kftrain.errors import BUG_CODE, DataError, KftrainError, is_error_document
+from kftrain.errors import DataError, KftrainError
 from kftrain.run.paths import RunPaths
 
 SCHEMA_VERSION = 1
@@ -139,22 +139,6 @@ class Evaluation(Document):
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
 
 
-class FailureSummary(Document):
-    """`failure.json`: why a job failed, as far as its launcher could tell."""
-
-    task: str
-    failure_class: str
-    """One of `launch.states.FailureClass`."""
-    line: str
-    exit_code: int
-    rank: int | None = None
-    """The process that failed first, where one is known."""
-    node: str = ""
-    pod: str = ""
-    last_lines: list[str] = []
-    advice: str
-
-
 class Registration(Document):
     """`registration.json`: the registered version and what the gate decided."""
 
@@ -246,28 +230,6 @@ def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[Kftrai
         raise error(
             f"{name} is damaged: {key}: {first['msg']}", where=uri, fix="run the stage that writes it again"
         ) from cause
-
-
-def read_error(uri: str) -> dict[str, Any] | None:
-    """What an error.json says, see `errors.error_to_dict`; None where there is none.
-
-    One that is damaged is an error of its own: it must not hide that the run failed, nor stop who reports that.
-    """
-    try:
-        content = storage.read_bytes(uri)
-    except FileNotFoundError:
-        return None
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        found = None
-    if not is_error_document(found):
-        line = f"{uri}: error.json is damaged, so why the run failed is not known: {content[:200]!r}"
-        return {"kind": "", "exit_code": BUG_CODE, "line": line}
-    try:
-        return {**found, "failure": FailureSummary.model_validate(found["failure"]).to_dict()}
-    except (KeyError, ValidationError):
-        return {name: value for name, value in found.items() if name != "failure"}
 
 
 def to_be_scored(paths: RunPaths, request: EvaluationRequest) -> list[EvaluationTarget]:

@@ -11,20 +11,17 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 from kftrain import errors, storage
 from kftrain.config import Config
 from kftrain.errors import FencedError, KftrainError
 from kftrain.process import channel, stage_lifetime
-from kftrain.process.termination import leave_step_message
+from kftrain.process.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
-from kftrain.run import documents
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.documents import FailureSummary
+from kftrain.run.error import of_stage, read_error
 from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 
@@ -49,11 +46,11 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
         except BaseException as error:
             found = None
             with best_effort("what the launcher found out could not be read"):
-                if storage.exists(paths.failure):
-                    found = documents.read(FailureSummary, paths.failure).to_dict()
+                found = read_error(paths.failure)
+            document = of_stage(stage, error).found_out(found)
             with best_effort("error.json could not be written", REPORT_SECONDS):
-                storage.publish_json(paths.error, {**document(stage, error), **({"failure": found} if found else {})})
-            tracked.mark_failed(paths, config, error, found, progress)
+                storage.publish_json(paths.error, document.to_dict())
+            tracked.mark_failed(paths, config, error, document, progress)
             raise
 
 
@@ -70,10 +67,10 @@ def _announced(stage: str, progress: Progress) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        found = document(stage, error)
-        leave_step_message(str(found["line"]), int(found["exit_code"]))
-        if not channel.tell(channel.ERROR, found):
-            progress(ERROR_LINE + json.dumps(found))
+        found = of_stage(stage, error)
+        leave_message(found.line, found.exit_code, found.kind)
+        if not channel.tell(channel.ERROR, found.to_dict()):
+            progress(ERROR_LINE + json.dumps(found.to_dict()))
         if os.environ.get(KFP_RUNTIME_ENV):
             sys.excepthook = _show_in_one_line
         raise
@@ -85,13 +82,3 @@ def _show_in_one_line(kind: type[BaseException], error: BaseException, trace: Tr
         sys.stderr.write(f"kftrain: error: {error.line}\n")
     else:
         errors.print_traceback(error)
-
-
-def document(stage: str, error: BaseException) -> dict[str, Any]:
-    """What error.json holds."""
-    return {**errors.error_to_dict(error), "stage": stage, "time": time.time()}
-
-
-def read(paths: RunPaths) -> dict[str, Any] | None:
-    """What error.json says, or None where there is none."""
-    return documents.read_error(paths.error)

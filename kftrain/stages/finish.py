@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kftrain import errors, launch, report, storage
+from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.errors import FencedError, KftrainError, LaunchError, RetryableError
+from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, RetryableError
 from kftrain.progress import Progress, to_log
-from kftrain.run.advice import FailureClass, Situation
+from kftrain.run.advice import Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config
+from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, parameters, resolve, tracked
+from kftrain.stages import parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
@@ -53,15 +54,15 @@ def finish(
             given = "" if parameters.is_uri(text) else text.strip()
             config, paths = _named(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
-        return _failed(failure.document("configure", error), run_uri="")
+        return _failed(of_stage("configure", error), run_uri="")
     explained, url = None if state in SUCCESS_STATES else _explained(state), config.tracking.kubeflow_url
     if explained is not None and resume_run and not _is_opened_by(paths, job_id):
         return _failed(explained, paths.uri, url)  # going on with the run was refused: it stays as it was
-    if explained is not None and explained["exit_code"] == FencedError.exit_code:
+    if explained is not None and explained.exit_code == FencedError.exit_code:
         return _failed(explained, paths.uri, url)  # job, folder and MLflow run are those of who is at work there
     error_document = None
     with best_effort("error.json could not be read"):
-        error_document = failure.read(paths)
+        error_document = read_error(paths.error)
     error_document = error_document or explained
     # The report comes before the clean-up: whatever that meets, the reason of the failure is there.
     is_open = None if error_document is None else _leave_report(paths, error_document, url)
@@ -69,7 +70,7 @@ def finish(
     if error_document is None:
         return _succeeded(paths, removed, warnings)
     if warnings:
-        error_document = {**error_document, "warnings": warnings}
+        error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)
     if is_open:
         _close(paths, config, error_document, progress)
@@ -95,7 +96,7 @@ def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) 
     return removed, []
 
 
-def _leave_report(paths: RunPaths, error: dict[str, Any], url: str) -> bool | None:
+def _leave_report(paths: RunPaths, error: ErrorDocument, url: str) -> bool | None:
     """Writes the failure report into the run's folder; False where nobody has opened that, None where it is unknown."""
     is_open = None
     with best_effort("the failure report could not be written", REPORT_SECONDS):
@@ -132,27 +133,27 @@ def _succeeded(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outc
     )
 
 
-def _failed(error: dict[str, Any], run_uri: str, kubeflow_url: str = "", is_there: bool = True) -> Outcome:
+def _failed(error: ErrorDocument, run_uri: str, kubeflow_url: str = "", is_there: bool = True) -> Outcome:
     """The outcome of a failure; with a run that is not there nobody can go on."""
     situation = replace(Situation.from_environment(run_uri if is_there else ""), kubeflow_url=kubeflow_url)
-    stage = str(error.get("stage", "run"))
+    stage = error.stage or "run"
     return Outcome(
         run_uri=run_uri,
-        summary={"result": f"{stage} failed: {error['line']}", "run_uri": run_uri, **error},
+        summary={"result": f"{stage} failed: {error.line}", **error.known(), "run_uri": run_uri},
         html=report.failure_html(error, stage, situation),
         markdown=report.failure_markdown(error, stage, situation),
     )
 
 
-def _explained(state: str) -> dict[str, Any]:
+def _explained(state: str) -> ErrorDocument:
     """What the Workflow says of a step that could not: terminated, deleted, out of memory, out of time, or fenced."""
     found = launch.explain_pipeline_run()
     if found is None:
-        return failure.document("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
-    kind = FencedError if found.failure_class == FailureClass.FENCED.value else LaunchError
-    return {**failure.document("run", kind(found.line)), "failure": found.to_dict()}
+        return of_stage("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
+    kind = FencedError if found.failure_class is FailureClass.FENCED else LaunchError
+    return of_stage("run", kind(found.line)).found_out(found)
 
 
-def _close(paths: RunPaths, config: Config, error: dict[str, Any], progress: Progress) -> None:
+def _close(paths: RunPaths, config: Config, error: ErrorDocument, progress: Progress) -> None:
     """Ends the MLflow run, which a step that was killed has left open."""
-    tracked.mark_failed(paths, config, errors.error_from_dict(error), error.get("failure"), progress)
+    tracked.mark_failed(paths, config, error.to_error(), error, progress)

@@ -16,8 +16,8 @@ from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion, Registration
+from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure
 from kftrain.tracking import listing
 from kftrain.tracking.listing import ListedRun
 
@@ -105,10 +105,10 @@ def _read(paths: RunPaths, config: Config) -> RunState:
 
 def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str]:
     """What a run is now, and why. An error outlives a success only where something was tried again after it."""
-    error = failure.read(paths)
+    error = read_error(paths.error)
     if error is not None:
-        stopped = error.get("exit_code") in (130, 143)
-        return "stopped" if stopped else "failed", str(error.get("line", ""))
+        stopped = error.exit_code in (130, 143)
+        return "stopped" if stopped else "failed", error.line
     if _is_at_work(paths):
         return "running", ""
     if registration is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import cast
 
-from kftrain import errors, launch, storage, tracking
+from kftrain import launch, storage, tracking
 from kftrain.config import Config
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preempted, TrackingError
@@ -14,6 +14,7 @@ from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.documents import Document, RunShards
+from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import DatasetLineage
 
@@ -80,17 +81,15 @@ def restored_if_refused(paths: RunPaths, config: Config, progress: Progress) -> 
 
 
 def mark_failed(
-    paths: RunPaths, config: Config, error: BaseException, failure: Mapping[str, Any] | None, progress: Progress
+    paths: RunPaths, config: Config, error: BaseException, document: ErrorDocument, progress: Progress
 ) -> None:
     """Closes the MLflow run, if there is one, with the reason as tags. That MLflow or storage is down is no second one.
 
     One that is shown as FINISHED stays as it is: its training is complete and registered, whatever failed after that.
 
-    `failure`: what the launcher found out about a job, see `documents.FailureSummary`.
+    `document`: what error.json says of it.
     """
-    tags = {"kftrain.error": str(errors.error_to_dict(error)["line"])}
-    if failure:
-        tags["kftrain.failure_class"] = str(failure["failure_class"])
+    tags = {"kftrain.error": document.line, "kftrain.failure_class": document.failure_class.value}
     mlflow_run_id = ""
     with best_effort("the MLflow run to mark as failed is not known"):
         mlflow_run_id = read(paths)

@@ -18,11 +18,12 @@ from kftrain.checkpoint.save import CheckpointWriter
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import StepBatch, TrainLoader
-from kftrain.errors import DivergedError, Preempted
+from kftrain.errors import DivergedError, FailureClass, Preempted
 from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
+from kftrain.run.advice import fix_of
 from kftrain.train.engine import Engine, Measured
 from kftrain.train.optimizer import learning_rate
 from kftrain.train.recorder import Recorder
@@ -149,7 +150,7 @@ class Loop:
             raise DivergedError(
                 f"the gradient norm of step {done} is not finite",
                 value=self._gradient_norm,
-                fix="lower optimizer.learning_rate, or allow skips with train.max_nonfinite_steps",
+                fix=fix_of(FailureClass.DIVERGED),
             )
 
     def _after_step(self, done: int, busy: bool) -> None:

@@ -8,7 +8,17 @@ import re
 import sys
 
 from kftrain import storage
-from kftrain.errors import ConfigError, KftrainError, RetryableError, StorageError, UserCodeError, error_to_dict
+from kftrain.errors import (
+    FailureClass,
+    GpuMemoryError,
+    KftrainError,
+    LostPeerError,
+    RetryableError,
+    StorageAwayError,
+    UserCodeError,
+    error_to_dict,
+)
+from kftrain.run.advice import fix_of
 from kftrain.worker.root_cause import LOST_PEER, Document
 
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
@@ -42,7 +52,9 @@ def classify(error: BaseException) -> KftrainError | None:
     if storage.is_full(error):
         return storage.full_error(error)
     if storage.is_outage(error):
-        return StorageError(f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return StorageAwayError(
+            f"storage cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        )
     return None
 
 
@@ -52,11 +64,9 @@ def _of_torch(error: BaseException) -> KftrainError | None:
 
     cause = error.__cause__ if isinstance(error, KftrainError) and error.__cause__ else error
     if isinstance(cause, torch.OutOfMemoryError):
-        return ConfigError(
-            "out of GPU memory", fix="lower train.micro_batch_size, or set train.activation_checkpointing: blocks"
-        )
+        return GpuMemoryError("out of GPU memory", fix=fix_of(FailureClass.GPU_MEMORY))
     wording = _TORCH_LOST_PEER if isinstance(error, UserCodeError) else _LOST_PEER
     lost = isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and wording.search(str(cause)))
     if lost and not isinstance(error, RetryableError):
-        return RetryableError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
+        return LostPeerError(f"{LOST_PEER}: {str(cause).splitlines()[0][:160]}")
     return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, Preempted, RetryableError
+from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, LostPeerError, Preempted, RetryableError
 from kftrain.process.signals import shell_code
 from kftrain.worker.node import NodeSpec
 
@@ -23,7 +23,7 @@ STOPPED = {
 """What a task that was asked to stop ends with, where none of its processes could say more."""
 
 LOST_PEER = "lost contact with another process"
-"""How the error of a process begins whose peer was gone: never the cause."""
+"""What the error of a process says whose peer was gone."""
 
 SAME_TIME_SECONDS = 1.0
 """A process that was killed may be seen to end a little after the peers that lost it."""
@@ -62,7 +62,7 @@ def silent_end(returncode: int, rank: int | None = None) -> Document:
 
 def only_lost_a_peer(document: Document) -> bool:
     """Whether a process failed only because another one was gone."""
-    return str(document.get("what", "")).startswith(LOST_PEER)
+    return document.get("kind") == LostPeerError.__name__
 
 
 def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, Document | None]:

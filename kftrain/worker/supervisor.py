@@ -20,7 +20,7 @@ from types import FrameType
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.errors import KftrainError, Preempted, RetryableError
+from kftrain.errors import KftrainError, LostPeerError, Preempted
 from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.liveness import LIVENESS_ENV
 from kftrain.process.parent_death import die_with_parent
@@ -33,7 +33,7 @@ from kftrain.run.heartbeat import LauncherWatch
 from kftrain.worker import root_cause
 from kftrain.worker.error_report import ERROR_FILE_ENV
 from kftrain.worker.node import NodeSpec, first_node_answers
-from kftrain.worker.node_report import announce, logs_uri, publish_error, publish_log
+from kftrain.worker.node_report import announce, logs_uri, next_attempt, publish_error, publish_log
 from kftrain.worker.output import OUTPUT_ENV, Output
 from kftrain.worker.ranks import Ranks
 from kftrain.worker.root_cause import Document, Stop
@@ -83,6 +83,8 @@ class Supervisor:
         self._agent = agent
         self._started = False
         self._stop = Stop()
+        self._attempt: int | None = None
+        """The attempt that its claim will make this; None of an evaluation, and as long as it is not known."""
         self._ended = threading.Event()
         self._ranks = Ranks(agent, self._ended)
 
@@ -97,21 +99,21 @@ class Supervisor:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)
                 complete = is_complete(self._node.task, self._paths, config)
-                logs = logs_uri(self._node)  # now: the attempt's claim would change the answer
+                self._attempt = next_attempt(self._node)  # now: its claim would change the answer
             if (
                 complete
             ):  # asked before any rendezvous: a pod that is started once more would wait for nodes that are gone
                 to_log("already complete: nothing to do")
                 return 0
-            error = self._run_processes(config, logs)
+            error = self._run_processes(config)
             if error is None and not self._node.is_first:
                 self._wait_for_first_node(config)
         except KftrainError as found:
             error = found.to_dict()
-            announce(self._node, error)
+            announce(self._node, error, self._attempt)
         return int(error["exit_code"]) if error else 0
 
-    def _run_processes(self, config: Config, logs: str) -> Document | None:
+    def _run_processes(self, config: Config) -> Document | None:
         """Runs the ranks to their end; leaves error and logs behind, the error first: there may be little time."""
         if self._stop.asked:
             raise Preempted("stopped before it had started")
@@ -121,9 +123,9 @@ class Supervisor:
                 returncode = self._run_ranks(output.folder, error_file, config.launch.timeout_seconds)
             error = self._explained(returncode, error_file, config)
             if error is not None:
-                announce(self._node, error)
+                announce(self._node, error, self._attempt)
             for path in output.logs.values():
-                publish_log(path, storage.join(logs, path.name))
+                publish_log(path, storage.join(logs_uri(self._node, self._attempt), path.name))
         return error
 
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
@@ -161,7 +163,7 @@ class Supervisor:
         return False
 
     def _wait_for_first_node(self, config: Config) -> None:
-        """Returns when the job is complete. Raises Preempted, or RetryableError when the first node is gone.
+        """Returns when the job is complete. Raises Preempted, or LostPeerError when the first node is gone.
 
         It exports alone. A node that had left by then could not help when the first one is lost before it is through.
         """
@@ -175,7 +177,7 @@ class Supervisor:
             if self._stop.asked:
                 raise Preempted("stopped before the first node had completed the job")
             if misses == FIRST_NODE_MISSES:
-                raise RetryableError(f"{root_cause.LOST_PEER}: the first node went before it had completed the job")
+                raise LostPeerError(f"{root_cause.LOST_PEER}: the first node went before it had completed the job")
             time.sleep(FIRST_NODE_POLL_SECONDS)
 
     def _watch_launcher(self, watch: LauncherWatch) -> None:

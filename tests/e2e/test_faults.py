@@ -7,8 +7,8 @@ from helpers.jobs import losses
 
 from kftrain import storage
 from kftrain.data.shards.manifest import read_manifest, shard_uri
-from kftrain.run import attempts, documents
-from kftrain.run.documents import FailureSummary
+from kftrain.run import attempts
+from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(900)
@@ -20,7 +20,7 @@ def start(pairs, folder):
 
 def summary(run_uri, folder):
     """What the launcher found out; it stays in the folder, beside the command's output."""
-    found = documents.read(FailureSummary, RunPaths(run_uri).failure)
+    found = read_error(RunPaths(run_uri).failure)
     (folder / "failure.json").write_text(storage.dump_json(found.to_dict()))
     return found
 
@@ -30,7 +30,7 @@ def test_an_error_of_the_users_code_is_permanent_and_named(faulty, namespace, tm
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=16)
     found = summary(run_uri, tmp_path)
-    assert (found.failure_class, found.exit_code, found.rank) == ("user code", 16, 0)
+    assert (found.failure_class.value, found.exit_code, found.rank) == ("user code", 16, 0)
     assert "the model is not right" in found.line and found.node.startswith("node")
     assert any("ValueError" in line for line in found.last_lines)
     assert attempts.last_attempt(RunPaths(run_uri)) == 1 and namespace.jobs() == {}
@@ -60,7 +60,7 @@ def test_what_failed_has_a_class(changes, code, failure_class, part, faulty, tmp
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=code)
     found = summary(run_uri, tmp_path)
-    assert (found.failure_class, part in found.line) == (failure_class, True), found
+    assert (found.failure_class.value, part in found.line) == (failure_class, True), found
 
 
 @pytest.mark.full
@@ -72,7 +72,7 @@ def test_a_torn_shard_is_the_data(faulty, tmp_path):
     storage.publish(shard, storage.read_bytes(shard)[:-1000])
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=11)
-    assert summary(run_uri, tmp_path).failure_class == "data"
+    assert summary(run_uri, tmp_path).failure_class.value == "data"
 
 
 def test_memory_is_named_after_the_budget_of_attempts(faulty, namespace, tmp_path):
@@ -80,8 +80,8 @@ def test_memory_is_named_after_the_budget_of_attempts(faulty, namespace, tmp_pat
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=13)
     found = summary(run_uri, tmp_path)
-    assert found.failure_class == "out of memory on the host" and "more memory than its limit" in found.line
-    assert storage.read_json(RunPaths(run_uri).error)["failure"]["failure_class"] == found.failure_class
+    assert found.failure_class.value == "out of memory on the host" and "more memory than its limit" in found.line
+    assert storage.read_json(RunPaths(run_uri).error)["failure_class"] == found.failure_class.value
     assert namespace.jobs() == {}
 
 

@@ -7,29 +7,26 @@ kernel or the cluster took away is the cause.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kftrain import errors
 from kftrain.credentials import redacted
-from kftrain.errors import KftrainError
+from kftrain.errors import FailureClass, KftrainError, StorageError
 from kftrain.launch.kubernetes.logs import FIRST
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
-from kftrain.run import advice
-from kftrain.run.advice import FailureClass
-from kftrain.run.documents import FailureSummary
+from kftrain.process.termination import said_in
+from kftrain.run.error import ErrorDocument
 
 OUT_OF_MEMORY = "OOMKilled"
 NO_COMMAND = frozenset(("StartError", "ContainerCannotRun"))
 """The image has not what it is to run."""
 
-SIGKILLED = 137
 SHOWN_LINES = 20
 
 
 def diagnose(
-    task: str, error: Mapping[str, Any] | None, ended: Sequence[Pod], tails: Mapping[str, Sequence[str]]
-) -> FailureSummary:
+    task: str, error: ErrorDocument | None, ended: Sequence[Pod], tails: Mapping[str, Sequence[str]]
+) -> ErrorDocument:
     """The summary of a failed attempt.
 
     Args:
@@ -43,7 +40,7 @@ def diagnose(
     fatal = next((pod for pod in ended if pod.failed and _code(pod) < errors.FIRST_RETRYABLE_CODE), None)
     if killed is not None and fatal is None and _is_consequence(error):
         line = f"{killed.name} was killed: it used more memory than its limit"
-        return _summary(task, FailureClass.HOST_MEMORY, line, SIGKILLED, killed, tails)
+        return _summary(task, FailureClass.HOST_MEMORY, line, errors.SIGKILLED, killed, tails)
     if taken is not None and fatal is None and _is_consequence(error):
         kind = FailureClass.NODE if "Taint" in taken.disruption else FailureClass.PREEMPTED
         code = taken.exit_code or errors.Preempted.exit_code
@@ -52,63 +49,50 @@ def diagnose(
         return _from_error(task, error, tails)
     if ended:
         pod = fatal or ended[0]
-        line = " ".join(f"{pod.name} ended with {_code(pod)} {pod.end_reason} {pod.end_message}".split())
+        line = " ".join(f"{pod.name} ended with {_code(pod)} {pod.end_reason} {_words(pod)}".split())
         return _summary(task, _class_without_error(pod, ended), line[:500], _code(pod), pod, tails)
     return _summary(task, FailureClass.UNKNOWN, "the job failed and left no reason", errors.BUG_CODE, None, tails)
 
 
-def of_launch(
-    task: str, kind: FailureClass, error: KftrainError, found: FailureSummary | None = None
-) -> FailureSummary:
+def of_launch(task: str, kind: FailureClass, error: KftrainError, found: ErrorDocument | None = None) -> ErrorDocument:
     """The summary of a job that the launcher gave up itself; `found` is that of its last attempt."""
-    if found is not None:
-        return found.model_copy(update={"line": error.line, "exit_code": error.exit_code})
-    return _summary(task, kind, error.line, error.exit_code, None, {})
+    return ErrorDocument.of(error, stage=task).found_out(found).model_copy(update={"failure_class": kind})
 
 
 def _class_without_error(pod: Pod, ended: Sequence[Pod]) -> FailureClass:
     """Of an attempt of which no error is to be found. Who ends with a code of ours could not write it."""
     if pod.end_reason in NO_COMMAND:
         return FailureClass.IMAGE
-    if all(_code(each) == errors.StorageError.exit_code for each in ended):
+    if all(_code(each) == StorageError.exit_code for each in ended):
         return FailureClass.STORAGE
-    return advice.class_of_code(_code(pod))
+    return errors.class_of("", _code(pod))
 
 
-def _is_consequence(error: Mapping[str, Any] | None) -> bool:
+def _is_consequence(error: ErrorDocument | None) -> bool:
     """Whether an error only says that somebody else was gone, or that a process was killed from outside."""
-    return error is None or int(error["exit_code"]) >= errors.FIRST_RETRYABLE_CODE
+    return error is None or error.exit_code >= errors.FIRST_RETRYABLE_CODE
 
 
-def _from_error(task: str, error: Mapping[str, Any], tails: Mapping[str, Sequence[str]]) -> FailureSummary:
-    code, line = int(error["exit_code"]), redacted(str(error["line"]))
-    kind = advice.class_of(error)
-    place = place_of(WORKER, error.get("node_rank") or 0)
-    return FailureSummary(
-        task=task,
-        failure_class=kind.value,
-        line=line,
-        exit_code=code,
-        rank=error.get("rank"),
-        node=str(error.get("node") or ""),
-        pod=str(error.get("pod") or ""),
-        last_lines=_last_lines(tails, place),
-        advice=advice.remedy(kind),
+def _from_error(task: str, error: ErrorDocument, tails: Mapping[str, Sequence[str]]) -> ErrorDocument:
+    said = {name: redacted(getattr(error, name)) for name in ("line", "what", "where", "fix")}
+    return error.model_copy(
+        update={**said, "stage": task, "last_lines": _last_lines(tails, place_of(WORKER, error.node_rank or 0))}
     )
 
 
 def _summary(
     task: str, kind: FailureClass, line: str, code: int, pod: Pod | None, tails: Mapping[str, Sequence[str]]
-) -> FailureSummary:
-    return FailureSummary(
-        task=task,
-        failure_class=kind.value,
+) -> ErrorDocument:
+    return ErrorDocument(
+        stage=task,
+        kind=StorageError.__name__ if (kind, code) == (FailureClass.STORAGE, StorageError.exit_code) else "",
+        failure_class=kind,
         line=redacted(line),
+        what=redacted(line),
         exit_code=code,
         node=pod.node if pod else "",
         pod=pod.name if pod else "",
         last_lines=_last_lines(tails, pod.place if pod else FIRST),
-        advice=advice.remedy(kind),
     )
 
 
@@ -117,5 +101,11 @@ def _last_lines(tails: Mapping[str, Sequence[str]], place: str) -> list[str]:
     return [redacted(line) for line in list(tails.get(place, ()))[-SHOWN_LINES:]]
 
 
+def _words(pod: Pod) -> str:
+    """What the pod's message says to people."""
+    said = said_in(pod.end_message)
+    return said.line if said is not None else pod.end_message
+
+
 def _code(pod: Pod) -> int:
-    return errors.BUG_CODE if pod.exit_code is None else pod.exit_code
+    return pod.exit_code or errors.BUG_CODE

@@ -10,19 +10,18 @@ import dataclasses
 import threading
 import time
 from types import FrameType
-from typing import Any
 
 import yaml
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.errors import FencedError, KftrainError, LaunchError, Preempted, StorageError
+from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, Preempted
 from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
 from kftrain.launch.kubernetes.access import require_jobs
 from kftrain.launch.kubernetes.cleanup import delete_jobs
 from kftrain.launch.kubernetes.control import ClusterJobs
-from kftrain.launch.kubernetes.failures import JobFailedError, lacked_storage
+from kftrain.launch.kubernetes.failures import JobFailedError
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds import all_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
@@ -33,10 +32,8 @@ from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handled
 from kftrain.progress import to_log
-from kftrain.run import documents
-from kftrain.run.advice import FailureClass
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.documents import FailureSummary
+from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
 
@@ -179,17 +176,11 @@ class ClusterLauncher(ClusterJobs):
         self.interrupted = True
 
 
-def _publish_failure(paths: RunPaths, summary: FailureSummary) -> None:
+def _publish_failure(paths: RunPaths, summary: ErrorDocument) -> None:
     """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
     with best_effort("why the job failed could not be written", REPORT_SECONDS):
         storage.publish_json(paths.failure, summary.to_dict())
-        error = documents.read_error(paths.error)
-        if error is None or error["line"] != summary.line:
-            storage.publish_json(paths.error, _error_document(summary))
-    to_log(f"failed: {summary.failure_class}: {summary.line}")
-
-
-def _error_document(summary: FailureSummary) -> dict[str, Any]:
-    if lacked_storage(summary):
-        return StorageError(summary.line).to_dict()
-    return {"kind": "", "exit_code": summary.exit_code, "line": summary.line}
+        error = read_error(paths.error)
+        if error is None or error.line != summary.line:
+            storage.publish_json(paths.error, summary.to_dict())
+    to_log(f"failed: {summary.failure_class.value}: {summary.line}")

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kftrain.errors import Preempted, RetryableError
+from kftrain.errors import Preempted, RetryableError, StorageAwayError
 from kftrain.launch.kubernetes.observation import Pod
-from kftrain.outages import UNREACHABLE
+from kftrain.process.termination import said_in
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
@@ -19,9 +19,6 @@ DELETED = "deleted"
 
 CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
 """What the others end with when one worker is taken away: they stop after a commit, or they lose a peer."""
-
-RETRYABLE = RetryableError.exit_code
-"""What a worker ends with when storage is away for longer than it waits."""
 
 CLOCKS_SECONDS = 5.0
 """By how much the clock of a worker's node may be behind that of the API server."""
@@ -152,7 +149,8 @@ class PodBudget:
 
 def _met_outage(pod: Pod) -> bool:
     """Whether a worker says that it could not reach storage."""
-    return pod.exit_code == RETRYABLE and UNREACHABLE in pod.end_message
+    said = said_in(pod.end_message)
+    return said is not None and said.kind == StorageAwayError.__name__
 
 
 def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:

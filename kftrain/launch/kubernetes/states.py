@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kftrain.errors import FailureClass
 from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED
 from kftrain.launch.kubernetes.observation import Event, Job, Observation, Pod, Workload
-from kftrain.run.advice import FailureClass
 
 SILENT_SECONDS = 30.0
 """A job without any status after this long has an operator that is away or cannot create its pods."""

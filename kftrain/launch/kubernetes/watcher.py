@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from kftrain.config import Config
-from kftrain.errors import FencedError
+from kftrain.errors import FailureClass, FencedError
 from kftrain.launch.kubernetes import diagnosis, observation, states
 from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.kubernetes.clock import STARTING, Clock, Limits
@@ -21,11 +21,9 @@ from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
 from kftrain.launch.kubernetes.states import Assessment, State
 from kftrain.launch.spec import WORKER, JobSpec
 from kftrain.progress import to_log
-from kftrain.run import documents
-from kftrain.run.advice import FailureClass
 from kftrain.run.best_effort import best_effort
 from kftrain.run.completion import is_complete
-from kftrain.run.documents import FailureSummary
+from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.paths import RunPaths
 
 ANNOTATE_SECONDS = 30.0
@@ -92,11 +90,11 @@ class Watcher:
         self._closed.set()
         self._logs.close(patiently)
 
-    def diagnose(self) -> FailureSummary:
+    def diagnose(self) -> ErrorDocument:
         """Why it failed, as far as pods, logs and the workers' own error tell."""
         error = None
         with best_effort("the workers' error could not be read"):
-            error = documents.read_error(self._paths.error)
+            error = read_error(self._paths.error)
         return diagnosis.diagnose(self._spec.task, error, self._endings.last(), self._logs.tails())
 
     def _observe(self) -> Observation:
@@ -169,7 +167,7 @@ class Watcher:
         if failed:
             found = self.diagnose()
             text = f"{failed} attempts in a row without a new checkpoint, at last: {found.line}"
-            raise self._failed(text, FailureClass(found.failure_class), found)
+            raise self._failed(text, found.failure_class, found)
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
         exceeded = self._clock.exceeded(self._limits)
@@ -221,7 +219,7 @@ class Watcher:
         }
         self._cluster.annotate_job(self._name, annotations)
 
-    def _failed(self, what: str, kind: FailureClass, found: FailureSummary | None = None) -> JobFailedError:
+    def _failed(self, what: str, kind: FailureClass, found: ErrorDocument | None = None) -> JobFailedError:
         where = f"job {self._name} in namespace {self._cluster.namespace}"
         return JobFailedError(what, kind, where=where, found=found)
 

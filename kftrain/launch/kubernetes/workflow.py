@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kftrain.config import Config
-from kftrain.errors import BUG_CODE, KftrainError, Preempted
+from kftrain.errors import BUG_CODE, FailureClass, KftrainError, Preempted, class_of
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import SERVICE_ACCOUNT, Cluster
 from kftrain.launch.kubernetes.terminate import is_terminated
-from kftrain.process.termination import code_of_step
+from kftrain.process.termination import said_in
 from kftrain.progress import to_log
-from kftrain.run.advice import FailureClass, Place, class_of_code, remedy
-from kftrain.run.documents import FailureSummary
+from kftrain.run.error import ErrorDocument
 
 _TRY = re.compile(r"\(\d+\)$")
 """What Argo puts after the name of a node that may be tried again."""
@@ -34,21 +33,15 @@ RUN_TAG, URL_TAG = "kftrain.kubeflow_run_id", "kftrain.kubeflow_url"
 WORKFLOW_TAG, PLACE_TAG = "kftrain.kubeflow_workflow", "kftrain.kubeflow_place"
 
 SIGNS: tuple[tuple[str, FailureClass], ...] = (
-    ("OOMKilled", FailureClass.HOST_MEMORY),
+    ("OOMKilled", FailureClass.STEP_MEMORY),
     ("longer than the specified deadline", FailureClass.DEADLINE),
-    ("ImagePull", FailureClass.IMAGE),
+    ("ImagePull", FailureClass.STEP_IMAGE),
     ("pod deleted", FailureClass.PREEMPTED),
 )
 """What Argo's messages contain about steps that could not say anything, and what it means."""
 
-STEP_ADVICE = {
-    FailureClass.HOST_MEMORY: "The step itself, not a worker, had too little memory: raise the limit of its namespace.",
-    FailureClass.IMAGE: "Check the image of the step (kftrain submit --steps-image) and its account's pull secret.",
-}
-"""What to do about a step, where that is not what to do about a worker."""
 
-
-def explain_pipeline_run() -> FailureSummary | None:
+def explain_pipeline_run() -> ErrorDocument | None:
     """Why the pipeline run that this step belongs to failed; None outside a pipeline, or where nothing is known."""
     if not SERVICE_ACCOUNT.exists():
         return None
@@ -83,7 +76,7 @@ def place_of(cluster: Cluster) -> str:
     return f"{cluster.identity}/{cluster.namespace}"
 
 
-def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
+def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
     """Why a Workflow failed, from its nodes; None where no pod of it did."""
     if is_terminated(workflow):
         line = "somebody terminated the run in the Kubeflow UI"
@@ -102,9 +95,9 @@ def explain(workflow: Mapping[str, Any]) -> FailureSummary | None:
 
 def _class_of(message: str) -> FailureClass:
     """By the exit code that the step has left, never by its words, which may be a user's; else by Argo's."""
-    code = code_of_step(message)
-    if code is not None:
-        return class_of_code(code)
+    said = said_in(message)
+    if said is not None:
+        return class_of(said.kind, said.exit_code)
     return next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
 
 
@@ -134,12 +127,11 @@ def _end(node: Mapping[str, Any]) -> str:
     return str(node.get("finishedAt") or "9")
 
 
-def _summary(kind: FailureClass, line: str, pod: str, code: int) -> FailureSummary:
-    return FailureSummary(
-        task="run",
-        failure_class=kind.value,
+def _summary(kind: FailureClass, line: str, pod: str, code: int) -> ErrorDocument:
+    return ErrorDocument(
+        stage="run",
+        failure_class=kind,
         line=line,
         exit_code=code,
         pod=pod,
-        advice=STEP_ADVICE.get(kind) or remedy(kind, Place.KUBEFLOW),
     )

@@ -14,6 +14,7 @@ from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.reachable import require_tracking_server
 from kftrain.run.best_effort import best_effort
+from kftrain.run.error import ErrorDocument
 from kftrain.stages import failure, preflight, remote, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
 from kftrain.tracking.runs import flatten
@@ -163,7 +164,7 @@ def test_what_workers_and_drivers_said_last_holds_none(
     """It goes into the report of a failure, into annotations, and to the console."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "caNAry/secret")
     said = str(drivers_error())
-    for error in ({"kind": "X", "exit_code": 1, "line": said}, None):
+    for error in (ErrorDocument.received({"kind": "X", "exit_code": 1, "line": said}), None):
         found = diagnose("train", error, [], {0: ["step 1", said]})
         assert found.last_lines[0] == "step 1" and "postgresql://" in found.last_lines[1]
         assert "caNAry" not in str(found.to_dict())

@@ -16,7 +16,7 @@ from kftrain.cli.runs import runs_command
 from kftrain.errors import DataError, Preempted
 from kftrain.registry.journal import Journal, next_entry
 from kftrain.run import attempts
-from kftrain.stages import failure
+from kftrain.run.error import of_stage
 
 
 def listed(root, *options):
@@ -61,7 +61,7 @@ def test_a_registered_run_shows_its_metric_and_whether_it_is_champion(tmp_path):
 )
 def test_a_run_that_failed_says_why(tmp_path, run, error, state):
     publish_commit(run, 10)
-    storage.publish_json(run.error, failure.document("train", error))
+    storage.publish_json(run.error, of_stage("train", error).to_dict())
     found = one(tmp_path)
     assert (found["state"], found["step"], found["reason"]) == (state, 10, error.line)
     assert f"\n  {error.line}" in listed(tmp_path)

@@ -15,7 +15,7 @@ from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.registry import AuditFinding, ComparedVersion
 from kftrain.run.documents import Interval
-from kftrain.stages import failure
+from kftrain.run.error import read_error
 
 HOSTILE = "caf\u00e9\x1b[2J\x1b]0;owned\x07\x1b[1A\r\x9b31m\u202e!"
 SHOWN = "caf\u00e9"
@@ -50,7 +50,7 @@ def test_models(monkeypatch):
 def test_runs_and_status_of_a_run_here(tmp_path):
     paths = opened_run(digits_config(tmp_path), "a-1").paths
     storage.publish_json(paths.error, {"kind": "DataError", "exit_code": 11, "line": HOSTILE, "stage": HOSTILE})
-    assert failure.read(paths)["line"] == HOSTILE
+    assert read_error(paths.error).line == HOSTILE
     assert_harmless(invoke("runs", f"{tmp_path}/store"))
     assert_harmless(invoke("status", paths.uri))
 

@@ -31,7 +31,9 @@ def test_the_operator_retries_exactly_the_retryable_kinds():
     assert {k.__name__ for k in every_kind() if k.exit_code >= 128 and not k.__name__.startswith("_")} == {
         "InterruptedByUser",
         "RetryableError",
+        "LostPeerError",
         "StorageError",
+        "StorageAwayError",
         "HangError",
         "Preempted",
     }

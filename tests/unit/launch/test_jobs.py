@@ -149,7 +149,7 @@ def test_attempts_without_progress_for_storage_that_is_full_or_away_may_be_made_
 
 def test_attempts_that_could_not_even_leave_their_error_lacked_storage(paths, monkeypatch):
     _, training = run(paths, monkeypatch, [(0, RetryableError("lost"))] * 3)
-    monkeypatch.setattr(jobs.documents, "read_error", lambda uri: None)
+    monkeypatch.setattr(jobs, "read_error", lambda uri: None)
     with pytest.raises(StorageError, match=r"at last: .*left no error") as caught:
         training()
     assert caught.value.exit_code == 138

@@ -15,6 +15,7 @@ from kftrain.report.markdown import escape, render
 from kftrain.report.wording import clean
 from kftrain.run.advice import Place, Situation
 from kftrain.run.documents import Completion, Evaluation, Example, Registration, Slice
+from kftrain.run.error import ErrorDocument
 
 HOSTILE = "a|b`c`<script>x</script>\n# head\n[l](http://e) ![i](x) **b** &amp; \\ ~~s~~ | --- |"
 special = st.text(alphabet="ab1.-+=#|`*_<>[]()!~\\&{}$^: \n\t", max_size=25)
@@ -81,7 +82,7 @@ def test_hostile_text_in_documents_stays_text(
         ),
         report.shards_markdown(manifest | {"source": HOSTILE, "baselines": {HOSTILE: {HOSTILE: HOSTILE}}}),
         report.failure_markdown(
-            DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE).to_dict(),
+            ErrorDocument.of(DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE)),
             HOSTILE,
             Situation(Place.LAPTOP, HOSTILE, HOSTILE),
         ),
@@ -118,7 +119,7 @@ def test_the_shards_are_a_table_of_splits(manifest: dict[str, Any]) -> None:
 
 def test_a_command_is_a_code_block() -> None:
     text = report.failure_markdown(
-        DataError("bad shard", fix="delete it").to_dict(), "shard", Situation(Place.LAPTOP, "/runs/r-1")
+        ErrorDocument.of(DataError("bad shard", fix="delete it")), "shard", Situation(Place.LAPTOP, "/runs/r-1")
     )
     assert "## Failure: Shard failed: bad shard." in text
     assert "```\nkftrain run --resume /runs/r-1 --set data.source=SOURCE\n```" in text

@@ -11,9 +11,10 @@ import pytest
 from report_documents import DIGESTS, Documents, make_history
 
 from kftrain import config, report
-from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError, error_to_dict
+from kftrain.errors import ConfigError, DataError, DivergedError, FencedError, HangError
 from kftrain.run.advice import Place, Situation
 from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, Slice
+from kftrain.run.error import ErrorDocument
 
 AT_HOME = Situation(Place.LAPTOP, "/data/runs/stdlib-lm-1", log="/data/logs/1.log")
 HOSTILE = "</title></style><script>alert('x')</script><img src=x onerror=\"y\"> & ]]> {{ 7 * 7 }} http://evil/x"
@@ -62,7 +63,7 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def all_pages(of: Documents, error: dict[str, Any]) -> Pages:
+def all_pages(of: Documents, error: ErrorDocument) -> Pages:
     return {
         "training": report.training_html(of.settings, of.completion, of.history),
         "evaluation": report.evaluation_html(of.settings, of.evaluation),
@@ -73,14 +74,16 @@ def all_pages(of: Documents, error: dict[str, Any]) -> Pages:
 
 
 @pytest.fixture
-def error() -> dict[str, Any]:
-    return DataError(
-        "shard does not match its digest", where="/data/train-000003.tar", value="9f2c", fix="shard the data again"
-    ).to_dict()
+def error() -> ErrorDocument:
+    return ErrorDocument.of(
+        DataError(
+            "shard does not match its digest", where="/data/train-000003.tar", value="9f2c", fix="shard the data again"
+        )
+    )
 
 
 @pytest.fixture
-def pages(documents: Documents, error: dict[str, Any]) -> Pages:
+def pages(documents: Documents, error: ErrorDocument) -> Pages:
     return all_pages(documents, error)
 
 
@@ -114,7 +117,7 @@ def test_pages_are_well_formed_and_load_nothing(pages: Pages) -> None:
         assert not re.search(r"https?://|\bsrc=(?!\"data:image/png;base64,)|href=|@import|url\(|<script", html)
 
 
-def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error: dict[str, Any]) -> None:
+def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error: ErrorDocument) -> None:
     settings = config.Config(
         registry=config.RegistryConfig(metric=HOSTILE, model_name=HOSTILE), data=config.DataConfig(source=HOSTILE)
     )
@@ -144,14 +147,13 @@ def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error:
         Registration.model_validate(with_hostile_text(documents.registration.to_dict()) | {"goal": "minimize"}),
         hostile_manifest,
     )
-    pages = all_pages(hostile, with_hostile_text(error))
+    attacked_error = ErrorDocument.received(with_hostile_text(error.to_dict()))
+    pages = all_pages(hostile, attacked_error)
     for name, html in pages.items():
         reader = check_harmless(html)
         assert "{{ 7 * 7 }}" in reader.shown
         assert "<script>alert('x')</script><img src=x" in reader.shown, name
-    check_harmless(
-        report.failure_html(with_hostile_text(error), HOSTILE, Situation(Place.LAPTOP, HOSTILE, HOSTILE, HOSTILE))
-    )
+    check_harmless(report.failure_html(attacked_error, HOSTILE, Situation(Place.LAPTOP, HOSTILE, HOSTILE, HOSTILE)))
 
 
 def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(registration: Registration) -> None:
@@ -359,7 +361,7 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
     [
         (
             lambda: DataError("bad shard", fix="delete it"),
-            "Delete it. Correct the source",
+            "Delete it. Then go on",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
         (
@@ -371,7 +373,7 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
         (lambda: FencedError("fenced"), "nothing is lost", None),
         (
             lambda: DivergedError("loss is NaN"),
-            "Lower the learning rate",
+            "Lower optimizer.learning_rate",
             "kftrain run --set optimizer.learning_rate=RATE",
         ),
         (
@@ -382,18 +384,18 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
     ],
 )
 def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice: str, command: str | None) -> None:
-    html = report.failure_html(error_to_dict(failure()), "train", Situation(Place.LAPTOP, "s3://bucket/runs/my run"))
+    html = report.failure_html(ErrorDocument.of(failure()), "train", Situation(Place.LAPTOP, "s3://bucket/runs/my run"))
     reader = check_harmless(html)
     assert advice in reader.shown
     assert (command in reader.shown) if command else ("<pre" not in html)
 
 
-def test_a_failed_run_can_be_resumed_in_the_ui(error: dict[str, Any]) -> None:
+def test_a_failed_run_can_be_resumed_in_the_ui(error: ErrorDocument) -> None:
     shown = Reader(report.failure_html(error, "train", replace(AT_HOME, place=Place.KUBEFLOW))).shown
     assert "start a run with nothing but resume_run set to /data/runs/stdlib-lm-1" in shown
 
 
-def test_at_home_nobody_is_sent_to_kubeflow_and_the_log_is_named(error: dict[str, Any]) -> None:
+def test_at_home_nobody_is_sent_to_kubeflow_and_the_log_is_named(error: ErrorDocument) -> None:
     shown = Reader(report.failure_html(error, "train", AT_HOME)).shown
     assert "Kubeflow" not in shown and "/data/logs/1.log" in shown
 
@@ -401,5 +403,5 @@ def test_at_home_nobody_is_sent_to_kubeflow_and_the_log_is_named(error: dict[str
 def test_a_failure_without_any_field_is_still_reported() -> None:
     assert (
         "Train failed: it left no message."
-        in Reader(check_and_return(report.failure_html({}, "train", Situation(Place.LAPTOP)))).shown
+        in Reader(check_and_return(report.failure_html(ErrorDocument(), "train", Situation(Place.LAPTOP)))).shown
     )

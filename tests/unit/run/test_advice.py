@@ -3,8 +3,10 @@
 import pytest
 
 from kftrain import errors, storage
+from kftrain.errors import FailureClass
 from kftrain.run import advice
-from kftrain.run.advice import FailureClass, Next, Place, Situation
+from kftrain.run.advice import Next, Place, Situation
+from kftrain.run.error import ErrorDocument
 
 RUN = "/store/runs/my run"
 AT_HOME = Situation(Place.LAPTOP, RUN, "kftrain run --config=own.yaml", "/w/logs/1.log")
@@ -12,7 +14,7 @@ IN_KUBEFLOW = Situation(Place.KUBEFLOW, RUN)
 
 
 def advise(error, situation=AT_HOME):
-    return advice.advise(errors.error_to_dict(error), situation)
+    return advice.advise(ErrorDocument.of(error), situation)
 
 
 @pytest.mark.parametrize("place", Place)
@@ -26,13 +28,13 @@ def test_every_class_has_advice_at_every_place(kind, place):
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_at_home_nobody_is_sent_to_the_kubeflow_ui(kind):
-    found = advice.advise({"failure": {"failure_class": kind.value}}, AT_HOME)
+    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), AT_HOME)
     assert "Kubeflow" not in found.text + found.command and "submit" not in found.command
 
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_in_kubeflow_nobody_is_sent_to_the_local_runner(kind):
-    found = advice.advise({"failure": {"failure_class": kind.value}}, IN_KUBEFLOW)
+    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), IN_KUBEFLOW)
     assert "kftrain run" not in found.text + found.command
 
 
@@ -54,7 +56,7 @@ def test_what_is_another_training_is_not_resumed_and_a_damaged_checkpoint_is_loo
 
 def test_a_wrong_setting_is_corrected_in_the_same_run():
     found = advise(errors.ConfigError("unknown option", where="model.dimm", fix="did you mean 'dim'?"))
-    assert found.text.startswith("Did you mean 'dim'? Correct the setting")
+    assert found.text.startswith("Did you mean 'dim'? Once a checkpoint is committed, another task")
     assert found.command == "kftrain run --config=own.yaml --resume '/store/runs/my run'"
     without_a_file = Situation(Place.LAPTOP, RUN, "kftrain run --set=model.dimm=3")
     assert advise(errors.ConfigError("x"), without_a_file).command == without_a_file.started_by
@@ -64,19 +66,29 @@ def test_a_wrong_setting_is_corrected_in_the_same_run():
 
 @pytest.mark.parametrize("kind", FailureClass)
 def test_without_a_run_nothing_is_resumed(kind):
-    found = advice.advise({"failure": {"failure_class": kind.value}}, Situation(Place.LAPTOP))
+    found = advice.advise(ErrorDocument.received({"failure": {"failure_class": kind.value}}), Situation(Place.LAPTOP))
     assert "--resume" not in found.command and "checkpoints" not in found.command
 
 
-def test_what_the_launcher_found_out_is_said_once():
-    said = "Raise the limit."
-    error = {"exit_code": 13, "fix": said, "failure": {"failure_class": "deadline", "advice": said}}
-    assert advice.advise(error, AT_HOME).text.count(said) == 1
+@pytest.mark.parametrize("kind", FailureClass)
+def test_what_the_error_says_itself_about_its_cause_is_not_said_again_in_general(kind):
+    error = errors.LaunchError("x", fix=advice.fix_of(kind)).of_class(kind)
+    said = advice.advise(ErrorDocument.of(error), AT_HOME).text
+    assert said.lower().count(advice.fix_of(kind).lower()) == 1
+    own = advice.advise(ErrorDocument.of(errors.LaunchError("x", fix="do this").of_class(kind)), AT_HOME).text
+    assert own.startswith("Do this.") and advice.remedy(kind) not in own
+
+
+def test_a_run_that_diverged_is_told_once_to_lower_its_learning_rate():
+    error = errors.DivergedError("nan", fix=advice.fix_of(FailureClass.DIVERGED))
+    assert advise(error).text.count("learning_rate") == 1
+    beside_its_own_line = advice.advise(ErrorDocument.of(error), AT_HOME, with_fix=False)
+    assert "learning_rate" not in beside_its_own_line.text and "learning_rate=RATE" in beside_its_own_line.command
 
 
 @pytest.mark.parametrize("error", [{}, {"exit_code": None}, {"failure": []}, {"failure": {"failure_class": 3}}])
 def test_an_error_with_fields_that_are_missing_or_odd_has_advice(error):
-    assert advice.advise(error, AT_HOME).command
+    assert advice.advise(ErrorDocument.received(error), AT_HOME).command
 
 
 def test_in_kubeflow_the_command_that_goes_on_is_whole_where_all_of_it_is_known():
@@ -87,7 +99,9 @@ def test_in_kubeflow_the_command_that_goes_on_is_whole_where_all_of_it_is_known(
 
 
 def test_in_kubeflow_a_setting_without_a_parameter_of_its_own_is_changed_by_the_object():
-    found = advice.advise({"failure": {"failure_class": FailureClass.GPU_MEMORY.value}}, IN_KUBEFLOW)
+    found = advice.advise(
+        ErrorDocument.received({"failure": {"failure_class": FailureClass.GPU_MEMORY.value}}), IN_KUBEFLOW
+    )
     assert 'config_json set to {"train": {"micro_batch_size": N}}' in found.text
     data = advise(errors.DataError("no such file"), IN_KUBEFLOW)
     assert "resume_run set to /store/runs/my run, and source set to SOURCE" in data.text
@@ -102,8 +116,8 @@ def test_the_parameters_of_the_form_are_those_of_the_pipeline():
 
 
 def test_a_run_that_was_terminated_may_succeed_when_it_is_run_again():
-    error = {"exit_code": 13, "line": "somebody terminated it", "failure": {"failure_class": "terminated"}}
-    assert advice.class_of(error) in advice.PASSING
+    error = ErrorDocument.of(errors.LaunchError("somebody terminated it").of_class(FailureClass.TERMINATED))
+    assert error.failure_class in advice.PASSING
     assert advice.advise(error, IN_KUBEFLOW).command.startswith("kftrain submit --host URL --resume ")
 
 
@@ -119,7 +133,7 @@ def test_where_we_are_is_told_by_the_environment(monkeypatch):
 
 
 def test_a_full_disk_is_the_storages_failure_and_no_lost_peer():
-    error = storage.full_error(OSError(28, "No space left on device", "/disk/x")).to_dict()
-    assert advice.class_of(error) is FailureClass.STORAGE
-    assert "has room" in advice.advise(error, advice.Situation(advice.Place.LAPTOP)).text
-    assert advice.class_of(errors.RetryableError("lost contact").to_dict()) is not FailureClass.STORAGE
+    error = ErrorDocument.of(storage.full_error(OSError(28, "No space left on device", "/disk/x")))
+    assert error.failure_class is FailureClass.STORAGE
+    assert "Free some" in advice.advise(error, AT_HOME).text
+    assert ErrorDocument.of(errors.LostPeerError("lost contact")).failure_class is FailureClass.NETWORK

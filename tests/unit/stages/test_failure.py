@@ -15,9 +15,9 @@ from kftrain.errors import (
     Preempted,
     RetryableError,
     TrackingError,
-    error_from_dict,
 )
 from kftrain.process import stage_lifetime, termination
+from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked
 
@@ -45,12 +45,14 @@ def fail(run, error):
 def test_a_failure_is_written_announced_and_raised_again(run):
     paths, config, lines, ended = run
     fail(run, DataError("a shard is damaged", where="x.tar", fix="shard again"))
-    found = failure.read(paths)
-    assert (found["stage"], found["exit_code"]) == ("train", 11)
-    assert error_from_dict(found).line == "x.tar: a shard is damaged; shard again"
+    found = read_error(paths.error)
+    assert (found.stage, found.exit_code) == ("train", 11)
+    assert found.to_error().line == "x.tar: a shard is damaged; shard again"
     announced = json.loads(lines[-1].removeprefix("error "))
-    assert announced["line"] == found["line"]
-    assert ended == [(config.tracking.uri, "m1", "FAILED", {"kftrain.error": found["line"]})]
+    assert announced["line"] == found.line
+    assert ended == [
+        (config.tracking.uri, "m1", "FAILED", {"kftrain.error": found.line, "kftrain.failure_class": "data"})
+    ]
 
 
 def test_fault_48_a_full_disk_is_retryable_and_hides_behind_nothing(run, monkeypatch):
@@ -71,15 +73,15 @@ def full(uri, *content):
 
 def test_a_bug_is_written_with_its_place_and_exit_code_1(run):
     fail(run, ZeroDivisionError("by zero"))
-    found = failure.read(run[0])
-    assert found["exit_code"] == 1
-    assert "ZeroDivisionError" in found["line"] and "test_failure.py" in found["line"]
+    found = read_error(run[0].error)
+    assert found.exit_code == 1
+    assert "ZeroDivisionError" in found.line and "test_failure.py" in found.line
 
 
 def test_who_does_not_hold_the_run_any_more_leaves_its_folder_and_its_mlflow_run(run):
     fail(run, FencedError("another launcher holds this run"))
     paths, _, lines, ended = run
-    assert failure.read(paths) is None and ended == []
+    assert read_error(paths.error) is None and ended == []
     assert "another launcher holds this run" in lines[-1]
 
 
@@ -110,7 +112,7 @@ def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):
 
     monkeypatch.setattr(tracking, "finish_run", refuse)
     fail(run, DataError("a shard is damaged"))
-    assert failure.read(run[0])["kind"] == "DataError"
+    assert read_error(run[0].error).kind == "DataError"
     assert any("could not be marked" in line for line in run[2])
 
 
@@ -155,8 +157,8 @@ def test_a_stage_that_starts_removes_the_error_of_the_one_before(run):
     paths, config, lines, _ = run
     fail(run, DataError("first"))
     with failure.reported("train", paths, config, lines.append):
-        assert failure.read(paths) is None
-    assert failure.read(paths) is None
+        assert read_error(paths.error) is None
+    assert read_error(paths.error) is None
 
 
 def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run, tmp_path):
@@ -165,7 +167,7 @@ def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run,
     (tmp_path / "termination-log").touch()
     fail(run, DataError("x" * 5000))
     message = (tmp_path / "termination-log").read_text()
-    assert message.startswith("kftrain exit code 11: xxx") and len(message) == termination.TERMINATION_BYTES
+    assert message.startswith("kftrain exit code 11 (DataError): xxx") and len(message) == termination.TERMINATION_BYTES
 
 
 def test_sigterm_becomes_an_error_that_is_reported(run):
@@ -173,7 +175,7 @@ def test_sigterm_becomes_an_error_that_is_reported(run):
     with pytest.raises(Preempted), failure.reported("shard", paths, config, lines.append):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
-    assert failure.read(paths)["exit_code"] == 143
+    assert read_error(paths.error).exit_code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -181,7 +183,7 @@ def test_ctrl_c_becomes_an_error_that_is_reported(run):
     paths, config, lines, _ = run
     with pytest.raises(InterruptedByUser), failure.reported("shard", paths, config, lines.append):
         raise KeyboardInterrupt
-    assert failure.read(paths)["exit_code"] == 130
+    assert read_error(paths.error).exit_code == 130
 
 
 def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monkeypatch):
@@ -189,7 +191,7 @@ def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monk
     monkeypatch.setenv(stage_lifetime.STOP_VARIABLE, "1")
     with pytest.raises(Preempted), failure.reported("evaluate", paths, config, lines.append):
         pytest.fail("the stage ran")
-    assert failure.read(paths)["exit_code"] == errors.Preempted.exit_code
+    assert read_error(paths.error).exit_code == errors.Preempted.exit_code
 
 
 NOWHERE = "{storage_root: s3://bucket/root}"

@@ -15,8 +15,9 @@ from kftrain.launch.kubernetes import workflow as workflow_module
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.launcher import ClusterLauncher
+from kftrain.run.error import of_stage
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, resolve, tracked
+from kftrain.stages import resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
 
 ON_CLUSTER = (
@@ -245,7 +246,7 @@ def test_a_clean_up_that_fails_hides_no_failure(start_job, server, tmp_path, mon
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
     paths = start_job(kfp_run_id=JOB_ID)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
-    storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
+    storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
     server.fail("GET", "pytorchjobs", 404, times=float("inf"))
     outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", lines.append)
     assert "a shard is damaged" in outcome.summary["result"] and ended == [("m-1", "FAILED")]

@@ -8,7 +8,7 @@ from kftrain.errors import DataError
 from kftrain.launch import jobs
 from kftrain.registry import Champion
 from kftrain.run.documents import RunShards
-from kftrain.stages import failure
+from kftrain.run.error import read_error
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.train import train
 
@@ -29,7 +29,7 @@ def test_fault_05_a_shard_that_is_gone_ends_the_stage_before_any_job(tmp_path, m
     monkeypatch.setattr(launch, "run_training", lambda *arguments: pytest.fail("a job was started"))
     with pytest.raises(DataError, match=f"{name}: {what}"):
         train(paths.uri, lambda line: None)
-    assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "train")
+    assert (read_error(paths.error).exit_code, read_error(paths.error).stage) == (11, "train")
 
 
 def evaluated_run(root, monkeypatch, champion=None):
@@ -47,7 +47,7 @@ def test_a_shard_that_is_gone_ends_the_evaluation_before_its_job(tmp_path, monke
     storage.remove(storage.join(paths.uri, "evaluation"))
     with pytest.raises(DataError, match=r"validation-000000\.tar: missing"):
         evaluate(paths.uri, lambda line: None)
-    assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "evaluate")
+    assert (read_error(paths.error).exit_code, read_error(paths.error).stage) == (11, "evaluate")
 
 
 def test_a_shard_that_is_gone_ends_the_evaluation_of_a_champion_before_its_job(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from kftrain import config, launch, storage, tracking
 from kftrain.data import sharding
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import build_model
-from kftrain.stages import dry_run, failure
+from kftrain.run.error import read_error
+from kftrain.stages import dry_run
 from kftrain.stages.shard import shard
 from kftrain.stages.train import train
 from kftrain.tasks import build_task
@@ -131,4 +132,4 @@ def test_shards_that_do_not_hold_what_the_task_reads_end_the_training_before_any
     with pytest.raises(DataError) as caught:
         train(paths.uri, lambda line: None)
     assert "image: uint8 [8, 8, 1]" in caught.value.line and "image: uint8 [16, 16, 1]" in caught.value.line
-    assert (failure.read(paths)["exit_code"], failure.read(paths)["stage"]) == (11, "train")
+    assert (read_error(paths.error).exit_code, read_error(paths.error).stage) == (11, "train")

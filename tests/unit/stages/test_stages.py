@@ -30,8 +30,9 @@ from kftrain.errors import (
 from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.config import read_config
+from kftrain.run.error import of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, tracked
+from kftrain.stages import tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
@@ -250,7 +251,7 @@ def test_a_training_that_fails_closes_its_mlflow_run(tmp_path, calls, monkeypatc
     with pytest.raises(LaunchError):
         train(paths.uri, calls.lines.append)
     assert calls.finished == [("m-1", "FAILED")]
-    assert failure.read(paths)["stage"] == "train"
+    assert read_error(paths.error).stage == "train"
 
 
 def test_a_run_without_shards_says_which_stage_comes_first(tmp_path, calls):
@@ -456,7 +457,7 @@ def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls)
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
     paths = RunPaths(run.run_uri)
     storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
-    storage.publish_json(paths.error, failure.document("train", DataError("a shard is damaged")))
+    storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
     outcome = finish_of(tmp_path, "FAILED", calls)
     assert outcome.run_uri == run.run_uri
     assert "a shard is damaged" in outcome.markdown and "a shard is damaged" in outcome.summary["result"]

@@ -1,6 +1,6 @@
 import pytest
 
-from kftrain.errors import ConfigError, HangError, LauncherGoneError, Preempted, RetryableError
+from kftrain.errors import ConfigError, HangError, LauncherGoneError, LostPeerError, Preempted, RetryableError
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import (
@@ -16,7 +16,7 @@ from kftrain.worker.root_cause import (
     silent_end,
 )
 
-LOST = RetryableError(f"{LOST_PEER}: Connection closed by peer").to_dict()
+LOST = LostPeerError(f"{LOST_PEER}: Connection closed by peer").to_dict()
 WRONG = ConfigError("wrong").to_dict()
 PREEMPTED = Preempted("stopped at step 3 of 9").to_dict()
 UNWRITTEN = RetryableError("the checkpoint could not be written: no space").to_dict()

@@ -16,6 +16,7 @@ from helpers.documents import completion_of, digits_config, publish_export
 from kftrain import storage
 from kftrain.errors import ConfigError, FencedError, Preempted, UserCodeError
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
+from kftrain.process.termination import said_in
 from kftrain.run import attempts
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
@@ -164,7 +165,7 @@ def test_another_configuration_is_refused_before_the_agent_and_kubernetes_is_tol
     assert code == document["exit_code"] == 10
     assert "config.yaml is not the one this job was started for" in document["line"]
     assert (document["node"], document["node_rank"], document["pod"]) == ("gpu-7", 0, socket.gethostname())
-    assert (tmp_path / "termination-log").read_text() == document["line"]
+    assert said_in((tmp_path / "termination-log").read_text()).line == document["line"]
     assert f"node gpu-7: {document['line']}" in output
 
 
@@ -175,7 +176,8 @@ def test_an_error_that_a_process_left_is_published_with_its_rank_and_place(run, 
     host = socket.gethostname()
     assert code == 10
     assert (document["rank"], document["node"], document["pod"]) == (1, host, host)
-    assert document["line"] == error.line == (tmp_path / "termination-log").read_text()
+    assert (document["failure_class"], document["attempt"], document["stage"]) == ("configuration", 1, "train")
+    assert document["line"] == error.line == said_in((tmp_path / "termination-log").read_text()).line
     assert f"node {host}, rank 1: {error.line}" in output
 
 
@@ -323,7 +325,7 @@ def test_a_silent_launcher_ends_the_job_for_good_and_a_beating_one_does_not(run,
     document = storage.read_json(paths.error)
     assert code == document["exit_code"] == 18
     assert document["kind"] == "LauncherGoneError"
-    assert (tmp_path / "termination-log").read_text() == document["line"]
+    assert said_in((tmp_path / "termination-log").read_text()).line == document["line"]
     assert "kftrain| the launcher has been silent for 1.5 s: stopping" in output
 
 
@@ -379,7 +381,7 @@ def test_the_logs_of_a_share_are_published_under_its_attempt_whatever_it_ended_w
 
 def test_of_two_nodes_errors_the_cause_is_kept(run):
     paths, _ = run
-    lost = {**ConfigError("x").to_dict(), "kind": "RetryableError", "exit_code": 138, "what": f"{LOST_PEER}: y"}
+    lost = {**ConfigError("x").to_dict(), "kind": "LostPeerError", "exit_code": 138, "what": f"{LOST_PEER}: y"}
     storage.publish_json(paths.error, lost)
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert ended(start(run, kill, **node(1)))[0] == 137

@@ -4,13 +4,12 @@ import pytest
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain import storage
-from kftrain.errors import DataError, LaunchError, RetryableError, StorageError
-from kftrain.launch import jobs
+from kftrain.errors import DataError, FailureClass, LaunchError, RetryableError, StorageError
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.failures import JobFailedError
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.outages import UNREACHABLE
-from kftrain.run.advice import FailureClass, class_of
+from kftrain.run.error import ErrorDocument
 
 FULL = StorageError("no space left on the device", where="/runs/r", fix="make room")
 LOST = RetryableError("lost contact with another process")
@@ -38,7 +37,7 @@ def test_attempts_that_are_used_up_for_a_full_disk_may_be_made_later(training, n
         training.finish()
     failure, error = (storage.read_json(uri) for uri in (training.paths.failure, training.paths.error))
     assert (caught.value.exit_code, failure["exit_code"], error["exit_code"]) == (138, 138, 138)
-    assert failure["failure_class"] == class_of(error) == FailureClass.STORAGE
+    assert failure["failure_class"] == error["failure_class"] == FailureClass.STORAGE.value
     assert error["line"] == caught.value.line
 
 
@@ -64,7 +63,7 @@ def test_a_start_that_takes_too_long_because_workers_cannot_reach_storage_may_be
     one = launch(start_timeout_seconds=1)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    message = f"{UNREACHABLE} for 60 s: ConnectionError: refused"
+    message = f"kftrain exit code 138 (StorageAwayError): {UNREACHABLE} for 60 s: ConnectionError: refused"
     while one.is_running:
         fail_once(one, namespace, StorageError.exit_code, message)
     with pytest.raises(StorageError, match=f"Rendezvous for longer than .*, at last: .*{UNREACHABLE}") as caught:
@@ -79,8 +78,8 @@ def test_a_start_that_takes_too_long_because_workers_cannot_reach_storage_may_be
 )
 def test_what_a_given_up_job_is_raised_as(error, kind):
     pods = [Pod("w-0", "u", 0, exit_code=error.exit_code if error else 138)]
-    found = diagnose("train", error and error.to_dict(), pods, {})
-    failed = JobFailedError("spent", FailureClass(found.failure_class), where="job x", found=found)
+    found = diagnose("train", error and ErrorDocument.of(error), pods, {})
+    failed = JobFailedError("spent", found.failure_class, where="job x", found=found)
     assert type(failed.error) is kind
     assert type(JobFailedError("never began", FailureClass.STORAGE, where="job x").error) is LaunchError
 
@@ -92,5 +91,5 @@ def test_a_job_that_the_operator_ended_for_lack_of_storage_is_tried_again_and_st
             namespace.end_pod(name, StorageError.exit_code)
         namespace.condition(JOB, "Failed")
     assert training.finish() == StorageError.exit_code
-    left = jobs.error_from_dict(storage.read_json(training.paths.error))
+    left = ErrorDocument.received(storage.read_json(training.paths.error)).to_error()
     assert isinstance(left, StorageError)

@@ -188,7 +188,8 @@ def test_a_failed_job_without_an_error_gives_the_code_of_its_pod(training, names
     failure = storage.read_json(training.paths.failure)
     assert failure["failure_class"] == "bug" and failure["pod"] == WORKERS[1] and failure["node"] == "node-2"
     assert "no module named torch" in failure["line"] and failure["last_lines"] == ["the last words"]
-    assert storage.read_json(training.paths.error) == {"kind": "", "exit_code": 1, "line": failure["line"]}
+    error = storage.read_json(training.paths.error)
+    assert (error["kind"], error["exit_code"], error["line"]) == ("", 1, failure["line"])
 
 
 def test_a_job_that_somebody_deleted_is_an_error(training, namespace):

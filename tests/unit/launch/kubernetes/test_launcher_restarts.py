@@ -264,7 +264,7 @@ def test_memory_that_only_the_watch_has_seen_is_diagnosed(training, namespace):
     failure = storage.read_json(training.paths.failure)
     assert failure["failure_class"] == "out of memory on the host"
     assert (failure["pod"], failure["exit_code"]) == (WORKERS[1], 13)
-    assert "launch.kubernetes.memory" in failure["advice"]
+    assert "launch.kubernetes.memory" in failure["fix"]
     assert storage.read_json(training.paths.error)["line"] == failure["line"]
 
 
@@ -357,7 +357,9 @@ def test_storage_that_is_down_loses_no_failure(tmp_path, monkeypatch):
     assert budget.spent(ended, []) == 0, "nothing new"
 
 
-MET_OUTAGE = f"node n: s3://b/r: {UNREACHABLE} for 60 s: ConnectionRefusedError: refused; see that the store runs"
+MET_OUTAGE = "kftrain exit code 138 (StorageAwayError): " + (
+    f"s3://b/r: {UNREACHABLE} for 60 s: ConnectionRefusedError: refused; see that the store runs"
+)
 
 
 def ended(uid, index, code, message=""):

@@ -62,7 +62,7 @@ def test_fault_61_a_reason_is_said_once_and_in_the_error_at_the_timeout(case, la
     assert one.output.count(f"{JOB}: {said}\n") == 1
     failure = storage.read_json(one.paths.failure)
     assert (failure["failure_class"], failure["exit_code"]) == (failure_class, 13)
-    assert failure["advice"] in caught.value.line and storage.read_json(one.paths.error)["line"] == failure["line"]
+    assert failure["fix"] in caught.value.line and storage.read_json(one.paths.error)["line"] == failure["line"]
 
 
 @pytest.mark.parametrize("reason", ["InvalidImageName", "ErrImageNeverPull"])

@@ -3,6 +3,7 @@
 import pytest
 
 from kftrain.launch.kubernetes import workflow
+from kftrain.run.advice import remedy
 
 
 def node(message, phase="Failed", finished="2026-11-21T10:00:00Z", name="train", kind="Pod"):
@@ -23,9 +24,9 @@ def a_workflow(*nodes, **spec):
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
-        ("main: OOMKilled (exit code 1)", "out of memory on the host"),
+        ("main: OOMKilled (exit code 1)", "out of memory in a step"),
         ("Pod was active on the node longer than the specified deadline", "deadline"),
-        ("ImagePullBackOff: Back-off pulling image", "image"),
+        ("ImagePullBackOff: Back-off pulling image", "image of a step"),
         ("pod deleted", "preempted"),
         (
             "main: Error (exit code 1): kftrain exit code 17: another launcher holds this run by now",
@@ -42,13 +43,13 @@ def a_workflow(*nodes, **spec):
 )
 def test_the_message_of_the_failed_step_is_the_reason(message, kind):
     found = workflow.explain(a_workflow(node("", "Succeeded", name="shard"), node(message)))
-    assert (found.failure_class, found.line) == (kind, f"step train: {message}")
-    assert found.pod == "w-train" and found.advice
+    assert (found.failure_class.value, found.line) == (kind, f"step train: {message}")
+    assert found.pod == "w-train" and remedy(found.failure_class)
 
 
 @pytest.mark.parametrize("message", ["main: OOMKilled (exit code 1)", "ImagePullBackOff: Back-off pulling image"])
 def test_the_advice_about_a_step_is_not_that_about_a_worker(message):
-    assert "launch.kubernetes" not in workflow.explain(a_workflow(node(message))).advice
+    assert "launch.kubernetes" not in remedy(workflow.explain(a_workflow(node(message))).failure_class)
 
 
 def test_the_first_of_several_failures_is_the_cause():
@@ -60,7 +61,7 @@ def test_the_first_of_several_failures_is_the_cause():
 def test_the_last_try_of_a_step_says_why_it_failed():
     first = node("pod deleted", finished="2026-11-21T10:00:00Z", name="train(0)")
     second = node("kftrain exit code 17: a newer attempt", finished="2026-11-21T10:10:00Z", name="train(1)")
-    assert workflow.explain(a_workflow(second, first)).failure_class == "superseded by a newer attempt"
+    assert workflow.explain(a_workflow(second, first)).failure_class.value == "superseded by a newer attempt"
 
 
 def kubeflow_node(step, number, message, phase="Failed", finished="2026-11-21T10:00:00Z", attempt=0, driver=False):
@@ -108,7 +109,7 @@ def test_a_driver_that_failed_is_the_failure_of_its_step():
 
 def test_terminate_is_told_from_a_failure():
     found = workflow.explain(a_workflow(node("main: Error (exit code 143)"), activeDeadlineSeconds=0))
-    assert (found.failure_class, found.exit_code) == ("terminated", 143) and "terminated the run" in found.line
+    assert (found.failure_class.value, found.exit_code) == ("terminated", 143) and "terminated the run" in found.line
 
 
 def test_a_workflow_without_a_failed_pod_explains_nothing():
