@@ -42,7 +42,7 @@ Goal = Literal["minimize", "maximize"]
 
 @dataclass(frozen=True)
 class _Table:
-    """Names of the statistics, and their sums `[groups, statistics]`; `rows`: which groups of the whole, if not all."""
+    """Names of the statistics, and their sums `[units, statistics]`; `rows`: which units of the whole, if not all."""
 
     names: list[str]
     sums: np.ndarray
@@ -68,8 +68,11 @@ def sliced_intervals(
     num_bootstrap: int,
     confidence: float,
     seed: int,
+    units: np.ndarray | None = None,
 ) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
     """What `intervals` gives, and the same for each slice, from the very same resamples. `slices`: of each group.
+
+    `units`: number of the unit that each group belongs to, where a unit that is resampled is more than a group.
 
     Of a slice a resample holds as many groups as it happens to: a metric of one that a resample easily misses has no
     finite bounds. A metric that a slice does not determine is left out of it.
@@ -79,7 +82,8 @@ def sliced_intervals(
     order = np.lexsort(np.vstack([codes, sums.T]))  # the slices only part what is equal
     sums, codes = sums[order], codes[order]
     members = [] if slices is None else [np.flatnonzero(codes == code) for code in range(len(labels))]
-    tables = [_Table(names, sums), *(_Table(names, sums[rows], rows) for rows in members)]
+    places = np.arange(len(sums)) if units is None else by_appearance(np.asarray(units)[order])
+    tables = [_summed(names, sums[rows], places[rows]) for rows in (np.arange(len(sums)), *members)]
     samples = _resampled(metrics, tables, num_bootstrap, seed)
     values = [_metrics_of(metrics, names, table.sums.sum(axis=0)) for table in tables]
     whole = {name: _interval(name, float(value), samples[0][name], confidence) for name, value in values[0].items()}
@@ -119,6 +123,20 @@ def paired_improvement(
     sign = 1.0 if goal == "maximize" else -1.0
     value = sign * float(values[0][metric] - values[1][metric])
     return _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+
+
+def by_appearance(numbers: np.ndarray) -> np.ndarray:
+    """The same numbers counted from 0, in the order in which they appear."""
+    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]
+
+
+def _summed(names: list[str], sums: np.ndarray, places: np.ndarray) -> _Table:
+    """The groups' sums, added up where they have the same place."""
+    rows, inverse = np.unique(places, return_inverse=True)
+    total = np.zeros((len(rows), len(names)))
+    np.add.at(total, inverse, sums)
+    return _Table(names, total, rows)
 
 
 def _table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[list[str], np.ndarray]:
@@ -166,7 +184,8 @@ def _resampled(metrics: Metrics, tables: list[_Table], num_bootstrap: int, seed:
     sums: list[list[np.ndarray]] = [[] for _ in tables]
     for weights in _weights(len(tables[0].sums), num_bootstrap, seed):
         for table, chunks in zip(tables, sums, strict=True):
-            chunks.append((weights if table.rows is None else weights[:, table.rows]) @ table.sums)
+            whole = table.rows is None or len(table.rows) == weights.shape[1]
+            chunks.append((weights if whole else weights[:, table.rows]) @ table.sums)
     return [
         _metrics_of(metrics, table.names, np.concatenate(chunks)) for table, chunks in zip(tables, sums, strict=True)
     ]

@@ -5,7 +5,8 @@ one WebDataset sample, that is one key with one `.npy` member per field. A block
 training counts as a sample. A sequence of 256 bytes would waste most of a tar in headers, so language modelling puts
 many rows into a block; stock `webdataset` reads such a member as one array `[rows, length]`.
 
-A block is also a *group*: the unit that evaluation's bootstrap resamples (a document, an image).
+A block is also a *group*: what evaluation's bootstrap resamples (a document, an image), unless the task names larger
+units, *clusters* of groups that are alike (the images of one patient).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ Arrays = dict[str, np.ndarray]
 """Field name -> array `[rows, *field shape]`."""
 
 SPLITS = ("train", "validation")
+
+CLUSTER = "cluster"
+"""Field that sharding adds where a task names clusters: a number for the cluster of each validation sample, else 0."""
 
 
 @dataclass(frozen=True)

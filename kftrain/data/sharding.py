@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from kftrain import plugins, storage
 from kftrain.config import Config
+from kftrain.data.clusters import Clusters, cluster_of
 from kftrain.data.schema import SPLITS, Block, Record, Source
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
@@ -99,7 +100,7 @@ class _Sharding:
         self._config, self._task, self._source, self._progress = config, task, source, progress
         self._listing_digest = storage.digest_json(source.listing())
         with self._task_code():
-            self._schema, self._settings = task.schema(), json.loads(storage.dump_json(task.settings()))
+            self._schema, self._settings = task.sample_schema(), json.loads(storage.dump_json(task.settings()))
         manifests.check_schema(self._schema, "task.schema()")
 
     def source_digest(self) -> str:
@@ -159,17 +160,22 @@ class _Sharding:
 
     def _blocks(self, split: str) -> Iterator[Block]:
         with self._task_code():
-            blocks = iter(self._task.encode(self._records(split), split))
+            records = self._records(split)
+            clusters = Clusters(self._task, split) if self._task.names_clusters else None
+            blocks = iter(self._task.encode(clusters.noted(records) if clusters else records, split))
         while True:
             with self._task_code():
                 block = next(blocks, None)
             if block is None:
                 return
-            yield block
+            yield clusters.added_to(block) if clusters else block
 
     def _records(self, split: str) -> Iterator[Record]:
         fraction = self._config.data.validation_fraction
-        return (record for record in self._source.records() if resolve_source.split_of(record, fraction) == split)
+        for record in self._source.records():
+            name = cluster_of(self._task, record) if self._task.names_clusters else ""
+            if resolve_source.split_of(record, fraction, name) == split:
+                yield record
 
     def _baselines(self) -> dict[str, dict[str, float]]:
         with self._task_code():

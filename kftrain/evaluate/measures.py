@@ -16,19 +16,25 @@ CONFIDENCE = 0.95
 
 
 def measure(
-    task: Task, sums: Statistics, num_rows: np.ndarray, keys: list[str], num_bootstrap: int
+    task: Task,
+    sums: Statistics,
+    num_rows: np.ndarray,
+    keys: list[str],
+    num_bootstrap: int,
+    units: np.ndarray | None = None,
 ) -> tuple[dict[str, Interval], dict[str, Slice]]:
     """Metrics over all groups, and of every named part of them; no parts where all groups have one name.
 
-    `sums` and `num_rows` are those of each group, `[groups]`. A metric that a part does not determine (a rate of
-    nothing) is left out of it.
+    `sums` and `num_rows` are those of each group, `[groups]`; `units`: number of the unit that each belongs to, where
+    the bootstrap resamples more than a group as one. A metric that a part does not determine (a rate of nothing) is
+    left out of it.
     """
     with user_code("task.slice_names"):
         names = np.array(task.slice_names(keys, sums))
     if len(names) != len(keys):
         raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(names))
     named = names.tolist() if len(set(names)) > 1 else None
-    whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, seed=0)
+    whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, 0, units)
     slices = {
         str(name): Slice(
             num_samples=int(num_rows[names == name].sum()),

@@ -9,14 +9,15 @@ each; a process that has run out of batches repeats its last one and throws the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from kftrain import bootstrap
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.schema import Arrays
+from kftrain.data.schema import CLUSTER, Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
@@ -28,6 +29,25 @@ from kftrain.tasks.prepare import prepare
 Statistics = dict[str, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What was measured, sample by sample in stored order."""
+
+    statistics: Statistics
+    """`[samples]` float64 each."""
+    groups: np.ndarray
+    """Number of the group (block) that each sample belongs to, int64 `[samples]`."""
+    clusters: np.ndarray | None
+    """Number that stands for the cluster of each sample; None where the data names none: each group is by itself."""
+
+    def units(self, num_groups: int) -> np.ndarray:
+        """Number of the unit, from 0 in stored order, that each group belongs to: what the bootstrap resamples."""
+        if self.clusters is None:
+            return np.arange(num_groups)
+        _, first_samples = np.unique(self.groups, return_index=True)
+        return bootstrap.by_appearance(self.clusters[first_samples])
+
+
 def score(
     model: nn.Module,
     task: Task,
@@ -36,21 +56,22 @@ def score(
     batch_size: int,
     max_samples: int = 0,
     on_batch: Callable[[], None] = lambda: None,
-) -> tuple[Statistics, np.ndarray]:
-    """Statistics of the first `max_samples` samples (0: all), `[samples]` float64 each, and their group ids.
+) -> Scores:
+    """Statistics of the first `max_samples` samples (0: all).
 
     Collective. Every process gets the same arrays, and calls `on_batch` after each of its batches. Raises
     EvaluationError where a sample is not counted once.
     """
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     num_batches = -(-num_samples // batch_size)
-    parts: dict[int, tuple[Statistics, np.ndarray]] = {}
+    parts: dict[int, Scores] = {}
     with evaluating(model), torch.no_grad():
         for round_ in range(-(-num_batches // mesh.num_data_ranks)):
             index = min(round_ * mesh.num_data_ranks + mesh.data_rank, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
-            parts[index] = statistics_of(model, task, arrays, mesh.world.device), groups
+            statistics = statistics_of(model, task, arrays, mesh.world.device)
+            parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
             on_batch()
     return _merge(mesh.world.gather(parts), num_samples)
 
@@ -90,15 +111,16 @@ def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.de
     return found
 
 
-def _merge(gathered: list[dict[int, tuple[Statistics, np.ndarray]]], num_samples: int) -> tuple[Statistics, np.ndarray]:
+def _merge(gathered: list[dict[int, Scores]], num_samples: int) -> Scores:
     """All batches in the order of the data. A repeated batch appears under the same index, hence once."""
-    batches: dict[int, Any] = {index: part for parts in gathered for index, part in parts.items()}
+    batches = {index: part for parts in gathered for index, part in parts.items()}
     ordered = [batches[index] for index in sorted(batches)]
-    names = ordered[0][0].keys()
-    statistics = {name: np.concatenate([part[name] for part, _ in ordered]) for name in names}
-    groups = np.concatenate([group for _, group in ordered])
+    names = ordered[0].statistics.keys()
+    statistics = {name: np.concatenate([part.statistics[name] for part in ordered]) for name in names}
+    groups = np.concatenate([part.groups for part in ordered])
     if len(groups) != num_samples or any(len(values) != num_samples for values in statistics.values()):
         raise EvaluationError(
             f"{num_samples} samples must be counted once each", value=len(groups), fix="check task.statistics"
         )
-    return statistics, groups
+    clusters = [part.clusters for part in ordered if part.clusters is not None]
+    return Scores(statistics, groups, np.concatenate(clusters) if clusters else None)

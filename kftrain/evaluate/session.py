@@ -54,6 +54,8 @@ class _Scored:
     sums: Statistics
     num_rows: np.ndarray
     keys: list[str]
+    units: np.ndarray
+    """Number of the unit that each group belongs to."""
     examples: list[Example]
 
 
@@ -125,20 +127,18 @@ def _score(
         return None
     task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
     with pulse.watched():
-        statistics, groups = score(
-            model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=pulse.goes_on
-        )
+        scores = score(model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=pulse.goes_on)
     if not world.is_main:
         return None
-    sums = group_sums(statistics, groups, dataset.num_groups)
-    num_rows = np.bincount(groups, minlength=dataset.num_groups)
+    sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)
+    num_rows = np.bincount(scores.groups, minlength=dataset.num_groups)
     keys = dataset.group_keys()
     worst_first = examples.losses(task, sums, config.registry.metric, config.registry.goal)
     chosen = examples.choose(worst_first, settings.num_examples)
     shown = examples.collect(
         task, model, dataset, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
     )
-    return _Scored(task, sums, num_rows, keys, shown)
+    return _Scored(task, sums, num_rows, keys, scores.units(dataset.num_groups), shown)
 
 
 def _publish(
@@ -149,8 +149,10 @@ def _publish(
     config: Config,
     scored: _Scored,
 ) -> None:
-    content = pack_statistics(scored.sums, scored.keys)
-    metrics, slices = measure(scored.task, scored.sums, scored.num_rows, scored.keys, config.evaluate.num_bootstrap)
+    content = pack_statistics(*of_units(scored.sums, scored.keys, scored.units))
+    metrics, slices = measure(
+        scored.task, scored.sums, scored.num_rows, scored.keys, config.evaluate.num_bootstrap, scored.units
+    )
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
         checkpoint_digest=target.checkpoint_digest,
@@ -158,7 +160,7 @@ def _publish(
         export_digest=target.export_digest,
         dataset_digest=manifest.dataset_digest,
         num_samples=dataset.num_samples,
-        num_groups=dataset.num_groups,
+        num_groups=int(scored.units.max()) + 1,
         confidence=CONFIDENCE,
         metrics=metrics,
         slices=slices,
@@ -171,8 +173,15 @@ def _publish(
     storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
 
 
+def of_units(sums: Statistics, keys: list[str], units: np.ndarray) -> tuple[Statistics, list[str]]:
+    """Sums per unit, and the key of the first group of each."""
+    num_units = int(units.max()) + 1
+    _, first = np.unique(units, return_index=True)
+    return group_sums(sums, units, num_units), [keys[group] for group in first]
+
+
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
-    """`statistics.npz`: the sums per group, and the groups' keys. Equal content is equal bytes."""
+    """`statistics.npz`: the sums per unit, and the units' keys. Equal content is equal bytes."""
     buffer = io.BytesIO()
     arrays: dict[str, Any] = {"keys": np.array(keys), **grouped}
     np.savez(buffer, **arrays)

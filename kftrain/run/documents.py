@@ -126,7 +126,7 @@ class Evaluation(Document):
     dataset_digest: str
     num_samples: int
     num_groups: int
-    """Independent units (documents, images) that the bootstrap resamples."""
+    """Independent units (documents, images, or clusters of them that the task names) that the bootstrap resamples."""
     confidence: float
     metrics: dict[str, Interval]
     slices: dict[str, Slice] = {}

@@ -29,7 +29,7 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
     """
     task = build_task(config.task)
     with user_code("task.schema") if is_plugin(config.task.kind) else contextlib.nullcontext():
-        wanted = task.schema()
+        wanted = task.sample_schema()
     if storage.dump_json(wanted.to_dict()) != storage.dump_json(manifest.sample_schema.to_dict()):
         raise DataError(
             f"the shards do not hold what the task reads, {_shown(wanted)}",

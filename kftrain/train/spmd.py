@@ -91,7 +91,7 @@ class SpmdEngine:
     ) -> Statistics:
         """Statistics of the first samples of a dataset; see `Engine.evaluate`."""
         with self._distributed.computing():
-            return score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)[0]
+            return score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch).statistics
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""

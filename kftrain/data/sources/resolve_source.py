@@ -83,13 +83,16 @@ def resolve(data: DataConfig) -> Source:
     return _only_kind(names, name).open(data)
 
 
-def split_of(record: Record, validation_fraction: float) -> str:
-    """The record's own split or, where it has none, one by the sha256 of its key: other records do not move it."""
+def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
+    """The record's own split or, where it has none, one by the sha256 of a name: other records do not move it.
+
+    `name`: what must not be torn apart; empty: the record's key.
+    """
     if record.split:
         if record.split not in SPLITS:
             raise DataError("a record's split is 'train' or 'validation'", where=record.key, value=record.split)
         return record.split
-    digest = hashlib.sha256(record.key.encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256((name or record.key).encode("utf-8", "surrogatepass")).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else "train"
 
 
