@@ -3,7 +3,7 @@
 Every call of `storage` goes through `ride_out`. A store that has answered this process before is waited for as long as
 a launcher waits for the API server, one that never has for a minute: its address or credentials may be wrong. Then
 there is one line and an exit code that asks for another attempt. Who has a person waiting, or something better to do
-than to wait, says so by `patience`.
+than to wait, says so by `retrying_for`.
 """
 
 from __future__ import annotations
@@ -224,12 +224,12 @@ class RetryPolicy:
             self._say(f"warning: {store or 'the storage'} does not answer ({shown(error)}): trying again")
 
 
-_chosen_seconds: ContextVar[float | None] = ContextVar("patience", default=None)
-_patience = RetryPolicy()
+_chosen_seconds: ContextVar[float | None] = ContextVar("retry_seconds", default=None)
+_retry_policy = RetryPolicy()
 
 
 @contextlib.contextmanager
-def patience(seconds: float) -> Iterator[None]:
+def retrying_for(seconds: float) -> Iterator[None]:
     """Within the block storage that is away is waited for so long; 0: each call is made once."""
     token = _chosen_seconds.set(seconds)
     try:
@@ -240,7 +240,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 def limit(seconds: float) -> None:
     """From now on this process waits no longer than so: others wait for it, and would take it for hung."""
-    _patience.answered_seconds = min(_patience.answered_seconds, seconds)
+    _retry_policy.answered_seconds = min(_retry_policy.answered_seconds, seconds)
 
 
 def is_hurried() -> bool:
@@ -250,18 +250,18 @@ def is_hurried() -> bool:
 
 def ride_out(uri: str, kind: str, work: Callable[[], T]) -> T:
     """`RetryPolicy.call` of this process."""
-    return _patience.call(uri, kind, work)
+    return _retry_policy.call(uri, kind, work)
 
 
-def patiently(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def retried(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """For functions whose first argument is a URI, and that may be called again whatever became of the call before."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
-        def patient(uri: str, *arguments: Any, **options: Any) -> T:
+        def retrying(uri: str, *arguments: Any, **options: Any) -> T:
             return ride_out(uri, kind, lambda: function(uri, *arguments, **options))
 
-        return patient
+        return retrying
 
     return decorate
 

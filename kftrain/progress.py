@@ -29,7 +29,7 @@ STEP = re.compile(r"^step (\d{1,15})/(\d{1,15})\b")
 VERIFYING = "verifying the shards"
 """What rank 0 prints when all processes have met, and the data is looked at before the first step."""
 
-PATIENCE_SECONDS = 5.0
+CONSOLE_SECONDS = 5.0
 """How long a console may be halted before lines are left out."""
 
 
@@ -46,17 +46,17 @@ def to_log(line: str) -> None:
 
 def _is_read() -> bool:
     """Whether standard output takes a line now, or soon; once it has not, nobody waits for it again."""
-    global _patience_seconds
+    global _console_seconds
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # something in memory
         return True
-    writable = select.select([], [descriptor], [], _patience_seconds)[1]
-    _patience_seconds = PATIENCE_SECONDS if writable else 0.0
+    writable = select.select([], [descriptor], [], _console_seconds)[1]
+    _console_seconds = CONSOLE_SECONDS if writable else 0.0
     return bool(writable)
 
 
-_patience_seconds = PATIENCE_SECONDS
+_console_seconds = CONSOLE_SECONDS
 
 
 def unmarked(raw: str) -> str | None:

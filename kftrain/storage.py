@@ -26,15 +26,15 @@ from kftrain.outages import (
     full_error,
     is_full,
     is_outage,
-    patience,
-    patiently,
     plain_errors,
+    retried,
+    retrying_for,
     ride_out,
     telling_full_disk,
 )
 from kftrain.remote import RemotePath, version_of
 
-__all__ = ("full_error", "is_full", "is_outage", "patience", "plain_errors", "telling_full_disk", "version_of")
+__all__ = ("full_error", "is_full", "is_outage", "retrying_for", "plain_errors", "telling_full_disk", "version_of")
 """What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
@@ -67,13 +67,13 @@ def join(uri: str, *parts: str) -> str:
     return "/".join([uri.rstrip("/"), *(part.strip("/") for part in parts)])
 
 
-@patiently("read")
+@retried("read")
 def exists(uri: str) -> bool:
     """Whether a file or a folder is there."""
     return local_path(uri).exists() if is_local(uri) else RemotePath(uri).exists()
 
 
-@patiently("read")
+@retried("read")
 def size_bytes(uri: str) -> int:
     """Size of a file. Raises FileNotFoundError."""
     if is_local(uri):
@@ -115,7 +115,7 @@ def open_write(uri: str) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-@patiently("read")
+@retried("read")
 def read_bytes(uri: str) -> bytes:
     """A whole file. Raises FileNotFoundError, for a pipe or a device too."""
     if not is_local(uri):
@@ -124,7 +124,7 @@ def read_bytes(uri: str) -> bytes:
         return stream.read()
 
 
-@patiently("read")
+@retried("read")
 def read_ranges(uri: str, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
     """Parts of a remote file, each from its start to before its stop, all fetched at once."""
     return RemotePath(uri).read_ranges(starts, stops)
@@ -148,7 +148,7 @@ def read_json_if_exists(uri: str) -> Any | None:
         return None
 
 
-@patiently("list")
+@retried("list")
 def find(uri: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The URI of every object at or below a remote path -> its name there, and what its store says of it.
 
@@ -157,7 +157,7 @@ def find(uri: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return RemotePath(uri).find()
 
 
-@patiently("list")
+@retried("list")
 def list_names(uri: str) -> list[str]:
     """Names directly below a folder, sorted; empty where the folder does not exist.
 
@@ -171,7 +171,7 @@ def list_names(uri: str) -> list[str]:
     return sorted(name for name in names if not name.startswith(".tmp-"))
 
 
-@patiently("write")
+@retried("write")
 def publish(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""
     content = data.encode() if isinstance(data, str) else data
@@ -190,7 +190,7 @@ def publish_json(uri: str, document: Any) -> None:
     publish(uri, dump_json(document))
 
 
-@patiently("write")
+@retried("write")
 def create(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri` if nothing is there; of many racing callers exactly one returns.
 
@@ -243,7 +243,7 @@ def new_folder(uri: str) -> Iterator[Path]:
     sync_folder(target.parent)
 
 
-@patiently("remove")
+@retried("remove")
 def remove(uri: str) -> None:
     """Deletes a file or a folder with all below it; nothing happens where there is none."""
     if is_local(uri):
@@ -256,7 +256,7 @@ def remove(uri: str) -> None:
     RemotePath(uri).remove()
 
 
-@patiently("read")
+@retried("read")
 def sha256_file(uri: str) -> str:
     """Hex digest of a file's content, read in chunks. Raises FileNotFoundError."""
     digest = hashlib.sha256()

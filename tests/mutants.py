@@ -285,7 +285,7 @@ MUTANTS = [
     Mutant(
         "a read that was cut off is not read again",
         "kftrain/storage.py",
-        '@patiently("read")\ndef read_ranges',
+        '@retried("read")\ndef read_ranges',
         "def read_ranges",
         "tests/unit/data/test_loader_outages.py",
     ),

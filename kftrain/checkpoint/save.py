@@ -116,7 +116,7 @@ class CheckpointWriter:
         staged = self._staging.copy_of(state)
         manifest = self._manifest(name, samples_consumed)
         start, rows = time.monotonic(), list(history)
-        context = contextvars.copy_context()  # the caller's patience with storage
+        context = contextvars.copy_context()  # how long the caller waits for storage
         future = threads.start(lambda: context.run(self._write, staged, rows, name, manifest), "checkpoint")
         self._flight = _Flight(step, start, future)
 

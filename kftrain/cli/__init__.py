@@ -39,14 +39,14 @@ COMMANDS = {
     "unsuspend": ("kftrain.cli.jobs", "Let the suspended jobs of a run go on."),
     "gc": ("kftrain.cli.jobs", "Delete jobs that nobody will take away."),
     "config": ("kftrain.cli.config", "Show the configuration and its schema."),
-    "worker": ("kftrain.cli.worker", "One node's share of a job; started by a launcher."),
+    "worker": ("kftrain.cli.worker", "One node of a job; started by a launcher."),
 }
 """Command -> the module that defines it and what it does."""
 
 FORMER_NAMES = {"resume": "unsuspend"}
 """What a command was called in the release before -> what it is called now. Understood for one release, with a line."""
 
-PATIENT = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
+RETRYING = frozenset(("run", "shard", "train", "evaluate", "register", "gate", "worker"))
 """Commands that ride out storage that is away; a person waits for the others."""
 
 
@@ -81,8 +81,8 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Distributed training pipelines on Kubeflow that do not lose runs."""
-    if ctx.invoked_subcommand not in PATIENT:
-        ctx.with_resource(outages.patience(0))
+    if ctx.invoked_subcommand not in RETRYING:
+        ctx.with_resource(outages.retrying_for(0))
 
 
 def main(arguments: list[str] | None = None) -> None:

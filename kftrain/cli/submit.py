@@ -22,7 +22,7 @@ from kftrain.stages import parameters, remote, resolve
 
 POLL_SECONDS = 5.0
 
-PATIENCE_SECONDS = 300.0
+OUTAGE_SECONDS = 300.0
 """How long the API server may stay away while a run is followed."""
 
 
@@ -138,7 +138,7 @@ def _wait(pipelines: Pipelines, submission: Submission, run_id: str, run_uri: st
 def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> RunState:
     """Reads a run until it has ended, and prints what changes to stderr; returns its final state.
 
-    Raises LaunchError where the run takes longer than `timeout_seconds`, or nobody answers for PATIENCE_SECONDS.
+    Raises LaunchError where the run takes longer than `timeout_seconds`, or nobody answers for OUTAGE_SECONDS.
     """
     start = answered = time.monotonic()
     before, silent = RunState("PENDING"), False
@@ -146,7 +146,7 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
         try:
             now = read()
         except UnavailableError as error:
-            if time.monotonic() - answered > PATIENCE_SECONDS:
+            if time.monotonic() - answered > OUTAGE_SECONDS:
                 raise _gone(error, url) from error
             if not silent:
                 echo(f"no answer, trying again: {error.what}", err=True)
@@ -166,7 +166,7 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
 
 
 def _gone(error: UnavailableError, url: str) -> LaunchError:
-    minutes = PATIENCE_SECONDS / 60
+    minutes = OUTAGE_SECONDS / 60
     return LaunchError(
         f"no answer for {minutes:g} minutes; the run may go on: {error.what}", where=url, fix="look for it there"
     )

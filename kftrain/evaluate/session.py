@@ -70,11 +70,13 @@ def evaluate(paths: RunPaths, config: Config) -> None:
         manifest = read_manifest(manifest_uri)
         verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
         dataset = ShardedDataset.open(manifest_uri, SPLIT)
-        with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as pulse:
+        with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as liveness:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
                 scored = (
-                    None if world.from_main(exists) else _score(target, paths, request, dataset, config, world, pulse)
+                    None
+                    if world.from_main(exists)
+                    else _score(target, paths, request, dataset, config, world, liveness)
                 )
                 if scored is not None:
                     _publish(target, request.evaluation_digest, manifest, dataset, config, scored)
@@ -116,7 +118,7 @@ def _score(
     dataset: ShardedDataset,
     config: Config,
     world: World,
-    pulse: Liveness,
+    liveness: Liveness,
 ) -> _Scored | None:
     """What an export was scored with; None where it cannot be loaded, and on all processes but the first.
 
@@ -126,8 +128,8 @@ def _score(
     if loaded is None:
         return None
     task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
-    with pulse.watched():
-        scores = score(model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=pulse.goes_on)
+    with liveness.watched():
+        scores = score(model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on)
     if not world.is_main:
         return None
     sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)

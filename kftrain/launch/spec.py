@@ -44,7 +44,7 @@ class Role:
     processes_per_node: int
     """Processes that each of them starts."""
     arguments: tuple[str, ...]
-    """Of `kftrain`: what starts the share of one node, which learns from its environment which it is."""
+    """Of `kftrain`: what starts one node, which learns from its environment which it is."""
 
     @property
     def num_processes(self) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
-LIVENESS_ENV = "KFTRAIN_PULSE_FOLDER"
+LIVENESS_ENV = "KFTRAIN_LIVENESS_FOLDER"
 """Folder of the files, each called by its process's local rank."""
 
 BEAT_SECONDS = 1.0
@@ -108,7 +108,7 @@ class Liveness:
         if folder:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
             self._map = _map_file(Path(folder) / os.environ["LOCAL_RANK"])
-            threading.Thread(target=self._run, daemon=True, name="pulse").start()
+            threading.Thread(target=self._run, daemon=True, name="liveness").start()
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Within the block the process has to make progress."""

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ChampionAlias:
-    """The title of champion of one registered model: its aliases and its journal."""
+    """The champion alias of one registered model: its aliases and its journal."""
 
     uri: str
     model_name: str
@@ -59,7 +59,7 @@ class ChampionAlias:
 
     @classmethod
     def of(cls, config: Config) -> ChampionAlias:
-        """The title that the configured model competes for."""
+        """The alias that the configured model competes for."""
         journal = Journal.of(config.run.storage_root, config.model_name)
         return cls(config.tracking.uri, config.model_name, journal, Trust.of(config))
 

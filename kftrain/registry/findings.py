@@ -45,7 +45,7 @@ def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
     `contents`: reads every export in full and checks every byte. Raises TrackingError if MLflow fails.
     """
     alias = ChampionAlias.of(config)
-    findings = _audit_title(alias)
+    findings = _audit_alias(alias)
     for version in client.search_versions(alias.uri, alias.model_name):
         findings += [AuditFinding(version.version, problem) for problem in _problems(alias, version, contents)]
     return findings
@@ -66,7 +66,7 @@ def compare(config: Config, versions: Sequence[int], metrics: Metrics) -> list[C
     return [_compared(config, found[number], champion, aliases, metrics) for number in wanted]
 
 
-def _audit_title(alias: ChampionAlias) -> list[AuditFinding]:
+def _audit_alias(alias: ChampionAlias) -> list[AuditFinding]:
     try:
         entries, aliased, situation = alias.observe()
     except MlflowError:  # it is away, which is no finding

@@ -5,8 +5,8 @@
 
 An entry is created exclusively, so of two promotions that both saw entry n exactly one becomes entry n + 1: a
 compare-and-set, which MLflow's aliases lack. A writer's mark says that the alias in MLflow may lag behind the
-journal; `title` says how it is used. The mark of a writer that lives changes all the time: whether one is dead is seen
-by watching it, without comparing the clocks of two machines.
+journal; `champion_alias` says how it is used. The mark of a writer that lives changes all the time: whether one is
+dead is seen by watching it, without comparing the clocks of two machines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Promotion: the gate's decision on a registered version, and its effect. Rollback takes the last one back.
 
-The decision is made against the champion of the moment and entered only if that champion still holds the title;
+The decision is made against the champion of the moment and entered only if that champion still holds the alias;
 otherwise it is made again against the new one. So the champion never gets worse under any interleaving of promotions
-(`title` has the argument).
+(`champion_alias` has the argument).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Challenger:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _GateResult:
     """A decision and what it was made from. `rival`: the version that was compared with; `former`: it was champion."""
 
     decision: Decision
@@ -105,20 +105,20 @@ def gate_and_promote(
     challenger = _Challenger(paths, registered, _read_challenger(paths, evaluation))
     alias = ChampionAlias.of(config)
 
-    def propose(entries: list[Entry]) -> tuple[_Verdict, Entry | None]:
+    def propose(entries: list[Entry]) -> tuple[_GateResult, Entry | None]:
         if champion_version(entries) == registered.version:
             return _standing(config, alias, entries, challenger), None
-        verdict = _judge(config, alias, entries, challenger, metrics)
-        if not verdict.decision.promote:
-            return verdict, None
+        result = _judge(config, alias, entries, challenger, metrics)
+        if not result.decision.promote:
+            return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
-        return verdict, next_entry(
+        return result, next_entry(
             entries,
             "promote",
             registered.version,
-            verdict.decision.reason,
+            result.decision.reason,
             evaluation.evaluation_digest,
-            verdict.improvement,
+            result.improvement,
             registered.export_digest,
         )
 
@@ -179,13 +179,13 @@ def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
 
 def _judge(
     config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger, metrics: Metrics
-) -> _Verdict:
+) -> _GateResult:
     """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
     registered, own = challenger.registered, challenger.measured
     formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
     if registered.identical and registered.version in formers:
         reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
-        return _Verdict(Decision(False, reason), champion_version(entries), None, None)
+        return _GateResult(Decision(False, reason), champion_version(entries), None, None)
     rival, measured, obstacle = _rival(alias, entries, challenger)
     improvement = comparison.improvement(config, metrics, own, measured) if measured else None
     settings, metric = config.registry, config.registry.metric
@@ -206,7 +206,9 @@ def _judge(
     former = rival is not None and rival != champion_version(entries)
     said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
     said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
-    return _Verdict(Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former)
+    return _GateResult(
+        Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former
+    )
 
 
 def _rival(
@@ -240,15 +242,15 @@ def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challen
     return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")
 
 
-def _standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger) -> _Verdict:
-    """The verdict on the champion itself: the one that made it champion, if this is a repetition."""
+def _standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger) -> _GateResult:
+    """The result for the champion itself: the one that made it champion, if this is a repetition."""
     entry, registered = entries[-1], challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
-        return _Verdict(Decision(False, reason), registered.version, None, None)
+        return _GateResult(Decision(False, reason), registered.version, None, None)
     measured = _measured(alias, entries, entry.previous, challenger)
     theirs = measured.evaluation.metrics.get(config.registry.metric) if measured else None
-    return _Verdict(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
+    return _GateResult(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
 
 
 def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
@@ -272,7 +274,7 @@ def _measured(
 
 
 def _registration(
-    config: Config, paths: RunPaths, registered: RegisteredVersion, evaluation: Evaluation, verdict: _Verdict
+    config: Config, paths: RunPaths, registered: RegisteredVersion, evaluation: Evaluation, result: _GateResult
 ) -> Registration:
     return Registration(
         run_id=paths.run_id,
@@ -281,15 +283,15 @@ def _registration(
         logged_model_id=registered.logged_model_id,
         mlflow_run_id=registered.mlflow_run_id,
         tracking_uri=endpoint.redacted(config.tracking.uri),
-        promoted=verdict.decision.promote,
-        reason=verdict.decision.reason,
+        promoted=result.decision.promote,
+        reason=result.decision.reason,
         metric=config.registry.metric,
         goal=config.registry.goal,
         challenger=evaluation.metrics[config.registry.metric],
-        champion_version=verdict.rival,
-        champion=verdict.champion,
-        improvement=verdict.improvement,
-        former_champion=verdict.former,
+        champion_version=result.rival,
+        champion=result.champion,
+        improvement=result.improvement,
+        former_champion=result.former,
         identical=registered.identical,
     )
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from kftrain.errors import KftrainError, StorageError
-from kftrain.outages import patience, plain_errors, shown
+from kftrain.outages import plain_errors, retrying_for, shown
 from kftrain.progress import to_log
 
 REPORT_SECONDS = 10.0
@@ -18,10 +18,10 @@ REPORT_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def best_effort(what: str, patience_seconds: float = 0.0) -> Iterator[None]:
+def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
     """A block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
     try:
-        with patience(patience_seconds), plain_errors(""):
+        with retrying_for(retry_seconds), plain_errors(""):
             yield
     except (KftrainError, OSError, ValueError) as error:  # ValueError: what was read is damaged
         why = error.line if isinstance(error, KftrainError) else shown(error)

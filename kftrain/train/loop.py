@@ -67,12 +67,12 @@ class Loop:
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
-        pulse: Liveness,
+        liveness: Liveness,
     ) -> None:
         self._config, self._world, self._engine, self._loader = config, world, engine, loader
         self._validation, self._recorder, self._stop = validation, recorder, stop
         self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
-        self._pulse = pulse
+        self._liveness = liveness
         self._num_nonfinite = self._last_recorded = 0
         self._pending: tuple[int, Measured] | None = None
         """Steps that were done, and what the last of them measured, until it was looked at."""
@@ -94,7 +94,7 @@ class Loop:
         Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite,
         RetryableError when too many checkpoints in a row cannot be written.
         """
-        with self._pulse.watched():
+        with self._liveness.watched():
             return self._run(first_step)
 
     def _run(self, first_step: int) -> int:
@@ -103,7 +103,7 @@ class Loop:
             ahead, _ = self._look_ahead(batches, [])
             while ahead.batch is not None:
                 if ahead.control.stop:
-                    with self._pulse.resting():
+                    with self._liveness.resting():
                         self._stop_after_commit(done)
                 ahead = self._take(done, ahead.batch, ahead.control.num_terms, batches)
                 done += 1
@@ -163,7 +163,7 @@ class Loop:
             self._validate(done)
         if last or done % config.checkpoint.interval_steps == 0:
             self._look_at_last()  # a training that diverges saves nothing more
-            with self._pulse.resting():  # storage may be slow
+            with self._liveness.resting():  # storage may be slow
                 self._save(done, last, busy)
 
     def _record(self, done: int) -> None:
@@ -179,10 +179,10 @@ class Loop:
     def _validate(self, done: int) -> None:
         evaluate = self._config.evaluate
         statistics = self._engine.evaluate(
-            self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._pulse.goes_on
+            self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
         )
         if self._world.is_main:
-            with self._pulse.resting():  # the user's metrics of all samples
+            with self._liveness.resting():  # the user's metrics of all samples
                 metrics = total_metrics(self._engine.task, statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)

@@ -153,8 +153,8 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     first_step = loaded.manifest.step if loaded else 0
     mesh = Mesh(config.parallel.shape(world.size), world)
     loader, validation = _data(training, mesh)
-    pulse = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
-    with pulse.watched():
+    liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
+    with liveness.watched():
         engine, described = build(config, training.task, loader, mesh)
     num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     if world.is_main:
@@ -166,7 +166,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     writer = CheckpointWriter(paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds)
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
-    loop = Loop(config, world, engine, loader, validation, writer, recorder, stop, pulse)
+    loop = Loop(config, world, engine, loader, validation, writer, recorder, stop, liveness)
     grace_seconds = TRACKER_GRACE_SECONDS
     try:
         last_step = loop.run(loop.resume(loaded))
@@ -176,7 +176,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
             grace_seconds = TRACKER_TIMEOUT_SECONDS
         raise
     finally:
-        pulse.close()
+        liveness.close()
         writer.close()
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)

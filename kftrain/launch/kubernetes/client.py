@@ -55,8 +55,8 @@ class Cluster:
         self._custom, self._core = client.CustomObjectsApi(api_client), client.CoreV1Api(api_client)
         self._access = client.AuthorizationV1Api(api_client)
         self._api_exception = client.exceptions.ApiException
-        self.patience = RetryPolicy(self._api_exception, warn)
-        self._call, self._warn, self._lock = self.patience.call, warn, threading.Lock()
+        self.retry_policy = RetryPolicy(self._api_exception, warn)
+        self._call, self._warn, self._lock = self.retry_policy.call, warn, threading.Lock()
         self._forbidden: set[str] = set()
         self._refused_since: dict[str, float] = {}
         """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""
@@ -112,12 +112,12 @@ class Cluster:
         answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
         return answer if isinstance(answer, dict) else None
 
-    def read_workflow(self, name: str, patiently: bool = True) -> Object | None:
+    def read_workflow(self, name: str, retried: bool = True) -> Object | None:
         """An Argo Workflow of this namespace; None where it is gone or may not be read.
 
-        An outage raises LaunchError; whoever is not patient gets None after seconds.
+        An outage raises LaunchError; without retries it is None after seconds.
         """
-        reading, seconds = self._custom.get_namespaced_custom_object, None if patiently else EXPLAIN_OUTAGE_SECONDS
+        reading, seconds = self._custom.get_namespaced_custom_object, None if retried else EXPLAIN_OUTAGE_SECONDS
         answer = self._explain("get workflows", seconds, reading, *self._at(WORKFLOWS), name)
         return answer if isinstance(answer, dict) else None
 
@@ -165,14 +165,14 @@ class Cluster:
         It is asked for so many seconds, and in a hurry not at all. None: as long as what matters, and its silence
         raises LaunchError like that.
         """
-        if verb in self._forbidden or (seconds is not None and self.patience.hurried()):
+        if verb in self._forbidden or (seconds is not None and self.retry_policy.hurried()):
             return None
         self._silent.discard(verb)
         try:
             if seconds is None:
                 found = self._call(method, *arguments, **options)
             else:
-                found = self.patience.call_for(seconds, method, *arguments, **options)
+                found = self.retry_policy.call_for(seconds, method, *arguments, **options)
         except self._api_exception as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 self._silent.add(verb)

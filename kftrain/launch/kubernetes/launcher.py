@@ -78,7 +78,7 @@ class ClusterLauncher(ClusterJobs):
         Raises LaunchError, StorageError where the attempts were used up because storage is full or away, and
         FencedError where another launch holds the job, or one with another specification: that one is left.
         """
-        self._cluster.patience.hurried = lambda: self.interrupted
+        self._cluster.retry_policy.hurried = lambda: self.interrupted
         with handled((INTERRUPT, *STOP), self._on_signal):
             try:
                 return self._run(spec)
@@ -106,19 +106,19 @@ class ClusterLauncher(ClusterJobs):
         document = self._kind.build(spec, self._config, kfp_run_id, owner)
         name = document["metadata"]["name"]
         with Heartbeat(paths), TerminateWatch(self._cluster, owner, self._on_terminate):
-            hold = create_or_adopt(self._cluster, document, lambda: self.interrupted)
-            if hold is None:
+            lease = create_or_adopt(self._cluster, document, lambda: self.interrupted)
+            if lease is None:
                 return Preempted.exit_code
-            follower, code = None, 0
+            watcher, code = None, 0
             where = f"job {name} in namespace {self._cluster.namespace}"
             try:
                 to_log(f"{where}: {spec.size}")
-                follower = Watcher(self._cluster, self._config, spec, hold, self._wake)
-                code = self._follow(follower, spec, paths)
+                watcher = Watcher(self._cluster, self._config, spec, lease, self._wake)
+                code = self._follow(watcher, spec, paths)
             finally:
-                is_own = self._end(hold)
-                if follower is not None:  # only now: workers that commit have something to say
-                    follower.close(patiently=not self._is_terminated)
+                is_own = self._end(lease)
+                if watcher is not None:  # only now: workers that commit have something to say
+                    watcher.close(wait=not self._is_terminated)
         if code and not is_own:
             raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
         if code and self._is_terminated:
@@ -130,14 +130,14 @@ class ClusterLauncher(ClusterJobs):
         _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
         return error
 
-    def _follow(self, follower: Watcher, spec: JobSpec, paths: RunPaths) -> int:
+    def _follow(self, watcher: Watcher, spec: JobSpec, paths: RunPaths) -> int:
         try:
             while not self.interrupted:
-                state = follower.look()
+                state = watcher.look()
                 if state is State.SUCCEEDED:
                     return 0
                 if state is State.FAILED:
-                    summary = follower.diagnose()
+                    summary = watcher.diagnose()
                     if summary.exit_code == FencedError.exit_code:
                         raise FencedError(FencedError.BY_ATTEMPT, where=paths.uri)
                     _publish_failure(paths, summary)
@@ -149,7 +149,7 @@ class ClusterLauncher(ClusterJobs):
             raise
         return Preempted.exit_code
 
-    def _end(self, hold: Lease) -> bool:
+    def _end(self, lease: Lease) -> bool:
         """Deletes the job and waits until its pods are gone: the next attempt must not meet them.
 
         Where the pipeline run is being terminated there is no time to wait, and no next attempt.
@@ -157,10 +157,10 @@ class ClusterLauncher(ClusterJobs):
         False: another launch holds it by now.
         """
         try:
-            if not delete_held(self._cluster, hold):
+            if not delete_held(self._cluster, lease):
                 return False
             deadline = time.monotonic() + GOING_SECONDS
-            while not self._is_terminated and any_pods(self._cluster, hold.name) and time.monotonic() < deadline:
+            while not self._is_terminated and any_pods(self._cluster, lease.name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except KftrainError as error:  # what ended the job is the better error
             to_log(f"warning: the job may still be there: {error.line}; kftrain gc removes it")

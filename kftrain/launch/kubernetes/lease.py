@@ -58,7 +58,7 @@ class Lease:
     """Empty: the answer to the creation or adoption was lost; the mark says which it is."""
 
     def is_lost(self, job: Mapping[str, Any]) -> bool:
-        """Whether another launch has adopted or created this job of the hold's name."""
+        """Whether another launch has adopted or created this job of the lease's name."""
         return mark_of(job) != self.mark
 
 
@@ -86,9 +86,9 @@ def create_or_adopt(
         raise
 
 
-def delete_held(cluster: Jobs, hold: Lease) -> bool:
+def delete_held(cluster: Jobs, lease: Lease) -> bool:
     """Deletes the job as long as it is held; False where another launch holds the name. Raises LaunchError."""
-    return delete_own(cluster, hold.name, lambda job: not hold.is_lost(job))
+    return delete_own(cluster, lease.name, lambda job: not lease.is_lost(job))
 
 
 def delete_own(cluster: Jobs, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
@@ -115,8 +115,8 @@ class _Creation:
 
     def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
         metadata = document["metadata"]
-        self._hold = Lease(metadata["name"], uuid.uuid4().hex)
-        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._hold.mark}
+        self._lease = Lease(metadata["name"], uuid.uuid4().hex)
+        annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._lease.mark}
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
         self._cluster, self._was_sent = cluster, False
         """Whether there may be a job with the mark."""
@@ -131,19 +131,19 @@ class _Creation:
         uid = existing["metadata"]["uid"]
         self._was_sent = True
         if _take_over(self._cluster, self.document["metadata"], existing["metadata"]):
-            return Lease(self._hold.name, self._hold.mark, uid)
-        found = self._cluster.read_job(self._hold.name)
+            return Lease(self._lease.name, self._lease.mark, uid)
+        found = self._cluster.read_job(self._lease.name)
         if found is None or found["metadata"]["uid"] != uid or _is_over(self._cluster.kind, found):
             return None
-        return Lease(self._hold.name, mark_of(found), uid)
+        return Lease(self._lease.name, mark_of(found), uid)
 
     def take_back(self) -> None:
         """Deletes the job, if this launch has created or adopted one and nobody has adopted it since.
 
         Raises LaunchError: then it may be there.
         """
-        if self._was_sent and delete_held(self._cluster, self._hold):
-            to_log(f"job {self._hold.name}: this launch has failed, and leaves nothing behind")
+        if self._was_sent and delete_held(self._cluster, self._lease):
+            to_log(f"job {self._lease.name}: this launch has failed, and leaves nothing behind")
 
 
 def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
@@ -160,10 +160,10 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
             existing = cluster.read_job(name)
         if existing is not None and not _is_over(cluster.kind, existing):
             _require_same(cluster, document, existing)
-            hold = creation.adopt(existing)
-            if hold is not None:
+            lease = creation.adopt(existing)
+            if lease is not None:
                 to_log(f"job {name} is there already: following it")
-                return hold
+                return lease
             continue
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             cluster.delete_job(name, existing["metadata"]["uid"])

@@ -106,10 +106,10 @@ class Logs:
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
         self._console.flush(max(0.0, deadline - time.monotonic()))
 
-    def close(self, patiently: bool = True) -> None:
-        """Nothing is connected again; `patiently` waits a moment for the ends of the logs."""
+    def close(self, wait: bool = True) -> None:
+        """Nothing is connected again; `wait`: a moment for the ends of the logs."""
         self._closed.set()
-        if patiently:
+        if wait:
             self.finish()
 
     def drain(self) -> None:

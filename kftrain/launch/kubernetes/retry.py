@@ -1,4 +1,4 @@
-"""Patience with an API server: calls are repeated while it does not answer, or answers with what passes.
+"""The retry policy for an API server: calls are repeated while it does not answer, or answers with what passes.
 
 One line says that it does not answer and one that it does again, however many threads ask. Whoever is in a hurry,
 because the process was told to stop, gets an error within seconds.

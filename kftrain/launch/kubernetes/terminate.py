@@ -18,8 +18,8 @@ POLL_SECONDS = 2.0
 class WorkflowReader(Protocol):
     """What is asked of the cluster."""
 
-    def read_workflow(self, name: str, patiently: bool = True) -> dict[str, Any] | None:
-        """A Workflow as it is now; None where that cannot be told, at once unless `patiently`."""
+    def read_workflow(self, name: str, retried: bool = True) -> dict[str, Any] | None:
+        """A Workflow as it is now; None where that cannot be told, at once unless `retried`."""
         ...
 
 
@@ -56,7 +56,7 @@ class TerminateWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            found = self._cluster.read_workflow(self._name, patiently=False)
+            found = self._cluster.read_workflow(self._name, retried=False)
             if found is not None and is_terminated(found) and not self._closed.is_set():
                 self._on_terminate()
                 return

@@ -38,16 +38,16 @@ NOTICE_SECONDS = 60.0
 class Watcher:
     """One job of this launcher, from its creation or adoption on."""
 
-    def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, hold: Lease, wake: threading.Event) -> None:
+    def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, lease: Lease, wake: threading.Event) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
         self._config = config
-        self._cluster, self._spec, self._paths, self._hold = cluster, spec, paths, hold
-        self._name = hold.name
+        self._cluster, self._spec, self._paths, self._lease = cluster, spec, paths, lease
+        self._name = lease.name
         self._limits = Limits(
             settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
         )
         self._logs = Logs(cluster, spec.num_pods)
-        self._endings, self._wake = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS), wake
+        self._pod_exits, self._wake = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS), wake
         self._budget, self._claimed_by = PodBudget(config.launch.max_restarts_without_progress, paths), -1
         self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
         self._seen_at = time.time()
@@ -59,7 +59,7 @@ class Watcher:
         self._events: Sequence[observation.Event] = ()
         self._lost_nodes: frozenset[str] = frozenset()
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name=f"watch of {hold.name}").start()
+        threading.Thread(target=self._watch, daemon=True, name=f"watch of {lease.name}").start()
 
     def look(self) -> State:
         """One look at the job; returns its state.
@@ -85,32 +85,32 @@ class Watcher:
         self._annotate()
         return state
 
-    def close(self, patiently: bool = True) -> None:
+    def close(self, wait: bool = True) -> None:
         """Ends the watch and the logs, once the pods are gone, or at once."""
         self._closed.set()
-        self._logs.close(patiently)
+        self._logs.close(wait)
 
     def diagnose(self) -> ErrorDocument:
         """Why it failed, as far as pods, logs and the workers' own error tell."""
         error = None
         with best_effort("the workers' error could not be read"):
             error = read_error(self._paths.error)
-        return diagnosis.diagnose(self._spec.task, error, self._endings.last(), self._logs.tails())
+        return diagnosis.diagnose(self._spec.task, error, self._pod_exits.last(), self._logs.tails())
 
     def _observe(self) -> Observation:
         now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
         kind = self._cluster.kind
-        job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._hold.uid else None
-        self._is_fenced = item is not None and self._hold.is_lost(item)
+        job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._lease.uid else None
+        self._is_fenced = item is not None and self._lease.is_lost(item)
         found = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
         for pod in found:
-            self._endings.note(pod, time.monotonic())
+            self._pod_exits.note(pod, time.monotonic())
         pods = observation.newest(found)
         pods.sort(key=lambda pod: (pod.role != WORKER, pod.role, pod.index))
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
-        raw = self._cluster.find_workload(self._hold.uid) if job and job.has_queue and job.suspended else None
+        raw = self._cluster.find_workload(self._lease.uid) if job and job.has_queue and job.suspended else None
         return Observation(
             job=job,
             pods=pods,
@@ -163,7 +163,7 @@ class Watcher:
         failed = 0
         with best_effort("the attempts could not be counted"):
             self._budget.begin(seen.pods, self._seen_at)
-            failed = self._budget.spent(self._endings.bad(), seen.pods)
+            failed = self._budget.spent(self._pod_exits.bad(), seen.pods)
         if failed:
             found = self.diagnose()
             text = f"{failed} attempts in a row without a new checkpoint, at last: {found.line}"
@@ -178,7 +178,7 @@ class Watcher:
         text = f"{assessment.state.value} for longer than {exceeded}{running}"
         if first is not None:
             raise self._failed(f"{text}: {first.text}", first.failure_class)
-        found = self.diagnose() if assessment.state in STARTING and self._endings.last() else None
+        found = self.diagnose() if assessment.state in STARTING and self._pod_exits.last() else None
         if found is not None and lacked_storage(found):  # such attempts do not count, so it ends here
             raise self._failed(f"{text}, at last: {found.line}", FailureClass.STORAGE, found)
         raise self._failed(text, FailureClass.DEADLINE)
@@ -230,6 +230,6 @@ class Watcher:
                 if self._closed.is_set():
                     return
                 for pod in observation.parse_pods([item], time.time(), self._cluster.kind):
-                    if self._endings.note(pod, time.monotonic()):
+                    if self._pod_exits.note(pod, time.monotonic()):
                         self._wake.set()
             self._closed.wait(WATCH_PAUSE_SECONDS)

@@ -122,8 +122,8 @@ def test_a_console_that_nobody_reads_costs_lines_and_not_the_launcher(monkeypatc
         while True:
             os.write(writing, b"x" * 4096)
     os.set_blocking(writing, True)
-    monkeypatch.setattr(progress, "_patience_seconds", 0.05)
-    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "_console_seconds", 0.05)
+    monkeypatch.setattr(progress, "CONSOLE_SECONDS", 0.05)
     with open(writing, "w") as halted:
         monkeypatch.setattr(progress.sys, "stdout", halted)
         for _ in range(100):

@@ -143,15 +143,15 @@ def test_an_api_server_that_is_away_for_a_moment_is_ridden_out(trouble, server, 
     assert code == 0 and err.count("no answer, trying again: ") == 1 and err.endswith("the run succeeded\n")
 
 
-def test_patience_starts_anew_with_every_answer(server, call, monkeypatch):
-    monkeypatch.setattr(submit, "PATIENCE_SECONDS", 0.5)
+def test_the_limit_of_an_outage_starts_anew_with_every_answer(server, call, monkeypatch):
+    monkeypatch.setattr(submit, "OUTAGE_SECONDS", 0.5)
     server.script = [*[run("RUNNING")] * 60, 503, run("SUCCEEDED")]
     assert call("--wait")[0] == 0
 
 
 @pytest.mark.timeout(15)
 def test_an_api_server_that_stays_away_ends_the_waiting_not_the_run(server, call, monkeypatch):
-    monkeypatch.setattr(submit, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(submit, "OUTAGE_SECONDS", 0.1)
     server.script = [run("RUNNING"), 503]
     code, _, err = call("--wait")
     assert code == 13 and "the run may go on" in err and "503" in err.splitlines()[-1]

@@ -30,7 +30,7 @@ def server():
         for name, value in running.environment.items():
             patch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
-        with outages.patience(0):
+        with outages.retrying_for(0):
             storage.exists(URI)  # reads botocore's models, which takes longer than a short deadline
         yield running
     running.close()
@@ -39,7 +39,7 @@ def server():
 
 @pytest.fixture
 def server_of(server, monkeypatch):
-    monkeypatch.setattr(outages, "_patience", outages.RetryPolicy())
+    monkeypatch.setattr(outages, "_retry_policy", outages.RetryPolicy())
     monkeypatch.setattr(remote, "deadline", SHORT)
 
     def planned(**plan):
@@ -83,7 +83,7 @@ def test_a_server_that_accepts_and_never_answers_is_an_outage(server_of, name):
     server_of().plan["HEAD"] = "silent" if name in ("size_bytes", "exists") else "answer"
     began = time.monotonic()
     with (
-        outages.patience(0),
+        outages.retrying_for(0),
         pytest.raises(RetryableError, match=r"cannot be reached: TimeoutError: .* no answer within"),
     ):
         SILENT[name](URI)
@@ -95,7 +95,7 @@ def test_a_server_that_accepts_and_never_answers_is_an_outage(server_of, name):
 def test_a_server_that_drips_or_stops_in_the_middle_is_an_outage(server_of, name, what):
     server_of(GET=what)
     began = time.monotonic()
-    with outages.patience(0), pytest.raises(RetryableError, match="storage cannot be reached"):
+    with outages.retrying_for(0), pytest.raises(RetryableError, match="storage cannot be reached"):
         READS[name](URI)
     assert time.monotonic() - began < ENDED_SECONDS
 
@@ -104,7 +104,7 @@ def test_a_server_that_drips_or_stops_in_the_middle_is_an_outage(server_of, name
 def test_a_server_that_answers_with_an_error_is_an_outage(server_of, status):
     server_of(GET=status, PUT=status)
     for work in (storage.read_bytes, lambda uri: storage.publish(uri, b"x")):
-        with outages.patience(0), pytest.raises(RetryableError):
+        with outages.retrying_for(0), pytest.raises(RetryableError):
             work(URI)
 
 
@@ -132,7 +132,7 @@ def test_a_stream_appears_when_it_is_whole_and_goes_when_it_is_not(tmp_path, roo
 
 def test_fault_12_a_read_that_never_returns_names_its_object(server_of):
     server_of(GET="stall")
-    with outages.patience(0), pytest.raises(RetryableError) as caught:
+    with outages.retrying_for(0), pytest.raises(RetryableError) as caught:
         storage.read_ranges("s3://bucket/shards/train-00003.tar", [0], [9000])
     assert "s3://bucket/shards/train-00003.tar" in caught.value.line
 
@@ -203,7 +203,7 @@ def test_fault_66_an_upload_that_is_interrupted_is_made_whole_or_not_believed(tm
     upload(f"{root}/whole")
     assert [storage.read_bytes(f"{root}/whole/{n}") for n in range(6)] == [bytes([n]) * 100 for n in range(6)]
     troubles[:] = [ConnectionResetError(104, "reset")]
-    with outages.patience(0), pytest.raises(RetryableError):
+    with outages.retrying_for(0), pytest.raises(RetryableError):
         upload(f"{root}/half")
     assert storage.exists(f"{root}/half/1") and not storage.exists(f"{root}/half/manifest.json")
 
@@ -231,15 +231,15 @@ def test_a_command_that_a_person_waits_for_does_not_ride_an_outage_out(monkeypat
 
 
 def test_a_process_that_others_wait_for_gives_up_before_they_do(monkeypatch):
-    patience = outages.RetryPolicy()
-    monkeypatch.setattr(outages, "_patience", patience)
+    policy = outages.RetryPolicy()
+    monkeypatch.setattr(outages, "_retry_policy", policy)
     outages.limit(5.0)
     outages.limit(50.0)
-    assert patience.answered_seconds == 5.0
+    assert policy.answered_seconds == 5.0
 
 
 def test_the_deadline_follows_from_the_bytes():
     assert remote.Deadline().seconds(0) < remote.Deadline().seconds(1 << 30)
     usual = remote.Deadline().seconds(0)
-    with outages.patience(0):
+    with outages.retrying_for(0):
         assert remote.Deadline().seconds(0) < usual

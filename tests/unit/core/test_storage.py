@@ -160,14 +160,14 @@ class Time:
     def sleep(self, seconds):
         self.now += max(seconds, 0.001)
 
-    def patience(self):
+    def retry_policy(self):
         return outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
 
 
 @pytest.fixture
 def time_(monkeypatch):
     fake = Time()
-    monkeypatch.setattr(outages, "_patience", fake.patience())
+    monkeypatch.setattr(outages, "_retry_policy", fake.retry_policy())
     return fake
 
 

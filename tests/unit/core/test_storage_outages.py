@@ -30,7 +30,7 @@ class Store:
 
     def __init__(self):
         self.now, self.said, self.calls, self.trouble, self.until = 0.0, [], 0, None, 0.0
-        self.patience = outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
+        self.retry_policy = outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
         self.now += max(seconds, 0.001)
@@ -40,7 +40,7 @@ class Store:
         return self
 
     def call(self, kind="read", uri=URI):
-        return self.patience.call(uri, kind, self.work)
+        return self.retry_policy.call(uri, kind, self.work)
 
     def work(self):
         self.calls += 1
@@ -101,7 +101,7 @@ def test_what_passes_within_a_moment_is_not_said(store):
 
 def test_whoever_waits_gets_an_answer_at_once(store):
     store.call()
-    with outages.patience(0), pytest.raises(RetryableError):
+    with outages.retrying_for(0), pytest.raises(RetryableError):
         store.away(DOWN, 1e9).call()
     assert store.calls == 2 and store.now == 0
 

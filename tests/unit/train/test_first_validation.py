@@ -17,7 +17,7 @@ def looping(monkeypatch, metric, recorded):
     loop._config = load(None, [f"registry.metric={metric}"])
     loop._engine = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)
     loop._validation, loop._world = None, SimpleNamespace(is_main=True)
-    loop._pulse = SimpleNamespace(goes_on=None, resting=contextlib.nullcontext)
+    loop._liveness = SimpleNamespace(goes_on=None, resting=contextlib.nullcontext)
     loop._recorder = SimpleNamespace(record_validation=lambda step, metrics: recorded.append((step, metrics)))
     return loop
 

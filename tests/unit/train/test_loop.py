@@ -36,7 +36,7 @@ class Writer:
 
 
 class Fakes:
-    """An engine, a loader, a recorder and a pulse in one: each writes down what it is asked."""
+    """An engine, a loader, a recorder and a liveness in one: each writes down what it is asked."""
 
     rank, size, is_main = 0, 1, True
 
@@ -95,7 +95,7 @@ class Fakes:
     def record_validation(self, step, metrics):
         self.points.append((step, "validation"))
 
-    # the pulse and the stop
+    # the liveness and the stop
     def watched(self):
         return contextlib.nullcontext()
 

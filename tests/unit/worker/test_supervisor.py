@@ -363,7 +363,7 @@ def test_another_error_wins_over_the_silent_launcher(run):
     assert code == storage.read_json(run[0].error)["exit_code"] == 10
 
 
-def test_the_logs_of_a_share_are_published_under_its_attempt_whatever_it_ended_with(run):
+def test_the_logs_of_a_node_are_published_under_its_attempt_whatever_it_ended_with(run):
     paths, _ = run
     attempts.claim(paths, 0, 2)
     agent = RANKS.replace("while not signals", "sys.exit(11)\\nwhile not signals")

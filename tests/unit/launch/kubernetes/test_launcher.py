@@ -329,7 +329,7 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
 def test_in_a_hurry_nothing_is_asked_that_only_explains(server, fast):
     """Each answer might take as long as a call may: together longer than there is time."""
     one = job_client()
-    one.patience.hurried = lambda: True
+    one.retry_policy.hurried = lambda: True
     one.annotate_job(JOB, {})
     assert (one.list_warnings(), one.read_node("n"), one.find_workload("u")) == ([], None, None)
     assert not one.force_delete_pod("p", "u") and server.requests == []

@@ -146,7 +146,7 @@ def test_a_job_that_is_adopted_between_look_and_deletion_is_left(server, fast, n
     resolved, training = make_job()
     document = KIND.build(training, resolved)
     cluster, other = job_client(), job_client()
-    hold, delete = lease.create_or_adopt(cluster, document), cluster.delete_job
+    held, delete = lease.create_or_adopt(cluster, document), cluster.delete_job
 
     def be_slow(*arguments):
         monkeypatch.setattr(cluster, "delete_job", delete)
@@ -154,7 +154,7 @@ def test_a_job_that_is_adopted_between_look_and_deletion_is_left(server, fast, n
         delete(*arguments)
 
     monkeypatch.setattr(cluster, "delete_job", be_slow)
-    assert not lease.delete_held(cluster, hold)
+    assert not lease.delete_held(cluster, held)
     assert namespace.jobs() == [JOB]
     namespace.delete("pytorchjobs", JOB)
 
@@ -164,7 +164,7 @@ def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
 ):
     resolved, training = make_job()
     cluster = job_client()
-    hold, delete = lease.create_or_adopt(cluster, KIND.build(training, resolved)), cluster.delete_job
+    held, delete = lease.create_or_adopt(cluster, KIND.build(training, resolved)), cluster.delete_job
 
     def be_slow(*arguments):
         monkeypatch.setattr(cluster, "delete_job", delete)
@@ -172,21 +172,21 @@ def test_a_job_that_changes_between_look_and_deletion_is_deleted_all_the_same(
         delete(*arguments)
 
     monkeypatch.setattr(cluster, "delete_job", be_slow)
-    assert lease.delete_held(cluster, hold)
+    assert lease.delete_held(cluster, held)
     assert namespace.jobs() == []
 
 
 def test_an_adoption_whose_answer_is_lost_leaves_no_job_to_nobody(launch, server, namespace, make_job, monkeypatch):
     """The launcher before sees another mark, and leaves the job to who has given up."""
     resolved, training = make_job()
-    hold = lease.create_or_adopt(job_client(), KIND.build(training, resolved))
+    held = lease.create_or_adopt(job_client(), KIND.build(training, resolved))
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.3)
     server.fail("PATCH", "/pytorchjobs/", LOST)
     server.fail("PATCH", "/pytorchjobs/", 503, times=float("inf"))
     with pytest.raises(LaunchError, match="did not answer"):
         launch().finish()
     assert namespace.jobs() == [] and namespace.created == [JOB]
-    assert hold.name == JOB
+    assert held.name == JOB
 
 
 def test_a_job_that_goes_while_it_is_adopted_is_created_anew(launch, namespace, make_job, monkeypatch):

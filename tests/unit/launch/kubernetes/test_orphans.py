@@ -182,7 +182,7 @@ class World:
         if code == 0:
             assert process.followed[-1].uid in self.succeeded, "it has seen no success of its job"
         left = {mark_of(job) for job in self.namespace.objects["pytorchjobs"].values()}
-        assert process.dead or not left & {hold.mark for hold in process.followed}, "it has left its job behind"
+        assert process.dead or not left & {lease.mark for lease in process.followed}, "it has left its job behind"
         return code
 
     def finish(self):
@@ -233,7 +233,7 @@ def worlds(tmp_path, monkeypatch, make_job):
     """A function that makes a new world, which the launchers are in from then on."""
     worlds = []
 
-    class KnownFollower(Watcher):
+    class KnownWatcher(Watcher):
         def __init__(self, *arguments):
             worlds[-1].processes[-1].followed.append(arguments[3])
             super().__init__(*arguments)
@@ -255,7 +255,7 @@ def worlds(tmp_path, monkeypatch, make_job):
     for module in (watcher, logs):
         threads = {"Thread": NoThread, "Event": threading.Event, "Lock": threading.Lock, "Condition": NoWait}
         monkeypatch.setattr(module, "threading", types.SimpleNamespace(**threads))
-    monkeypatch.setattr(launcher, "Watcher", KnownFollower)
+    monkeypatch.setattr(launcher, "Watcher", KnownWatcher)
     monkeypatch.setattr(launcher, "Heartbeat", contextlib.nullcontext)
     return make
 
