@@ -1,27 +1,60 @@
 """Writes what the documents repeat of the code: `make docs`.
 
-The page of the architecture comes from the first sentences of the modules, the table of advice in
-`docs/troubleshooting.md` from the one that the product reads.
+The page of the architecture comes from the first sentences of the modules, that of the configuration from its sections,
+the table of advice in `docs/troubleshooting.md` from the one that the product reads.
 """
 
-import ast
-from pathlib import Path
+from __future__ import annotations
 
+import ast
+import inspect
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from kftrain.config import Config
 from kftrain.errors import FailureClass, class_of
 from kftrain.run.advice import TABLE, Place
+from kftrain.settings.section import Section
+from kftrain.stages.resolve import KNOBS
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "architecture.md"
 ADDING = ROOT / "docs" / "adding.md"
 """Written by hand: the end of the page."""
 ADVICE_TARGET = ROOT / "docs" / "troubleshooting.md"
 ADVICE_BEGIN, ADVICE_END = "<!-- advice: written by make docs -->\n", "<!-- end of advice -->"
 FOLDERS = ("pipelines", "components", "kftrain")
-HEAD = """# Architecture
+
+ARCHITECTURE = """# Architecture
 
 Who may import whom is a test, `tests/unit/test_layering.py`. This page is written by `make docs` from the first
 sentence of each module; a test compares.
 """
+
+CONFIGURATION = """# Configuration
+
+Every key of the YAML file with its type, its default and what it means. This page is written by `make docs` from the
+sections in the source; a test compares.
+
+`--config FILE` reads a file (repeatable: a later one wins, key by key), `--set train.steps=200` overrides a key, and
+`kftrain config show` prints what that comes to. An unknown key is refused with the nearest known one.
+"""
+
+PARAMETERS = """## Parameters of the pipeline
+
+The knobs that an operator turns from run to run. A knob that is `''` or `0` means "as in the configuration"; any other
+value wins. `config`, `config_json` and `resume_run` stand beside them: [pipeline.md](pipeline.md#parameters).
+
+| parameter | key |
+|---|---|
+"""
+
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+LARGEST = 2**53 - 1
+"""What every number is at most is not worth saying."""
 
 
 def first_sentence(path: Path) -> str:
@@ -37,9 +70,9 @@ def folders() -> list[Path]:
     return sorted(found, key=lambda path: (FOLDERS.index(path.relative_to(ROOT).parts[0]), path.as_posix()))
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [HEAD]
+def architecture() -> str:
+    """Each module with one line."""
+    parts = [ARCHITECTURE]
     for folder in folders():
         parts.append(f"## `{folder.relative_to(ROOT).as_posix()}/`\n")
         about = first_sentence(folder / "__init__.py")
@@ -68,6 +101,75 @@ def troubleshooting() -> str:
     return f"{before}{ADVICE_BEGIN}\n{advice_table()}\n\n{ADVICE_END}{rest.partition(ADVICE_END)[2]}"
 
 
+def configuration() -> str:
+    """Each key of the configuration, and the pipeline's parameters."""
+    sections = [part for name, field in Config.model_fields.items() for part in section(name, field.annotation)]
+    knobs = "".join(f"| `{parameter}` | `{key}` |\n" for parameter, key in KNOBS.items())
+    return "\n".join([CONFIGURATION, *sections, PARAMETERS + knobs])
+
+
+def section(name: str, kind: Any) -> list[str]:
+    """A section and the ones within it, outer ones first."""
+    fields: dict[str, FieldInfo] = kind.model_fields
+    inner = {key: field.annotation for key, field in fields.items() if is_section(field.annotation)}
+    rows = [row(key, field) for key, field in fields.items() if key not in inner]
+    head = f"## `{name}`\n\n{inspect.getdoc(kind)}\n\n| key | type | default | |\n|---|---|---|---|\n"
+    return [head + "".join(rows), *(part for key, each in inner.items() for part in section(f"{name}.{key}", each))]
+
+
+def row(key: str, field: FieldInfo) -> str:
+    """One line of a section's table."""
+    kind = " ".join([type_name(field.annotation), *bounds(field.metadata)])
+    default = field.get_default(call_default_factory=True)
+    cells = (f"`{key}`", kind, shown(default), " ".join((field.description or "").split()))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a field is a section of its own."""
+    return inspect.isclass(kind) and issubclass(kind, Section)
+
+
+def type_name(kind: Any) -> str:
+    """A type as people write it: `int`, one of some texts, a list of something."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return " ".join([type_name(parts[0]), *bounds(parts[1:])])
+    if origin is typing.Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(part) for part in parts)
+    if origin in (tuple, list):
+        return f"list of {type_name(parts[0])}"
+    if origin is dict:
+        return f"mapping to {type_name(parts[1])}"
+    return {str: "text", type(None): "null", Any: "anything"}.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def bounds(metadata: Any) -> list[str]:
+    """The limits of a number, as `≥ 1`."""
+    parts = [part for each in metadata for part in (getattr(each, "metadata", None) or [each])]
+    found = [(sign, getattr(part, name, None)) for part in parts for name, sign in BOUNDS.items()]
+    return [f"{sign} {limit}" for sign, limit in found if limit is not None and limit != LARGEST]
+
+
+def shown(default: Any) -> str:
+    """A default as YAML has it."""
+    if default is None or isinstance(default, bool):
+        return f"`{ {None: 'null', True: 'true', False: 'false'}[default] }`".replace(" ", "")
+    if isinstance(default, tuple | list):
+        return f"`[{', '.join(str(item) for item in default)}]`"
+    return "`''`" if default == "" else f"`{default}`"
+
+
+PAGES = {
+    "docs/architecture.md": architecture,
+    "docs/configuration.md": configuration,
+    "docs/troubleshooting.md": troubleshooting,
+}
+"""Path -> what makes the page."""
+
+
 if __name__ == "__main__":
-    TARGET.write_text(page())
-    ADVICE_TARGET.write_text(troubleshooting())
+    for path, page in PAGES.items():
+        (ROOT / path).write_text(page())

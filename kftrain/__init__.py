@@ -1,7 +1,35 @@
 """kftrain: distributed training pipelines on Kubeflow that do not lose runs.
 
-Importing this package costs nothing: every heavy library (torch, kfp, mlflow, kubernetes) is imported by the module
-that needs it, when it needs it.
+`load_config`, `run_pipeline`, `compile_pipeline`, `submit_pipeline`, `open_dataset` and `load_export` are the product
+from Python, see `kftrain.api`. Importing this package costs nothing: every heavy library (torch, kfp, mlflow,
+kubernetes) is imported by the module that needs it, when it needs it.
 """
 
+from typing import TYPE_CHECKING
+
+from kftrain.lazy import attributes
+
+if TYPE_CHECKING:
+    from kftrain.api import (
+        CompletedRun,
+        compile_pipeline,
+        load_config,
+        load_export,
+        open_dataset,
+        run_pipeline,
+        submit_pipeline,
+    )
+
 __version__ = "0.2.0"
+
+__all__ = (
+    "load_config",
+    "run_pipeline",
+    "compile_pipeline",
+    "submit_pipeline",
+    "open_dataset",
+    "load_export",
+    "CompletedRun",
+)
+
+__getattr__ = attributes(__name__, dict.fromkeys(__all__, "kftrain.api"))

@@ -20,6 +20,7 @@ EXTRAS = {
 """What installs an optional dependency."""
 
 COMMANDS = {
+    "init": ("kftrain.cli.init", "Write a project: configuration, data, task, model, test."),
     "run": ("kftrain.cli.run", "The whole pipeline on this machine."),
     "compile": ("kftrain.cli.compile", "Write the pipeline as YAML for the Kubeflow UI."),
     "submit": ("kftrain.cli.submit", "Upload the pipeline to Kubeflow and start a run."),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -55,21 +58,23 @@ def compile_command(
     for name, value in names.items():
         if value:
             _require_usable(name, value, k8s_manifest)
-    fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
-    from kftrain.pipelines.compile import compiled, manifests
+    with compiling_with(steps_image, launcher_cpu, launcher_memory):
+        from kftrain.pipelines.compile import compiled, manifests
 
-    if not k8s_manifest:
-        _write(compiled(), output, "upload it in the Kubeflow UI, or with `kftrain submit`")
-        return
-    text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
+        if not k8s_manifest:
+            _write(compiled(), output, "upload it in the Kubeflow UI, or with `kftrain submit`")
+            return
+        text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
     _write(text, output, "kubectl apply -f it")
     echo(NEEDS_NATIVE_STORE, err=True)
 
 
-def fix_for_compiling(steps_image: str | None, launcher_cpu: str | None, launcher_memory: str | None) -> None:
-    """Makes the pipeline be compiled with these; to be called before `kftrain.pipelines` is imported.
+@contextlib.contextmanager
+def compiling_with(steps_image: str | None, launcher_cpu: str | None, launcher_memory: str | None) -> Iterator[None]:
+    """Within the block, `kftrain.pipelines` is compiled with these; None stands for the default.
 
-    Raises ConfigError for what is no quantity of Kubernetes.
+    Components take their image when they are imported: where one of these is given they are imported anew, within the
+    block and after it. Raises ConfigError for what is no quantity of Kubernetes.
     """
     for option, value in (("--launcher-cpu", launcher_cpu), ("--launcher-memory", launcher_memory)):
         if value is not None and not re.fullmatch(QUANTITY, value):
@@ -79,7 +84,30 @@ def fix_for_compiling(steps_image: str | None, launcher_cpu: str | None, launche
         "KFTRAIN_LAUNCHER_CPU": launcher_cpu,
         "KFTRAIN_LAUNCHER_MEMORY": launcher_memory,
     }
-    os.environ.update({name: value for name, value in values.items() if value})
+    given = {name: value for name, value in values.items() if value}
+    with _environment(given):
+        _forget_pipelines(given)
+        try:
+            yield
+        finally:
+            _forget_pipelines(given)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _forget_pipelines(given: dict[str, str]) -> None:
+    ours = ("kftrain.components", "kftrain.pipelines")
+    for name in [name for name in sys.modules if given and name.startswith(ours)]:
+        del sys.modules[name]
 
 
 def _require_usable(name: str, value: str, k8s_manifest: bool) -> None:

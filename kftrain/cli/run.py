@@ -9,9 +9,9 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import click
 
@@ -53,10 +53,32 @@ def run_command(
     if dry_run:
         echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
         return 0
+    kept = (RunPaths.of(config.run.storage_root, resume_run).config,) if resume_run else ()
+    return _conclude(*run_here(config, resume_run, folder, started_by(config_file or kept, overrides, workdir)))
+
+
+class Ended(NamedTuple):
+    """How the pipeline's process has ended."""
+
+    watched: Watched
+    code: int
+    """Its exit code."""
+    stop_code: int
+    """128 and the signal that stopped us; 0: none did."""
+    situation: Situation
+
+
+def run_here(config: Config, resume_run: str, folder: Path, command: str) -> Ended:
+    """Runs the pipeline on this machine and shows what it does. Raises ConfigError and StorageError before it starts.
+
+    Args:
+        config: With absolute paths.
+        resume_run: Id of the run to go on with; empty starts a new one.
+        folder: Where the pipeline runs and its log is written.
+        command: What starts such a run anew, for people who read of a failure.
+    """
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
     with log.opened(folder, config.run.name, _warn) as log_file, _temporary_folder() as temporary:
-        kept = (RunPaths(run_uri).config,) if resume_run else ()
-        command = started_by(config_file or kept, overrides, workdir)
         situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))
         os.environ.update(situation.to_environment())
         with display() as shown, channel.opened(temporary) as told:
@@ -67,7 +89,7 @@ def run_command(
             watched.listen()
     if process.killed:
         _after_kill(watched, config)
-    return _conclude(watched, code, process.stop_code, situation)
+    return Ended(watched, code, process.stop_code, situation)
 
 
 def started_by(config_file: tuple[str, ...], overrides: tuple[str, ...], workdir: str) -> str:
@@ -139,13 +161,17 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
 
     A run that is resumed without --config keeps the configuration that it has.
     """
-    config = resolve.anchored(configuration.load(config_file, overrides), folder)
+    return placed(configuration.load(config_file, overrides), overrides, folder, resume, keep=not config_file)
+
+
+def placed(config: Config, overrides: Sequence[str], folder: Path, resume: str, keep: bool) -> tuple[Config, str]:
+    """The same of a configuration that was read already; `keep`: a run that is resumed keeps its own."""
+    config = resolve.anchored(config, folder)
     if not resume:
         return config, ""
     here = storage.absolute(resume)  # what a shell completes starts in the current folder
     is_here = "/" in resume and storage.is_local(here) and storage.exists(RunPaths(here).config)
-    uri = here if is_here else resume
-    return resolve.resumed(config, overrides, uri, folder, keep=not config_file)
+    return resolve.resumed(config, overrides, here if is_here else resume, folder, keep=keep)
 
 
 def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
@@ -181,14 +207,14 @@ def _conclude(watched: Watched, code: int, stop_code: int, situation: Situation)
         echo("\n".join(summary.success_lines(watched.run_uri)))
         return 0
     situation = dataclasses.replace(situation, run_uri=watched.run_uri or situation.run_uri)
-    error = _error(watched, stop_code, situation.log)
+    error = error_of(watched, stop_code, situation.log)
     code = stop_code or error.exit_code
     echo("\n".join(summary.failure_lines(error, situation)), err=True)
     echo(f"kftrain: error: {error.line}", err=True)
     sys.exit(code)
 
 
-def _error(watched: Watched, stop_code: int, log_path: str) -> ErrorDocument:
+def error_of(watched: Watched, stop_code: int, log_path: str) -> ErrorDocument:
     """Why the pipeline failed: what a stage announced, or what the workers of one that could not have left behind."""
     if watched.error:
         return watched.error

@@ -6,7 +6,6 @@ import json
 
 import click
 
-from kftrain import storage
 from kftrain.cli.options import echo, json_option
 
 
@@ -21,8 +20,9 @@ def shards_command() -> None:
 def show(uri: str, as_json: bool) -> None:
     """Print what the shards hold."""
     from kftrain.data.shards import manifest
+    from kftrain.stages.dataset import find_manifest
 
-    described = manifest.describe(manifest.read_manifest(manifest_uri(uri)))
+    described = manifest.describe(manifest.read_manifest(find_manifest(uri)))
     if as_json:
         echo(json.dumps(described, indent=2))
         return
@@ -41,8 +41,9 @@ def show(uri: str, as_json: bool) -> None:
 def verify(uri: str, quick: bool, as_json: bool) -> None:
     """Compare every shard with the manifest, and its keys; exit code 11 names the first that is wrong."""
     from kftrain.data.shards import manifest
+    from kftrain.stages.dataset import find_manifest
 
-    found = manifest_uri(uri)
+    found = find_manifest(uri)
     manifest.verify_shards(found, "size" if quick else "sha256")
     if not quick:
         manifest.verify_keys(found)
@@ -54,16 +55,3 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
         "bytes": sum(split.num_bytes for split in splits.values()),
     }
     echo(json.dumps(result) if as_json else f"{result['shards']} shards are as the manifest says: {found}")
-
-
-def manifest_uri(uri: str) -> str:
-    """The manifest of a dataset, whichever way it was named."""
-    from kftrain.data.shards.manifest import MANIFEST_NAME
-    from kftrain.run.paths import RunPaths
-    from kftrain.stages.dataset import read_shards
-
-    absolute = storage.absolute(uri)
-    if absolute.endswith("/" + MANIFEST_NAME):
-        return absolute
-    paths = RunPaths(absolute)
-    return read_shards(paths).manifest_uri if storage.exists(paths.shards) else storage.join(absolute, MANIFEST_NAME)

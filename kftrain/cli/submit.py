@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kftrain.cli.compile import fix_for_compiling, launcher_options
+from kftrain.cli.compile import compiling_with, launcher_options
 from kftrain.cli.options import config_options, echo
 from kftrain.cli.run import resolved
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, LaunchError
-from kftrain.kubeflow.client import TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
+from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
 from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters, remote, resolve
@@ -28,7 +29,7 @@ OUTAGE_SECONDS = 300.0
 
 @click.command("submit")
 @config_options
-@click.option("--host", metavar="URL", envvar="KF_PIPELINES_ENDPOINT", help="Kubeflow Pipelines, its UI or its API.")
+@click.option("--host", metavar="URL", envvar=ENDPOINT_ENV, help="Kubeflow Pipelines, its UI or its API.")
 @click.option("--namespace", default="", help="Yours, on a multi-user installation.")
 @click.option(
     "--existing-token-env",
@@ -72,19 +73,57 @@ def submit_command(
         raise click.UsageError("Missing option '--host'.")
     config, resume_run = resolved(config_file, overrides, Path.cwd(), resume)
     remote.require_remote(config)
-    config = _with_ui(config, connection["host"] or "")
-    fix_for_compiling(steps_image, launcher_cpu, launcher_memory)
-    submission = _submission(config, resume_run, experiment, run_name)
+    with compiling_with(steps_image, launcher_cpu, launcher_memory):
+        submission = prepared(config, resume_run, connection["host"] or "", experiment, run_name)
     if dry_run:
         echo(submission.to_yaml(), nl=False)
         return
-    pipelines = Pipelines(Connection(**connection))
-    run_id = _submit(pipelines, submission)
-    echo(f"{run_id}\n{pipelines.run_url(run_id)}")
-    run_uri = RunPaths.of(config.run.storage_root, resolve.make_run_id(resume_run, run_id, config.run.name)).uri
-    echo(f"its folder will be {run_uri}", err=True)
+    submitted = send(Pipelines(Connection(**connection)), submission, config, resume_run)
+    echo(f"{submitted.id}\n{submitted.url}")
+    echo(f"its folder will be {submitted.run_uri}", err=True)
     if wait:
-        _wait(pipelines, submission, run_id, run_uri, timeout_seconds or float("inf"))
+        submitted.wait(timeout_seconds)
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run on Kubeflow."""
+
+    id: str
+    """Kubeflow's id of it, a UUID."""
+    url: str
+    """Its page in the UI."""
+    run_uri: str
+    """Where its folder is, or will be."""
+    pipelines: Pipelines
+    submission: Submission
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the run has succeeded, and prints each change of a step to stderr meanwhile.
+
+        Raises LaunchError where it failed, or has not ended after `timeout_seconds`, and InterruptedByUser, which
+        leaves the run alone.
+        """
+        steps = steps_of(self.submission.text)
+        try:
+            run = follow(lambda: self.pipelines.read_run(self.id, steps), self.url, timeout_seconds or float("inf"))
+        except KeyboardInterrupt as error:
+            end = f"to end it, press Terminate there or POST {self.pipelines.terminate_url(self.id)}"
+            raise InterruptedByUser(
+                "not waiting any more; the run goes on", where=self.url, fix=f"watch it there; {end}"
+            ) from error
+        if run.state != SUCCEEDED:
+            fix = "" if run.canceled else f"see error.json in {self.run_uri}"
+            raise LaunchError(outcome(run), where=self.url, fix=fix)
+        echo(outcome(run), err=True)
+
+
+def send(pipelines: Pipelines, submission: Submission, config: Config, resume_run: str) -> SubmittedRun:
+    """Uploads the pipeline unless it is there, and starts a run of it."""
+    run_id = _submit(pipelines, submission)
+    folder = resolve.make_run_id(resume_run, run_id, config.run.name)
+    run_uri = RunPaths.of(config.run.storage_root, folder).uri
+    return SubmittedRun(run_id, pipelines.run_url(run_id), run_uri, pipelines, submission)
 
 
 def _with_ui(config: Config, host: str) -> Config:
@@ -93,7 +132,11 @@ def _with_ui(config: Config, host: str) -> Config:
     return config.model_copy(update={"tracking": config.tracking.model_copy(update={"kubeflow_url": url})})
 
 
-def _submission(config: Config, resume_run: str, experiment: str, run_name: str) -> Submission:
+def prepared(config: Config, resume_run: str, host: str, experiment: str, run_name: str) -> Submission:
+    """What is sent to Kubeflow at `host`; an empty experiment or name has its default.
+
+    Raises ConfigError where the configuration is too large.
+    """
     from kftrain.pipelines.compile import PIPELINE_NAME, compiled, version_name
 
     return Submission(
@@ -102,7 +145,7 @@ def _submission(config: Config, resume_run: str, experiment: str, run_name: str)
         text=compiled(),
         experiment=experiment or config.experiment,
         run_name=run_name or f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
-        parameters=parameters.to_send(config, resume_run),
+        parameters=parameters.to_send(_with_ui(config, host), resume_run),
     )
 
 
@@ -117,22 +160,6 @@ def _submit(pipelines: Pipelines, submission: Submission) -> str:
     run_id = pipelines.start_run(submission, pipeline_id, version_id, experiment_id)
     echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
     return run_id
-
-
-def _wait(pipelines: Pipelines, submission: Submission, run_id: str, run_uri: str, timeout_seconds: float) -> None:
-    """Returns when the run has succeeded. Raises LaunchError, and InterruptedByUser, which leaves the run alone."""
-    url, steps = pipelines.run_url(run_id), steps_of(submission.text)
-    try:
-        run = follow(lambda: pipelines.read_run(run_id, steps), url, timeout_seconds)
-    except KeyboardInterrupt as error:
-        raise InterruptedByUser(
-            "not waiting any more; the run goes on",
-            where=url,
-            fix=f"watch it there; to end it, press Terminate there or POST {pipelines.terminate_url(run_id)}",
-        ) from error
-    if run.state != SUCCEEDED:
-        raise LaunchError(outcome(run), where=url, fix="" if run.canceled else f"see error.json in {run_uri}")
-    echo(outcome(run), err=True)
 
 
 def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> RunState:

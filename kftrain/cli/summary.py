@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+from kftrain.api import CompletedRun
 from kftrain.config import Config
 from kftrain.data.shards.manifest import Manifest
 from kftrain.report import wording
-from kftrain.run import advice, documents
+from kftrain.run import advice
 from kftrain.run.advice import Situation
-from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Interval, Registration
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
-from kftrain.stages.evaluate import read_evaluation
 
 LABEL_WIDTH = 12
 
 
 def success_lines(run_uri: str) -> list[str]:
     """What was trained, how good it is, and where it is now."""
-    paths = RunPaths(run_uri)
-    config = read_config(RunPaths(run_uri))
-    completion = documents.read(Completion, paths.complete)
-    registration = documents.read(Registration, paths.registration)
-    evaluation = read_evaluation(paths, config, completion)
+    run, paths = CompletedRun.read(run_uri), RunPaths(run_uri)
     _, manifest = read_dataset(paths)
     return [
         f"run {paths.run_id} is complete",
         *_rows("data", [_data(manifest)]),
-        *_rows("model", [_model(completion)]),
-        *_rows("metrics", _metrics(evaluation)),
-        *_rows("registered", _registered(registration)),
+        *_rows("model", [_model(run.completion)]),
+        *_rows("metrics", _metrics(run.evaluation)),
+        *_rows("registered", _registered(run.registration)),
         *_rows("report", [paths.report]),
-        *_rows("MLflow", [mlflow_command(config)]),
-        *_rows("load it", [load_command(config, registration)]),
+        *_rows("MLflow", [mlflow_command(run.config)]),
+        *_rows("load it", [load_command(run.config, run.registration)]),
     ]
 
 

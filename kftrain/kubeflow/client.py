@@ -31,6 +31,12 @@ EQUALS = 1
 TOKEN_ENV = "KFP_EXISTING_TOKEN"
 """Where kfp's own command line takes a bearer token from."""
 
+ENDPOINT_ENV = "KF_PIPELINES_ENDPOINT"
+"""Where kfp's own command line takes the host from."""
+
+IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
+"""The API server as pods of a stock installation reach it; kfp's client takes it, too, where none is named."""
+
 NO_NAMESPACE = "kubeflow"
 """What kfp's client takes for "none given": then the one in ~/.config/kfp/context.json counts."""
 
@@ -177,6 +183,13 @@ class Pipelines:
 
     def _scope(self) -> dict[str, str]:
         return {"namespace": self._namespace} if self._namespace else {}
+
+
+def in_cluster_host() -> str:
+    """The API server of the cluster that this process is a pod of. Raises ConfigError where it is none."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise ConfigError("which Kubeflow Pipelines?", where="host", fix=f"name its URL, or set {ENDPOINT_ENV}")
+    return IN_CLUSTER_HOST
 
 
 def ui_url(host: str) -> str:

@@ -7,7 +7,7 @@ import contextlib
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.schema import SampleSchema
-from kftrain.data.shards.manifest import Manifest, check_listing, read_manifest
+from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, check_listing, read_manifest
 from kftrain.errors import DataError
 from kftrain.plugins import is_plugin, user_code
 from kftrain.run.documents import RunShards
@@ -20,6 +20,15 @@ def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:
     """The dataset of a run with its manifest. Raises DataError where one of them is missing or damaged."""
     shards = read_shards(paths)
     return shards, read_manifest(shards.manifest_uri)
+
+
+def find_manifest(uri: str) -> str:
+    """The manifest of a dataset that is named by it, by its folder, or by a run that has it."""
+    absolute = storage.absolute(uri)
+    if absolute.endswith("/" + MANIFEST_NAME):
+        return absolute
+    paths = RunPaths(absolute)
+    return read_shards(paths).manifest_uri if storage.exists(paths.shards) else storage.join(absolute, MANIFEST_NAME)
 
 
 def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> None:

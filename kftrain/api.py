@@ -1,0 +1,208 @@
+"""What `import kftrain` gives: the product from Python, as a notebook uses it.
+
+    import kftrain
+
+    config = kftrain.load_config("digits.yaml", ["train.steps=200"])
+    run = kftrain.run_pipeline(config)             # here, or kftrain.submit_pipeline(config, host=…) on Kubeflow
+    run.metrics                                    # {"accuracy": 0.98, …}
+    kftrain.load_export(run.uri).model             # a torch.nn.Module
+    kftrain.open_dataset(run.uri, "validation")    # what it was measured on
+
+Every function raises a `kftrain.errors.KftrainError`: what is wrong, where, and what to do about it, on one line.
+Nothing heavy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kftrain import config as configuration
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.errors import CheckpointError, ConfigError
+from kftrain.run import documents
+from kftrain.run.config import read_config
+from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.paths import RunPaths
+from kftrain.trust import Trust
+
+if TYPE_CHECKING:
+    from kftrain.checkpoint.export import LoadedExport
+    from kftrain.cli.submit import SubmittedRun
+    from kftrain.data.dataset import ShardedDataset
+
+STARTED_BY = "kftrain.run_pipeline(config)"
+"""What starts such a run anew, for people who read of a failure."""
+
+
+@dataclass(frozen=True)
+class CompletedRun:
+    """A run that has been trained, evaluated and registered: the documents in its folder."""
+
+    uri: str
+    config: Config
+    completion: Completion
+    evaluation: Evaluation
+    registration: Registration
+
+    @classmethod
+    def read(cls, uri: str) -> CompletedRun:
+        """The run in a folder. Raises ConfigError, DataError or EvaluationError where a document is missing."""
+        from kftrain.stages.evaluate import read_evaluation
+
+        paths = RunPaths(storage.absolute(uri))
+        config, completion = read_config(paths), documents.read(Completion, paths.complete)
+        registration = documents.read(Registration, paths.registration)
+        return cls(paths.uri, config, completion, read_evaluation(paths, config, completion), registration)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics on the validation split; `evaluation.metrics` has their intervals."""
+        return {name: found.value for name, found in self.evaluation.metrics.items()}
+
+
+def load_config(files: str | Path | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of one or several YAML files; without one, every default.
+
+    Args:
+        files: A later one wins over an earlier one, key by key.
+        overrides: Like `train.steps=200`; they win over every file.
+
+    Raises ConfigError that names the file, the key, the value and the fix.
+    """
+    return configuration.load(files, overrides)
+
+
+def run_pipeline(config: Config | None = None, *, workdir: str | Path = ".", resume: str = "") -> CompletedRun:
+    """Runs the whole pipeline on this machine, as `kftrain run` does, and returns the complete run.
+
+    Progress goes to stderr, everything else to `<workdir>/logs/`. An interrupt (Ctrl-C, the notebook's stop button)
+    lets training commit a checkpoint first, if this is called in the main thread.
+
+    Args:
+        config: From `load_config`. None: the defaults, or what the run to resume has.
+        workdir: Relative paths start there.
+        resume: The run to go on with: its id, or the URI of its folder.
+
+    Raises the error of the step that failed, InterruptedByUser after an interrupt.
+    """
+    from kftrain.cli import run
+
+    folder = Path(workdir).expanduser().resolve()
+    placed, resume_run = run.placed(config or Config(), (), folder, resume, keep=config is None)
+    ended = run.run_here(placed, resume_run, folder, STARTED_BY)
+    if ended.code:
+        raise run.error_of(ended.watched, ended.stop_code, ended.situation.log).to_error()
+    return CompletedRun.read(ended.watched.run_uri)
+
+
+def compile_pipeline(
+    path: str | Path | None = None,
+    *,
+    steps_image: str | None = None,
+    launcher_cpu: str | None = None,
+    launcher_memory: str | None = None,
+) -> str:
+    """The pipeline as YAML for the Kubeflow UI, byte for byte the same every time; written to `path`, too, if given.
+
+    Args:
+        path: File to write.
+        steps_image: Image of the steps; None: the one of this version.
+        launcher_cpu: CPU request of the steps train and evaluate, as Kubernetes writes it; None: 100m.
+        launcher_memory: Their memory request; None: 512Mi.
+
+    Raises ConfigError for what is no quantity of Kubernetes.
+    """
+    from kftrain.cli.compile import compiling_with
+
+    with compiling_with(steps_image, launcher_cpu, launcher_memory):
+        from kftrain.pipelines.compile import compiled
+
+        text = str(compiled())
+    if path is not None:
+        Path(path).write_text(text)
+    return text
+
+
+def submit_pipeline(
+    config: Config | None = None,
+    *,
+    host: str = "",
+    namespace: str = "",
+    resume: str = "",
+    experiment: str = "",
+    run_name: str = "",
+    steps_image: str | None = None,
+    ca_file: str | None = None,
+) -> SubmittedRun:
+    """Uploads the pipeline to Kubeflow and starts a run of it; `.wait()` on what it returns follows the run.
+
+    It logs in as `kftrain submit` does: with KFP_EXISTING_TOKEN, or in a pod with the token that is mounted for
+    Kubeflow Pipelines.
+
+    Args:
+        config: From `load_config`; `launch.backend` must not be `local`. None: the defaults, or what the run to resume
+            has.
+        host: URL of Kubeflow Pipelines; empty: KF_PIPELINES_ENDPOINT, else in a pod the one of this cluster.
+        namespace: Yours, on a multi-user installation.
+        resume: The run to go on with: its id, or the URI of its folder.
+        experiment: Of Kubeflow; empty: named as that of MLflow.
+        run_name: What the UI calls the run; empty: its name and the time.
+        steps_image: Image of the steps; None: the one of this version.
+        ca_file: Certificates to trust; None: the public ones.
+
+    Raises ConfigError, and LaunchError for what cannot run there or what Kubeflow refuses.
+    """
+    from kftrain.cli import run, submit
+    from kftrain.cli.compile import compiling_with
+    from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, in_cluster_host
+    from kftrain.stages import remote
+
+    placed, resume_run = run.placed(config or Config(), (), Path.cwd(), resume, keep=config is None)
+    remote.require_remote(placed)
+    url = host or os.environ.get(ENDPOINT_ENV, "") or in_cluster_host()
+    with compiling_with(steps_image, None, None):
+        submission = submit.prepared(placed, resume_run, url, experiment, run_name)
+    return submit.send(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
+
+
+def open_dataset(uri: str, split: Literal["train", "validation"] = "train") -> ShardedDataset:
+    """The samples of one split, read from the shards by number.
+
+    Args:
+        uri: A run, a folder of shards, or their manifest.json.
+        split: Which samples.
+
+    Raises ConfigError for another split, DataError where there are no shards or they are damaged.
+    """
+    from kftrain.data.dataset import ShardedDataset
+    from kftrain.data.schema import SPLITS
+    from kftrain.stages.dataset import find_manifest
+
+    if split not in SPLITS:
+        raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
+    return ShardedDataset.open(find_manifest(uri), split)
+
+
+def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:
+    """The trained model of a run, in evaluation mode on the CPU, with its task. Every byte is checked; nothing pickled.
+
+    Args:
+        run_uri: The run's folder, or a local path of it.
+        trusted_kinds: `module:attr` of models and tasks of your own that may be built, beside the built-in ones and
+            those in KFTRAIN_TRUSTED_KINDS.
+
+    Raises CheckpointError where the run is not complete or its export is damaged, ConfigError for kinds and places that
+    are not allowed.
+    """
+    from kftrain.checkpoint.export import load_export as load
+
+    paths = RunPaths(storage.absolute(run_uri))
+    completion = documents.read(Completion, paths.complete, CheckpointError)
+    listed = Trust.by_default()
+    trust = Trust(listed.kinds | set(trusted_kinds), (paths.storage_root, *listed.roots))
+    return load(completion.export_uri, completion.export_digest, trust)
