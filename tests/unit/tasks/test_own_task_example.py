@@ -1,4 +1,4 @@
-"""The example of docs/own-task.md does what the page says."""
+"""The example of docs/own-task.md and docs/own-model.md does what the pages say."""
 
 import os
 import re
@@ -95,7 +95,7 @@ def test_the_example_is_sharded_without_torch():
 
 
 def test_the_page_shows_the_files_as_they_are():
-    page = (REPOSITORY / "docs" / "own-task.md").read_text()
+    page = "".join((REPOSITORY / "docs" / name).read_text() for name in ("own-task.md", "own-model.md"))
     base = REPOSITORY / "kftrain" / "tasks" / "regression.py"
     files = [path.read_text() for path in (*EXAMPLE.glob("*.yaml"), *EXAMPLE.glob("diabetes/*.py"), base)]
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL)

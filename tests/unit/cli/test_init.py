@@ -1,0 +1,67 @@
+"""`kftrain init`: what it writes is a project that can be built; docs/tutorial.md trains it (slow)."""
+
+import sys
+
+import pytest
+
+from kftrain import cli, config
+from kftrain.cli import init
+from kftrain.data.schema import Record
+from kftrain.errors import ConfigError
+from kftrain.tasks import build_task
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, capsys):
+    """A new project, importable."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["init", str(tmp_path / "wine-test")])
+    assert caught.value.code == 0, capsys.readouterr().err
+    monkeypatch.syspath_prepend(str(tmp_path / "wine-test"))
+    yield tmp_path / "wine-test"
+    for name in [name for name in sys.modules if name.startswith("wine_test")]:
+        del sys.modules[name]
+
+
+def test_every_template_is_written_and_named_in_what_is_printed(project, capsys):
+    templates = {path.name.removesuffix(".jinja") for path in (init.Path(init.__file__).parent / "templates").iterdir()}
+    assert templates == init.FILES.keys()
+    files = sorted(path.relative_to(project).as_posix() for path in project.rglob("*.*") if path.is_file())
+    assert files == [
+        *("config.yaml", "tests/test_wine_test.py"),
+        *("wine_test/__init__.py", "wine_test/data.py", "wine_test/model.py", "wine_test/task.py"),
+    ]
+    assert not [path for path in project.rglob("*.py") if "{" + "{" in path.read_text()]
+
+
+def test_configuration_data_task_and_model_fit_together(project):
+    resolved = config.load(project / "config.yaml")
+    task = build_task(resolved.task)
+    from wine_test.data import records
+
+    blocks = list(task.encode((Record(key, fields) for key, fields in records()), "train"))
+    assert len(blocks) == 178 and resolved.registry.metric in ("accuracy", "cross_entropy")
+    assert {name: rows.shape for name, rows in blocks[0].arrays.items()} == {"measurements": (1, 13), "label": (1,)}
+    from kftrain.models import build_model
+
+    model = build_model(resolved.model, task.model_arguments())
+    batch = task.batch(blocks[0].arrays)
+    assert model(*task.inputs(batch)).shape == (1, 3)
+
+
+def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path):
+    (tmp_path / "wine_quality").mkdir()
+    (tmp_path / "wine_quality" / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        init.written(tmp_path / "wine_quality", "wine_quality")
+    assert [path.name for path in (tmp_path / "wine_quality").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("json", "module of that name"), ("class", "no package"), ("7up", "no package"), ("x" * 41, "no package")],
+)
+def test_a_name_that_python_cannot_import_is_refused(name, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        init.package_name(tmp_path / name)
+    assert init.package_name(tmp_path / "My Grapes-2") == "my_grapes_2"

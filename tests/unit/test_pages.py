@@ -1,0 +1,71 @@
+"""The pages are short, fit a screen, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MADE = {"architecture.md", "configuration.md"}
+"""Written by `make docs`: these are looked up, not read."""
+TABLE = {"troubleshooting.md"}
+"""One table of every class of failure: looked up, too."""
+
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "images" / "README.md",
+]
+MAX_WORDS, MAX_COLUMNS, MAX_README_LINES = 900, 120, 150
+
+written = pytest.mark.parametrize("page", [p for p in PAGES if p.name not in MADE | TABLE], ids=lambda p: p.name)
+
+
+def prose(text):
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@written
+def test_a_page_has_no_more_words_than_one_reads(page):
+    words = [word for word in prose(page.read_text()).split() if re.search(r"\w", word)]
+    assert len(words) <= MAX_WORDS
+
+
+@written
+def test_no_line_wraps(page):
+    """A row of a table cannot be broken into lines."""
+    lines = enumerate(page.read_text().splitlines(), 1)
+    assert [number for number, line in lines if len(line) > MAX_COLUMNS and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text()).replace("(\n", "(")):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path) if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found.read_text()), target
+
+
+def test_every_page_is_named_by_the_readme_or_by_another_page():
+    texts = {page: page.read_text() for page in PAGES}
+    parts = {"adding.md"}
+    for page in (ROOT / "docs").glob("*.md"):
+        others = [text for other, text in texts.items() if other != page]
+        assert page.name in parts or any(f"{page.name})" in text or f"{page.name}#" in text for text in others), (
+            page.name
+        )
