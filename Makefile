@@ -33,7 +33,7 @@ mutants: $(VENV)/.ready  ## breaks the product line by line: fails where no test
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-docs: $(VENV)/.ready  ## the page that is made from docstrings
+docs: $(VENV)/.ready  ## the pages that are made from the source
 	$(BIN)/python docs/generate.py
 
 format: $(VENV)/.ready

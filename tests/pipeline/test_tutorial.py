@@ -42,6 +42,7 @@ def test_the_whole_page_runs(tmp_path):
     project = tmp_path / "grapes"
     assert len(list((project / "runs").iterdir())) == 2
     assert ended.stdout.count("3 passed") == 2
+    assert re.search(r"^predicted \[\d, \d, \d\] labels \[\d, \d, \d\]$", ended.stdout, flags=re.M)
     assert "refused, exit code 10" in ended.stdout and "did you mean 'steps'" in ended.stderr
     assert "champion: first model" in ended.stdout and "grapes version 2" in ended.stdout
     assert "registry.example/grapes-trainer:1" in ended.stdout and (project / "pipeline.yaml").exists()
