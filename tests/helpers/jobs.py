@@ -88,7 +88,7 @@ def worker_environment(environment):
 
 
 def run_worker(paths, resolved, task="train", processes=2, nodes=1, **environment):
-    """Runs one node's share to its end; returns the completed process with its output as text."""
+    """Runs one node to its end; returns the completed process with its output as text."""
     return subprocess.run(
         worker_command(paths, resolved, task, processes, nodes),
         env=worker_environment(environment),
@@ -100,7 +100,7 @@ def run_worker(paths, resolved, task="train", processes=2, nodes=1, **environmen
 
 
 def start_worker(paths, resolved, processes=2, task="train", nodes=1, **environment):
-    """Starts one node's share; its stdout is a pipe of lines."""
+    """Starts one node; its stdout is a pipe of lines."""
     return subprocess.Popen(
         worker_command(paths, resolved, task, processes, nodes),
         env=worker_environment(environment),

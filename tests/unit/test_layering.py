@@ -213,3 +213,29 @@ def test_the_steps_image_needs_no_torch():
     ]
     names = [f"kftrain.{module}" for module in [*modules, "data.sharding", "evaluate.identity", "cli"]]
     subprocess.run([sys.executable, "-c", NO_TORCH, *names], check=True, cwd=ROOT)
+
+
+MAX_FILE_LINES = 400
+
+MAX_FUNCTION_LINES = 60
+
+LONG_FUNCTIONS = {
+    "pipelines/train.py:train_pipeline": "its parameters and their texts are the run form that kfp makes of it",
+}
+"""Functions that may be longer than the rest, and why."""
+
+
+def test_no_module_grows_beyond_what_one_reads_at_once():
+    long = {place(path): len(path.read_text().splitlines()) for path in sources()}
+    assert not {where: lines for where, lines in long.items() if lines > MAX_FILE_LINES}
+
+
+def test_hardly_a_function_is_longer_than_a_screen():
+    long = {
+        f"{place(path)}:{node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    }
+    assert long == LONG_FUNCTIONS.keys()
