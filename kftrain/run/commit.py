@@ -144,8 +144,10 @@ def read_manifest(uri: str) -> tuple[CheckpointManifest, str]:
         expected = storage.read_bytes(marker).strip()  # bytes: a damaged marker is no text
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError("not a committed checkpoint", where=uri, fix="see: kftrain checkpoints list") from error
-    manifest = documents.read(CheckpointManifest, storage.join(uri, MANIFEST), CheckpointError)
-    actual = storage.sha256_text(storage.dump_json(manifest.to_dict()))
+    where = storage.join(uri, MANIFEST)
+    content = documents.read_content(where, CheckpointError)
+    manifest = documents.parse(CheckpointManifest, content, where, CheckpointError)
+    actual = storage.sha256_bytes(content)  # of the bytes: what this version would write is another text than before
     if actual.encode() != expected:
         raise CheckpointError(
             "manifest.json is not the one that was committed", where=uri, value=actual, fix="use an older one"

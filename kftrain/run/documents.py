@@ -200,12 +200,16 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType:
     """The document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
+    return parse(kind, read_content(uri, error), uri, error)
+
+
+def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
+    """The bytes of a document, for `parse`. Raises `error` where it is missing."""
     try:
-        content = storage.read_bytes(uri)
+        return storage.read_bytes(uri)
     except FileNotFoundError as cause:
         name = uri.rsplit("/", 1)[-1]
         raise error(f"{name} is missing", where=uri, fix="run the stage that writes it first") from cause
-    return parse(kind, content, uri, error)
 
 
 def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError) -> DocumentType:

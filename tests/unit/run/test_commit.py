@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 
 from kftrain import storage
@@ -40,6 +42,28 @@ def test_a_checkpoint_without_its_marker_does_not_exist(paths):
     assert [name.step for name in commit.committed(paths)] == [10]
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         commit.read_manifest(storage.join(paths.checkpoints, str(CheckpointName(20, 1))))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_as_it_was_written(paths):
+    """A field that has come since, with its default, makes another text: what counts is the text that was committed."""
+    uri = storage.join(paths.checkpoints, "step-00000010-a1")
+    content = """{
+ "attempt": 1,
+ "dataset_digest": "d",
+ "files": {},
+ "samples_consumed": 40,
+ "schema_version": 1,
+ "step": 10,
+ "training_digest": "t",
+ "training_identity": {},
+ "world_size": 1
+}
+"""
+    storage.publish(storage.join(uri, "manifest.json"), content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    storage.publish(storage.join(uri, "COMMITTED"), digest + "\n")
+    manifest, actual = commit.read_manifest(uri)
+    assert (manifest.step, actual) == (10, digest)
 
 
 def test_newest_first_by_step_then_attempt(paths):
