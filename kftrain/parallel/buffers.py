@@ -64,10 +64,15 @@ class CombinedBuffers:
         self._slots = {name: (*_owner(model, name), how) for name, how in declared(model).items()}
         self._before: dict[str, torch.Tensor] = {}
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to combine."""
+        return self._world.size > 1 and bool(self._slots)
+
     @torch.no_grad()
     def begin(self) -> None:
         """Before a step: notes what sums start from."""
-        if self._world.size > 1:
+        if self.is_needed:
             sums = {name: slot for name, slot in self._slots.items() if slot[2] == "sum"}
             self._before = {name: _on_cpu(module._buffers[key]) for name, (module, key, _) in sums.items()}
 
@@ -77,7 +82,7 @@ class CombinedBuffers:
 
         `num_samples`: of this process in this step.
         """
-        if self._world.size == 1 or not self._slots:
+        if not self.is_needed:
             return
         (total,) = self._world.sum([num_samples])
         weight = num_samples / total if total else 1 / self._world.size

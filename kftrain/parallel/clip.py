@@ -11,27 +11,25 @@ from torch.distributed.tensor import DTensor
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this process has of each gradient; parameters without one are left out."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [gradient for each in parameters if (gradient := each.grad) is not None]
     return [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
 
 
-@torch.no_grad()
 def total_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
     """The Euclidean norm of all gradients as one vector, a scalar in fp32.
 
     `group`: of the processes that have different parts of them. Collective.
     """
-    norm = torch.zeros((), device=device)
-    if gradients:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if group is None:
         return norm
     square = norm.double().square()  # a square in fp32 would overflow for norms that are fine
     dist.all_reduce(square, group=group)
-    return square.sqrt().float()
+    total: torch.Tensor = square.sqrt().float()
+    return total
 
 
-@torch.no_grad()
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scales gradients of this norm down to the limit, in place, as `torch.nn.utils.clip_grad_norm_` does."""
     if gradients:

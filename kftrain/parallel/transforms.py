@@ -14,7 +14,7 @@ gives it the same numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,16 +49,13 @@ class Distributed:
         """Of so many processes the gradients come back as the mean."""
         return self.mesh.num_data_ranks if self.is_sharded else 1
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """Around all forward and backward passes of a step, or an evaluation."""
         if self.formats is None:
-            yield
-            return
+            return contextlib.nullcontext()
         if self._copies is None:  # made when the parameters have their values
             self._copies = WorkingCopies(self.model, *self.formats)
-        with self._copies.in_place():
-            yield
+        return self._copies.in_place()
 
     def accumulate(self, last: bool) -> None:
         """Before each micro batch: gradients are exchanged only on the last one of a step."""
@@ -118,7 +115,7 @@ class Formats:
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Without copies where fp32 is computed and summed."""
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
-        cast_inputs(distributed.model, blocks, compute)
+        cast_inputs(distributed.model, blocks, compute, fitting=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
             distributed.formats = (compute, reduce)
 

@@ -52,7 +52,7 @@ class SpmdEngine:
         self.model, self.optimizer, self.task, self.mesh = model, optimizer, task, distributed.mesh
         self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer)})
         self._distributed, self._clip_norm, self._calls = distributed, clip_norm, calls
-        self._buffers = buffers
+        self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters, self._has_hook = list(model.parameters()), has_hook(model)
         self._norm_group = self.mesh.norm_group()
@@ -70,9 +70,11 @@ class SpmdEngine:
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
         """Takes one step; see `Engine.step`."""
         modes.restore(self._modes)
-        self._buffers.begin()
+        if self._buffers is not None:
+            self._buffers.begin()
         loss_sum = self._backward(batch.micro_batches, num_terms)
-        self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
+        if self._buffers is not None:
+            self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
         if self._used is None:
             agree([])
         else:
@@ -95,17 +97,18 @@ class SpmdEngine:
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""
-        total: Any = 0.0
+        total: torch.Tensor | None = None
         num_averaged, last = self._distributed.num_averaged, len(micro_batches) - 1
         with self._distributed.computing():
             for index, micro in enumerate(micro_batches):
                 self._distributed.accumulate(last=index == last)
                 loss = self._loss(micro) / max(num_terms, 1)
                 (loss * num_averaged if num_averaged > 1 else loss).backward()  # type: ignore[no-untyped-call]
-                total = loss.detach().double() + total
+                found = loss.detach().double()
+                total = found if total is None else total + found
         self._distributed.hand_over()
-        found: torch.Tensor = total
-        return found
+        assert total is not None, "a step has micro batches"
+        return total
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         if self._log is None:

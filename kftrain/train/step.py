@@ -18,7 +18,7 @@ from kftrain.tasks.prepare import prepare
 
 def count_terms(task: Task, batch: StepBatch) -> int:
     """Loss terms in one process's share of a step."""
-    return int(sum(float(np.sum(terms_of(task, micro))) for micro in batch.micro_batches))
+    return int(sum(float(terms_of(task, micro).sum()) for micro in batch.micro_batches))
 
 
 def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
