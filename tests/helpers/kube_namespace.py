@@ -87,7 +87,10 @@ class Namespace:
             return self._discovery()
         if path == REVIEWS:
             return 201, {**body, "status": {"allowed": self._is_allowed(body["spec"]["resourceAttributes"])}}
-        kind, name = PATH.fullmatch(path).groups()
+        known = PATH.fullmatch(path)
+        if known is None:
+            return 404, {"kind": "Status", "code": 404, "reason": "NotFound", "message": "no such resource"}
+        kind, name = known.groups()
         try:
             if verb == "POST":
                 return 201, self.create(kind, body)
