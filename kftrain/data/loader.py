@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,6 +20,9 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError
+
+Decode = Callable[[Arrays, np.ndarray], Arrays]
+"""From rows as they are stored, and their positions in the training order over all epochs, to rows as they are used."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,15 @@ class TrainLoader:
     """The steps of one rank."""
 
     def __init__(
-        self, dataset: ShardedDataset, order: TrainingOrder, plan: BatchPlan, rank: int, prefetch_batches: int
+        self,
+        dataset: ShardedDataset,
+        order: TrainingOrder,
+        plan: BatchPlan,
+        rank: int,
+        prefetch_batches: int,
+        decode: Decode | None = None,
     ) -> None:
-        """`prefetch_batches`: steps that are read ahead; 0 reads when asked.
+        """`prefetch_batches`: steps that are read ahead; 0 reads when asked. `decode`: for rows not as they are stored.
 
         Raises DataError where there are more processes than samples.
         """
@@ -59,7 +68,7 @@ class TrainLoader:
             )
         dataset.expect_window(order.window_shards)
         self._dataset, self._order, self._plan = dataset, order, plan
-        self._prefetch_batches = prefetch_batches
+        self._prefetch_batches, self._decode = prefetch_batches, decode
         self._offsets, self._weights = plan.offsets(rank), plan.weights(rank)
         self.stall_seconds = 0.0
         """Time that the consumer has waited for data so far."""
@@ -94,8 +103,10 @@ class TrainLoader:
 
     def _load(self, step: int) -> StepBatch:
         first_sample = step * self._plan.global_batch_size
-        shard_ids, rows = self._order.locate((first_sample + self._offsets).ravel())
-        arrays = self._dataset.read(shard_ids, rows)
+        positions = (first_sample + self._offsets).ravel()
+        arrays = self._dataset.read(*self._order.locate(positions))
+        if self._decode is not None:
+            arrays = self._decode(arrays, positions)
         num_rows = self._plan.micro_batch_rows
         micro_batches = [
             MicroBatch({name: array[i * num_rows : (i + 1) * num_rows] for name, array in arrays.items()}, weight)

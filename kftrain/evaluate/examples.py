@@ -23,6 +23,7 @@ from kftrain.models.modes import evaluating
 from kftrain.plugins import user_code
 from kftrain.run.documents import Example
 from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import decoded
 
 MAX_NAMES = 8
 MAX_NAME_CHARACTERS = 40
@@ -97,7 +98,7 @@ def _shown(
     found: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         parts = [dataset.read_range(row, row + 1)[0] for row in rows[start : start + batch_size]]
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        arrays = decoded(task, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
         with evaluating(model), torch.no_grad(), user_code("task.examples"):
             batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
             found += task.examples(model, arrays, batch)

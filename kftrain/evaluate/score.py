@@ -24,7 +24,7 @@ from kftrain.models.output import output_of
 from kftrain.parallel.mesh import Mesh
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
-from kftrain.tasks.prepare import prepare
+from kftrain.tasks.prepare import decoded, prepare
 
 Statistics = dict[str, np.ndarray]
 
@@ -70,7 +70,7 @@ def score(
             index = min(round_ * mesh.num_data_ranks + mesh.data_rank, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
-            statistics = statistics_of(model, task, arrays, mesh.world.device)
+            statistics = statistics_of(model, task, decoded(task, arrays), mesh.world.device)
             parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
             on_batch()
     return _merge(mesh.world.gather(parts), num_samples)

@@ -127,6 +127,26 @@ class Task(ABC):
         """What the model must know of the task: `vocab_size`, `num_classes` …; JSON. By default nothing."""
         return {}
 
+    def decode(self, sample: Arrays, generator: np.random.Generator | None) -> Arrays:
+        """One row as it is stored, as `count_terms` and `batch` get it: field name -> `[*shape]`.
+
+        Where encoded images become pixels, and where they are augmented: on the CPU, while a step before is computed.
+        By default rows are as they are stored, and this is not called.
+
+        Args:
+            sample: Field name -> `[*field shape]`, read only.
+            generator: In training, one for this sample at this place of the training order, the same on any number of
+                processes and after a restart. None in evaluation and `predict`: nothing is random there.
+
+        Returns arrays of the same shapes for each row.
+        """
+        return sample
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has a `decode` of its own."""
+        return type(self).decode is not Task.decode
+
     def count_terms(self, arrays: Arrays) -> np.ndarray:
         """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one."""
         return np.ones(len(next(iter(arrays.values()))), dtype=np.int64)

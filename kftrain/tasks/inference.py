@@ -11,7 +11,7 @@ from kftrain.data.schema import Arrays
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.tasks.fields import rows_of
-from kftrain.tasks.prepare import prepare
+from kftrain.tasks.prepare import decoded, prepare
 
 if TYPE_CHECKING:
     import pandas
@@ -43,7 +43,7 @@ def map_rows(
     with evaluating(model), torch.inference_mode():
         for start in range(0, num_rows, size):
             arrays = {name: array[start : start + size] for name, array in rows.items()}
-            batch, arguments = prepare(task, arrays, device)
+            batch, arguments = prepare(task, decoded(task, arrays), device)
             found = compute(output_of(model, arguments), batch)
             parts.append({name: tensor.cpu().numpy() for name, tensor in found.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

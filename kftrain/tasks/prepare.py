@@ -1,8 +1,12 @@
-"""What stands before a forward pass: rows as a batch on the model's device, and the model's arguments."""
+"""What stands before a forward pass: rows decoded, as a batch on the model's device, and the model's arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kftrain.data.schema import Arrays
 from kftrain.errors import UserCodeError
@@ -12,6 +16,24 @@ if TYPE_CHECKING:
     import torch
 
     from kftrain.tasks.base import Batch, Task
+
+
+def decoded(task: Task, arrays: Arrays, generators: Iterable[np.random.Generator | None] = repeat(None)) -> Arrays:
+    """These rows as `task.decode` gives them, where it has one of its own. Raises UserCodeError."""
+    if not task.decodes:
+        return arrays
+    num_rows = len(next(iter(arrays.values())))
+    with user_code("task.decode"):
+        rows = [
+            task.decode({name: array[row] for name, array in arrays.items()}, generator)
+            for row, generator in zip(range(num_rows), generators, strict=False)
+        ]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def decoded_in_training(task: Task, seed: int, arrays: Arrays, positions: np.ndarray) -> Arrays:
+    """The same for the samples at these positions of the training order, counted on through all epochs."""
+    return decoded(task, arrays, (np.random.default_rng([seed, int(position)]) for position in positions))
 
 
 def prepare(task: Task, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:

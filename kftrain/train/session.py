@@ -7,6 +7,7 @@ the loop, agree that all are done, export, and last of all write COMPLETE.json.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -46,6 +47,7 @@ from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import decoded_in_training
 from kftrain.train import probe
 from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
@@ -311,7 +313,9 @@ def _data(training: Training, mesh: Mesh) -> tuple[TrainLoader, ShardedDataset]:
         config.data.shuffle_window_shards,
     )
     plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
-    loader = TrainLoader(dataset, order, plan, mesh.data_rank, config.data.prefetch_batches)
+    task = training.task
+    decode = functools.partial(decoded_in_training, task, config.run.seed) if task.decodes else None
+    loader = TrainLoader(dataset, order, plan, mesh.data_rank, config.data.prefetch_batches, decode)
     return loader, ShardedDataset.open(training.manifest_uri, "validation")
 
 
