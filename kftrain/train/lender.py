@@ -73,9 +73,7 @@ class _Loans:
             assert lent is not None
             self._name_of.pop(_address(lent), None)
             put_all(slots, self._empty.pop(name))
-            lent.data = lent.data.new_empty(
-                0
-            )  # the graph of the loss keeps the parameter, and must not keep its memory
+            lent.data = lent.data.new_empty(0)  # the graph of the loss keeps the parameter, but not its memory
 
     def pack(self, tensor: torch.Tensor) -> Any:
         name = self._name_of.get(_address(tensor))
