@@ -239,3 +239,9 @@ def test_hardly_a_function_is_longer_than_a_screen():
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     }
     assert long == LONG_FUNCTIONS.keys()
+
+
+def test_only_the_command_line_imports_what_users_import():
+    """`kftrain.api` calls the commands' functions; nothing below them may lean on it."""
+    found = {where.split("/")[0] for where, name, _ in all_imports() if name.startswith("kftrain.api.")}
+    assert found <= {"cli", "__init__.py"}, found
