@@ -105,11 +105,11 @@ def plain_errors(where: str, what: str = "") -> Iterator[None]:
     except Exception as error:  # drivers of object stores raise what they like
         if is_outage(error):
             kind = StorageError if what else StorageAwayError
-            raise kind(f"{what or UNREACHABLE}: {shown(error)}", where=where) from error
+            raise kind(f"{what or UNREACHABLE}: {one_line(error)}", where=where) from error
         if isinstance(error, OSError) or not is_of_a_driver(error):
             raise
         code = errno.EACCES if is_refusal(error) else errno.EREMOTE
-        raise OSError(code, shown(error), where) from error
+        raise OSError(code, one_line(error), where) from error
 
 
 def is_of_a_driver(error: BaseException) -> bool:
@@ -142,12 +142,12 @@ def is_refusal(error: BaseException) -> bool:
     return _status(error) in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or _s3_code(error) == "400"
 
 
-def shown(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception of a driver on one line."""
     return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-class RetryPolicy:
+class OutagePolicy:
     """What is known of the stores that this process uses: which have answered, and which are away."""
 
     def __init__(
@@ -221,11 +221,11 @@ class RetryPolicy:
             said = store in self._away
             self._away.add(store)
         if not said:
-            self._say(f"warning: {store or 'the storage'} does not answer ({shown(error)}): trying again")
+            self._say(f"warning: {store or 'the storage'} does not answer ({one_line(error)}): trying again")
 
 
 _chosen_seconds: ContextVar[float | None] = ContextVar("retry_seconds", default=None)
-_retry_policy = RetryPolicy()
+_retry_policy = OutagePolicy()
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def _store(uri: str) -> str:
 
 def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
     lasted = f" for {away_seconds:.0f} s" if away_seconds >= 1 else ""
-    what = f"{UNREACHABLE}{lasted}: {shown(error)}"
+    what = f"{UNREACHABLE}{lasted}: {one_line(error)}"
     return StorageAwayError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
 
 

@@ -94,7 +94,7 @@ def export_checkpoint(
     Every file of the checkpoint is verified before one is unpickled. One process suffices. Raises CheckpointError, and
     RetryableError if the export that comes to lie there is not the one that was written.
     """
-    manifest, digest = commit.read_manifest(checkpoint_uri)
+    manifest, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     uri = paths.export(digest)
     if not is_export(uri):
         commit.verify_files(checkpoint_uri, manifest.files)

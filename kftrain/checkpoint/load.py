@@ -53,7 +53,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
     while uri := world.from_main(_newest(paths, damaged) if world.is_main else None):
         problem = next(filter(None, world.gather_slowly(_problem(uri, identity, world))), None)
         if problem is None:
-            manifest, digest = commit.read_manifest(uri)
+            manifest, digest = commit.read_checkpoint_manifest(uri)
             history = storage.read_json(storage.join(uri, commit.HISTORY))
             if world.is_main:
                 _pass_over(damaged)
@@ -124,7 +124,7 @@ def _foreign(paths: RunPaths, identity: dict[str, Any]) -> dict[str, Any] | None
     if uri is None:
         return None
     try:
-        manifest, _ = commit.read_manifest(uri)
+        manifest, _ = commit.read_checkpoint_manifest(uri)
     except CheckpointError:  # damaged, or retired this moment: `choose` deals with both
         return None
     try:
@@ -155,7 +155,7 @@ def _lost(paths: RunPaths) -> dict[str, Any] | None:
 def _problem(uri: str, identity: dict[str, Any], world: World) -> dict[str, Any] | None:
     """Why this process cannot accept the checkpoint, as plain data; None if it can."""
     try:
-        manifest, _ = commit.read_manifest(uri)
+        manifest, _ = commit.read_checkpoint_manifest(uri)
         commit.require_same_training(manifest, identity, uri)
         commit.verify_files(uri, manifest.files, (world.rank, world.size))
     except KftrainError as error:

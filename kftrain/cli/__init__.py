@@ -118,7 +118,7 @@ def fail(line: str, code: int) -> NoReturn:
 def fail_unexpectedly(error: Exception) -> NoReturn:
     """Ends the program: a store that refuses is one line, as where it is away; a bug has its traceback."""
     if outages.is_of_a_driver(error):
-        what = f"{outages.UNREACHABLE}: {outages.shown(error)}"
+        what = f"{outages.UNREACHABLE}: {outages.one_line(error)}"
         refused = RetryableError(what, fix="check its address and the credentials")
         fail(refused.line, refused.exit_code)
     print_traceback(error)

@@ -45,7 +45,7 @@ def list_(run_uri: str, as_json: bool) -> None:
 def verify(uri: str) -> None:
     """Compare every file of a checkpoint, or of a run's newest one, with its manifest; exit code 12: one is damaged."""
     chosen = _checkpoint(uri)
-    manifest, digest = commit.read_manifest(chosen)
+    manifest, digest = commit.read_checkpoint_manifest(chosen)
     commit.verify_files(chosen, manifest.files)
     echo(f"{len(manifest.files)} files are as they were committed: {chosen} (digest {digest[:12]})")
 
@@ -69,7 +69,7 @@ def export(uri: str, as_json: bool) -> None:
 def _row(uri: str, name: CheckpointName) -> dict[str, Any]:
     row: dict[str, Any] = {"uri": uri, "step": name.step, "attempt": name.attempt}
     try:
-        manifest, digest = commit.read_manifest(uri)
+        manifest, digest = commit.read_checkpoint_manifest(uri)
     except CheckpointError as error:  # the others are listed all the same
         return {**row, "problem": error.line}
     num_bytes = sum(entry.bytes for entry in manifest.files.values())

@@ -99,7 +99,7 @@ def started_by(config_file: tuple[str, ...], overrides: tuple[str, ...], workdir
     return shlex.join(["kftrain", "run", *elsewhere, *configured])
 
 
-class Log(Protocol):
+class TextSink(Protocol):
     """Takes text."""
 
     def write(self, text: str) -> Any:
@@ -109,7 +109,7 @@ class Log(Protocol):
 class Watched:
     """Sorts the pipeline's output: everything to the log, our own lines to the display; what decides is told."""
 
-    def __init__(self, shown: Display, log: Log, told: Channel) -> None:
+    def __init__(self, shown: Display, log: TextSink, told: Channel) -> None:
         self._shown, self._log, self._told = shown, log, told
         self.run_uri = ""
         self.error: ErrorDocument | None = None

@@ -13,7 +13,7 @@ from kftrain.cli.options import config_options, echo, json_option
 from kftrain.credentials import redacted
 from kftrain.report import wording
 from kftrain.stages import resolve, runs
-from kftrain.stages.runs import RunState
+from kftrain.stages.runs import RunOverview
 
 MAX_REASON_CHARACTERS = 100
 HEADINGS = ("run", "state", "step", "metric", "version")
@@ -48,7 +48,7 @@ def runs_command(
         echo(f"no runs in {redacted(config.tracking.uri) if from_mlflow else storage.join(root, 'runs')}")
 
 
-def table(found: list[RunState]) -> list[str]:
+def table(found: list[RunOverview]) -> list[str]:
     """A line for each run below a line of headings, with the reason of a failure after it."""
     rows = [HEADINGS, *(_cells(run) for run in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
@@ -57,7 +57,7 @@ def table(found: list[RunState]) -> list[str]:
     return [part for line, reason in zip(lines, reasons, strict=True) for part in (line, f"  {reason}") if part.strip()]
 
 
-def _cells(run: RunState) -> tuple[str, ...]:
+def _cells(run: RunOverview) -> tuple[str, ...]:
     metric = f"{run.metric} {wording.number(run.value)}" if run.metric else ""
     version = "" if run.version is None else f"{run.model_name} {run.version}"
     return (

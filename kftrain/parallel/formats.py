@@ -51,7 +51,7 @@ def slots_of(model: nn.Module) -> Slots:
     return [(module, name, each) for module in model.modules() for name, each in module.named_parameters(recurse=False)]
 
 
-def put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Sets a parameter without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
@@ -86,11 +86,11 @@ class WorkingCopies:
             torch._foreach_copy_(self._copies, self._masters)
         try:
             for module, name, master in self._slots:
-                put(module, name, self._copy_of[id(master)])
+                put_parameter(module, name, self._copy_of[id(master)])
             yield
         finally:
             for module, name, master in self._slots:
-                put(module, name, master)
+                put_parameter(module, name, master)
 
     def hand_over(self) -> None:
         """Gives the masters the gradients of this step."""

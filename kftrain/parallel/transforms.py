@@ -96,7 +96,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Place:
+class ToDevice:
     """The whole model on this process's device."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ def strategy_of(
     first: list[Transform] = [Recompute()] if recompute_blocks else []
     formats = (precision.compute, precision.reduce)
     if shape.size == 1:
-        return [*first, Place(), Formats(*formats)]
+        return [*first, ToDevice(), Formats(*formats)]
     return [*first, FullyShard(*formats, parallel.reshard_after_forward)]
 
 

@@ -24,7 +24,7 @@ RESAMPLING_SEED = 0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredExport:
     """An evaluation and the sums per group behind it."""
 
     evaluation: Evaluation
@@ -36,7 +36,7 @@ class Measured:
         return len(next(iter(self.statistics.values()), ()))
 
 
-def read_measured(folder: str) -> Measured:
+def read_measured(folder: str) -> MeasuredExport:
     """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
     evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
     where = storage.join(folder, "statistics.npz")
@@ -45,14 +45,14 @@ def read_measured(folder: str) -> Measured:
         if hashlib.sha256(content).hexdigest() != evaluation.statistics_sha256:
             raise EvaluationError("the statistics are not those of metrics.json", where=where, fix="evaluate again")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return Measured(evaluation, dict(arrays))
+            return MeasuredExport(evaluation, dict(arrays))
     except FileNotFoundError as error:
         raise EvaluationError("the statistics are missing", where=where, fix="evaluate again") from error
     except (ValueError, zipfile.BadZipFile) as error:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
 
 
-def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> Measured | None:
+def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> MeasuredExport | None:
     """The evaluation of a registered version under a digest; None where it has none.
 
     Raises EvaluationError, and ConfigError where it may not be read.
@@ -78,7 +78,7 @@ def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) 
     return found.reason if is_ours else ""
 
 
-def improvement(config: Config, metrics: Metrics, challenger: Measured, champion: Measured) -> Interval:
+def improvement(config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport) -> Interval:
     """How much better the challenger is in the gate's metric. Raises EvaluationError, or ConfigError for the metric."""
     return bootstrap.paired_improvement(
         metrics,

@@ -16,7 +16,7 @@ from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingEr
 from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, journal, lineage
 from kftrain.registry.champion_alias import ChampionAlias
-from kftrain.registry.comparison import Measured
+from kftrain.registry.comparison import MeasuredExport
 from kftrain.registry.gate import Decision, decide, metric_of
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
@@ -45,7 +45,7 @@ class _Challenger:
 
     paths: RunPaths
     registered: RegisteredVersion
-    measured: Measured
+    measured: MeasuredExport
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _judge(
 
 def _rival(
     alias: ChampionAlias, entries: list[Entry], challenger: _Challenger
-) -> tuple[int | None, Measured | None, str]:
+) -> tuple[int | None, MeasuredExport | None, str]:
     """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
 
     A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
@@ -253,7 +253,7 @@ def _standing(config: Config, alias: ChampionAlias, entries: list[Entry], challe
     return _GateResult(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
 
 
-def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
+def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport:
     folder = paths.evaluation(evaluation.checkpoint_digest, evaluation.evaluation_digest)
     measured = comparison.read_measured(folder)
     if measured.evaluation != evaluation:
@@ -263,7 +263,7 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> Measured:
 
 def _measured(
     alias: ChampionAlias, entries: list[Entry], version: int | None, challenger: _Challenger
-) -> Measured | None:
+) -> MeasuredExport | None:
     """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
     try:
         reference = alias.reference(entries, version)

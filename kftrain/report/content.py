@@ -69,7 +69,7 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """The report of one stage."""
 
     title: str

@@ -9,8 +9,8 @@ from typing import TypeGuard
 from kftrain.config import Config
 from kftrain.report import content, wording
 from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
-from kftrain.report.charts.interval import Row, SliceRow, interval_chart, slice_chart
-from kftrain.report.content import Chart, Fact, Gallery, Sample, Section, Table
+from kftrain.report.charts.interval import IntervalRow, SliceRow, interval_chart, slice_chart
+from kftrain.report.content import Chart, Fact, Gallery, ReportSection, Sample, Table
 from kftrain.run.documents import Confusion, Evaluation, Example, Interval, Slice
 
 MAX_SLICES = 30
@@ -26,18 +26,18 @@ MAX_MISTAKES = 12
 DIRECTIONS = {"minimize": "lower is better", "maximize": "higher is better"}
 
 
-def section(config: Config, evaluation: Evaluation) -> Section:
+def section(config: Config, evaluation: Evaluation) -> ReportSection:
     """The section of an evaluation. Which direction is better is known of the gate's metric alone."""
     metric, goal = primary_metric(config, evaluation)
     if metric is None:
-        return Section("Evaluation", "The evaluation has no metrics.", facts=_facts(evaluation))
+        return ReportSection("Evaluation", "The evaluation has no metrics.", facts=_facts(evaluation))
     found = evaluation.metrics[metric]
     baselines = evaluation.baselines.get(metric, {})
     charts = [_metric_chart(name, evaluation, goal if name == metric else "") for name in _charted(metric, evaluation)]
     slices = _slice_chart(metric, goal, evaluation)
     confusion = evaluation.confusion if _is_square(evaluation.confusion) else None
     drawn = confusion is not None and len(confusion.labels) <= MAX_CLASSES
-    return Section(
+    return ReportSection(
         title="Evaluation",
         headline=_headline(metric, goal, found),
         sentences=[_against(found, goal, baselines), _sample_size(found, evaluation)],
@@ -127,8 +127,8 @@ def _charted(primary: str, evaluation: Evaluation) -> list[str]:
 def _metric_chart(metric: str, evaluation: Evaluation, goal: str) -> Chart:
     found = evaluation.metrics[metric]
     baselines = list(evaluation.baselines.get(metric, {}).items())[:MAX_BASELINES]
-    rows = [Row("this model", found.value, found.low, found.high)]
-    rows += [Row(wording.clean(name), float(value), style="plain") for name, value in baselines]
+    rows = [IntervalRow("this model", found.value, found.low, found.high)]
+    rows += [IntervalRow(wording.clean(name), float(value), style="plain") for name, value in baselines]
     title = wording.label(metric)
     table = Table(title, ["", "value", "interval"], [[row.name, *row.shown] for row in rows])
     description = f"{title}: " + ", ".join(f"{row.name} {' '.join(row.shown)}".strip() for row in rows)

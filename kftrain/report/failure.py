@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from kftrain.report import wording
-from kftrain.report.content import Fact, Section
+from kftrain.report.content import Fact, ReportSection
 from kftrain.run import advice
 from kftrain.run.advice import Advice, Situation
 from kftrain.run.error import ErrorDocument
 
 
-def section(error: ErrorDocument, stage: str, situation: Situation) -> Section:
+def section(error: ErrorDocument, stage: str, situation: Situation) -> ReportSection:
     """The section of a failed stage, from its `error.json` (see `run.error`)."""
     what = _clean(error.what) or _clean(error.line)
     next_ = next_step(error, situation)
-    return Section(
+    return ReportSection(
         title="Failure",
         headline=f"{wording.label(stage) or 'The run'} failed: {_ended(what)}",
         tone="bad",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kftrain.report.content import Section, uri
+from kftrain.report.content import ReportSection, uri
 
 
-def section(run_uri: str, report_uri: str, removed: Sequence[str], warnings: Sequence[str]) -> Section:
+def section(run_uri: str, report_uri: str, removed: Sequence[str], warnings: Sequence[str]) -> ReportSection:
     """The section of a clean end: what was removed, what could not be, and where the report of the run lies."""
     done = "; ".join(removed)
-    return Section(
+    return ReportSection(
         title="Finish",
         headline="The run succeeded.",
         tone="good",

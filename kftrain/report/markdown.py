@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from kftrain.report.content import Fact, Gallery, Section, Table
+from kftrain.report.content import Fact, Gallery, ReportSection, Table
 from kftrain.report.wording import clean
 
 MAX_COLUMNS = 12
@@ -20,7 +20,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|:(?=//))")
 _BLOCK_START = re.compile(r"^(?:(\d+)([.)])(?= |$)|()([-+=:]))")
 
 
-def render(section: Section) -> str:
+def render(section: ReportSection) -> str:
     """One section as a short Markdown page."""
     blocks = [f"## {escape(section.title)}: {escape(section.headline)}"]
     blocks += [escape(sentence) for sentence in section.sentences if sentence]

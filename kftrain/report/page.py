@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from kftrain import __version__
-from kftrain.report.content import Fact, Section
+from kftrain.report.content import Fact, ReportSection
 from kftrain.report.wording import clean
 
 
@@ -26,7 +26,7 @@ class Page:
     eyebrow: str
     """What it is a report of, above the headline."""
     headline: str
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     tone: str = "neutral"
     lead: str = ""
     figures: Sequence[Fact] = ()
@@ -36,7 +36,7 @@ class Page:
     """The configuration, folded away."""
 
 
-def single(section: Section, subject: str, config_yaml: str = "") -> Page:
+def single(section: ReportSection, subject: str, config_yaml: str = "") -> Page:
     """A page with one section, whose headline is the page's."""
     return Page(
         f"{section.title} \u00b7 {subject}",

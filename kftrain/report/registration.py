@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from kftrain.config import Config
 from kftrain.report import wording
-from kftrain.report.charts.interval import Guide, Row, interval_chart
-from kftrain.report.content import Chart, Fact, Section, Table
+from kftrain.report.charts.interval import Guide, IntervalRow, interval_chart
+from kftrain.report.content import Chart, Fact, ReportSection, Table
 from kftrain.report.evaluation import direction
 from kftrain.run.documents import Interval, Registration
 
 
-def section(config: Config, registration: Registration) -> Section:
+def section(config: Config, registration: Registration) -> ReportSection:
     """The section of a registration: the decision and its reason on top."""
     charts = [_versions_chart(registration)] if registration.champion is not None else []  # one point is no comparison
     if registration.improvement is not None:
         charts.append(_improvement_chart(config, registration, registration.improvement))
-    return Section(
+    return ReportSection(
         title="Registration",
         headline=_headline(registration),
         tone="good" if registration.promoted else "neutral",
@@ -56,11 +56,11 @@ def _sentence(text: str) -> str:
 def _versions_chart(registration: Registration) -> Chart:
     challenger, champion = registration.challenger, registration.champion
     role = "new champion" if registration.promoted else "challenger"
-    rows = [Row(f"{role} v{registration.version}", challenger.value, challenger.low, challenger.high)]
+    rows = [IntervalRow(f"{role} v{registration.version}", challenger.value, challenger.low, challenger.high)]
     if champion is not None:
         before = "champion before" if registration.promoted else "champion"
         name = before if registration.champion_version is None else f"{before} v{registration.champion_version}"
-        rows.append(Row(name, champion.value, champion.low, champion.high, style="plain"))
+        rows.append(IntervalRow(name, champion.value, champion.low, champion.high, style="plain"))
     title = wording.label(registration.metric)
     return Chart(
         title,
@@ -72,7 +72,7 @@ def _versions_chart(registration: Registration) -> Chart:
 
 def _improvement_chart(config: Config, registration: Registration, improvement: Interval) -> Chart:
     """The paired difference against zero, and against the least effect that the gate asks for."""
-    rows = [Row("improvement", improvement.value, improvement.low, improvement.high)]
+    rows = [IntervalRow("improvement", improvement.value, improvement.low, improvement.high)]
     least = config.registry.min_effect
     guides = [Guide("", 0.0), Guide(f"needed {least:g}", least)] if least else [Guide("no change", 0.0)]
     title = f"Improvement over version {registration.champion_version}"
@@ -82,11 +82,11 @@ def _improvement_chart(config: Config, registration: Registration, improvement: 
     return Chart(title, drawing, note, _table(title, rows))
 
 
-def _description(title: str, rows: list[Row]) -> str:
+def _description(title: str, rows: list[IntervalRow]) -> str:
     return f"{title}: " + ", ".join(f"{row.name} {' '.join(row.shown)}".strip() for row in rows)
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[IntervalRow]) -> Table:
     return Table(title, ["", "value", "interval"], [[row.name, *row.shown] for row in rows])
 
 

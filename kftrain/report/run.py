@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kftrain.config import Config
 from kftrain.report import content, evaluation, registration, shards, training, wording
-from kftrain.report.content import Fact, Section
+from kftrain.report.content import Fact, ReportSection
 from kftrain.report.page import Page
 from kftrain.run.documents import Completion, Evaluation, Registration
 
@@ -33,7 +33,7 @@ def page(
         *([shards.section(manifest)] if manifest is not None else []),
         *([_use(registered)] if registered else []),
     ]
-    outcome = sections[0] if sections else Section("Run", "Nothing has been recorded yet.")
+    outcome = sections[0] if sections else ReportSection("Run", "Nothing has been recorded yet.")
     run_id = completion.run_id if completion else registered.run_id if registered else ""
     return Page(
         eyebrow=" \u00b7 ".join(part for part in ("Run", config.run.name, run_id) if part),
@@ -67,15 +67,17 @@ def sizes(manifest: shards.Manifest | None, evaluated: Evaluation | None) -> tra
     return training.Sizes(num_train, evaluated.num_samples if evaluated else 0)
 
 
-def _use(registered: Registration) -> Section:
+def _use(registered: Registration) -> ReportSection:
     """How to load the model; what it is asked depends on the task."""
     model = f"models:/{registered.model_name}/{registered.version}"
     where = f"mlflow.set_tracking_uri({registered.tracking_uri!r})"
     code = f"import mlflow; {where}; model = mlflow.pyfunc.load_model({model!r})"
-    return Section("Use", "Load the model where kftrain is installed.", command=shlex.join(["python", "-ic", code]))
+    return ReportSection(
+        "Use", "Load the model where kftrain is installed.", command=shlex.join(["python", "-ic", code])
+    )
 
 
-def _provenance(config: Config, sections: Sequence[Section], written: Sequence[Fact]) -> list[Fact]:
+def _provenance(config: Config, sections: Sequence[ReportSection], written: Sequence[Fact]) -> list[Fact]:
     """All sections' facts, in the order in which a run makes them; of equal names the first."""
     own = [
         Fact("Name", config.run.name, code=True),

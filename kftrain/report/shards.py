@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kftrain.report import content, wording
-from kftrain.report.content import Fact, Section, Table
+from kftrain.report.content import Fact, ReportSection, Table
 
 Manifest = Mapping[str, Any]
 
 
-def section(manifest: Manifest) -> Section:
+def section(manifest: Manifest) -> ReportSection:
     """The section of a dataset: what is in each split and what a sample looks like."""
     splits = {str(name): _shards(split) for name, split in _mapping(manifest.get("splits")).items()}
     everything = [shard for shards in splits.values() for shard in shards]
     tables = [_splits_table(splits)] if splits else []
     shards, samples = len(everything), wording.plural(_total(everything, "num_samples"), "sample")
-    return Section(
+    return ReportSection(
         title="Data",
         headline=f"{wording.plural(shards, 'shard')} with {samples}, {wording.size(_total(everything, 'bytes'))}.",
         tables=[*tables, *_fields_table(manifest), *_baselines_tables(manifest)],

@@ -9,8 +9,8 @@ from typing import Any
 
 from kftrain.config import Config
 from kftrain.report import content, wording
-from kftrain.report.charts.line import Reference, Series, is_logarithmic, line_chart
-from kftrain.report.content import Chart, Fact, Section, Table
+from kftrain.report.charts.line import ReferenceLine, Series, is_logarithmic, line_chart
+from kftrain.report.content import Chart, Fact, ReportSection, Table
 from kftrain.run.documents import Completion
 
 VALIDATION = "validation/"
@@ -39,10 +39,10 @@ def section(
     history: History,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
     sizes: Sizes | None = None,
-) -> Section:
+) -> ReportSection:
     """The section of a training, complete or not. `baselines` (metric -> name -> value) go into validation curves."""
     sizes = sizes or Sizes()
-    return Section(
+    return ReportSection(
         title="Training",
         headline=_headline(config, completion, history),
         tone="neutral",
@@ -139,7 +139,7 @@ def _charts(
     baselines: Mapping[str, Mapping[str, float]],
 ) -> list[Chart]:
     clip = config.train.gradient_clip_norm
-    limit = [Reference(f"clipped above {clip:g}", clip)] if clip > 0 else []
+    limit = [ReferenceLine(f"clipped above {clip:g}", clip)] if clip > 0 else []
     quantities = [
         _loss_chart(history, completion.loss_unit if completion else ""),
         *_validation_charts(history, baselines),
@@ -173,7 +173,7 @@ def _validation_charts(history: History, baselines: Mapping[str, Mapping[str, fl
     for name in names[:MAX_VALIDATION_CHARTS]:
         metric = name.removeprefix(VALIDATION)
         references = [
-            Reference(
+            ReferenceLine(
                 f"{wording.ellipsis(wording.clean(base), MAX_REFERENCE_CHARACTERS)} {wording.number(value, 3)}",
                 value,
             )
@@ -186,7 +186,7 @@ def _chart(
     title: str,
     key: str,
     history: History,
-    references: Sequence[Reference] = (),
+    references: Sequence[ReferenceLine] = (),
     *,
     from_zero: bool = False,
     smooth: bool = False,

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from kftrain.errors import KftrainError, StorageError
-from kftrain.outages import plain_errors, retrying_for, shown
+from kftrain.outages import one_line, plain_errors, retrying_for
 from kftrain.progress import to_log
 
 REPORT_SECONDS = 10.0
@@ -24,7 +24,7 @@ def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
         with retrying_for(retry_seconds), plain_errors(""):
             yield
     except (KftrainError, OSError, ValueError) as error:  # ValueError: what was read is damaged
-        why = error.line if isinstance(error, KftrainError) else shown(error)
+        why = error.line if isinstance(error, KftrainError) else one_line(error)
         to_log(f"warning: {what}: {why}")
 
 
@@ -35,4 +35,4 @@ def retryable(what: str, where: str) -> Iterator[None]:
         with plain_errors(where, what):
             yield
     except OSError as error:
-        raise StorageError(f"{what}: {shown(error)}", where=where) from error
+        raise StorageError(f"{what}: {one_line(error)}", where=where) from error

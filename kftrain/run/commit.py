@@ -134,7 +134,7 @@ def _newest_first(paths: RunPaths) -> Iterator[CheckpointName]:
             yield name
 
 
-def read_manifest(uri: str) -> tuple[CheckpointManifest, str]:
+def read_checkpoint_manifest(uri: str) -> tuple[CheckpointManifest, str]:
     """The manifest of the committed checkpoint at `uri`, and its digest, checked against COMMITTED.
 
     Raises CheckpointError.

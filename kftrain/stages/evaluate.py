@@ -18,12 +18,12 @@ from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Unme
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
-from kftrain.stages.outcome import Outcome, finite
-from kftrain.stages.pods import TaskConfig
+from kftrain.stages.outcome import Outcome, finite_metrics
+from kftrain.stages.pods import TaskPodSettings
 from kftrain.trust import Trust
 
 
-def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | None = None) -> Outcome:
+def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
     """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("evaluate", progress):
@@ -125,7 +125,7 @@ def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> 
 
 
 def _values(evaluation: Evaluation) -> dict[str, float]:
-    return finite({name: interval.value for name, interval in evaluation.metrics.items()})
+    return finite_metrics({name: interval.value for name, interval in evaluation.metrics.items()})
 
 
 def _outcome(paths: RunPaths, config: Config, evaluation: Evaluation, progress: Progress) -> Outcome:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kftrain import tracking
 from kftrain.launch.kubernetes.control import ENDED_PHASES, jobs_of
 from kftrain.launch.kubernetes.job_client import JobClient
-from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, place_of
+from kftrain.launch.kubernetes.workflow import PLACE_TAG, WORKFLOW_TAG, cluster_place
 from kftrain.tracking.runs import RUN_ID_TAG
 
 
@@ -32,7 +32,7 @@ def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: boo
     Raises LaunchError or TrackingError.
     """
     found = []
-    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, place_of(clusters[0])).items():
+    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, cluster_place(clusters[0])).items():
         why = _why_over(clusters, tags)
         if why:
             found.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))

@@ -56,7 +56,7 @@ class Outcome:
         return json.dumps(self.summary, indent=1, allow_nan=False) + "\n"
 
 
-def finite(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
     """The numbers among them that can be drawn and compared."""
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
@@ -75,7 +75,7 @@ def save(
         if artifact is not None:
             _write(artifact.path, text)
     if metrics is not None:
-        for name, value in finite(outcome.metrics).items():
+        for name, value in finite_metrics(outcome.metrics).items():
             metrics.log_metric(name, value)
     if confusion is not None:
         _save_confusion(confusion, outcome.confusion)

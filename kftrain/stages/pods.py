@@ -13,7 +13,7 @@ from kftrain.run.config import keep_config
 from kftrain.run.paths import RunPaths
 
 
-class TaskConfig(Protocol):
+class TaskPodSettings(Protocol):
     """What Kubeflow passes through, as the Kubernetes API writes it; None or empty: nothing was set."""
 
     node_selector: dict[str, str] | None
@@ -23,7 +23,7 @@ class TaskConfig(Protocol):
     volume_mounts: list[dict[str, Any]] | None
 
 
-def with_task_config(config: Config, task_config: TaskConfig | None) -> Config:
+def with_task_config(config: Config, task_config: TaskPodSettings | None) -> Config:
     """The configuration with what was set on the task in place of, or in addition to, its own pod settings."""
     if task_config is None:
         return config
@@ -40,7 +40,7 @@ def with_task_config(config: Config, task_config: TaskConfig | None) -> Config:
     return config.model_copy(update={"launch": config.launch.model_copy(update={"kubernetes": settings})})
 
 
-def apply(config: Config, paths: RunPaths, task_config: TaskConfig | None) -> Config:
+def apply(config: Config, paths: RunPaths, task_config: TaskPodSettings | None) -> Config:
     """The same, saved in the run's folder where it changes anything: workers read it there."""
     changed = with_task_config(config, task_config)
     if changed != config:

@@ -17,7 +17,7 @@ MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
 
 
-def check(config: Config) -> None:
+def check_run(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
     check_batch(config)
     check_model(config)

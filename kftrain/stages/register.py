@@ -23,7 +23,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import read_complete, read_evaluation
-from kftrain.stages.outcome import Outcome, finite
+from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
 
@@ -114,7 +114,7 @@ def _outcome(paths: RunPaths, config: Config, registration: Registration, page: 
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, "report_uri": paths.report, **registration.to_dict()},
-        metrics=finite(
+        metrics=finite_metrics(
             {
                 registration.metric: challenger.value,
                 f"champion_{registration.metric}": champion.value if champion else None,

@@ -25,7 +25,7 @@ UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunOverview:
     """A run at a glance."""
 
     run_id: str
@@ -46,7 +46,7 @@ class RunState:
     """Why it failed, stopped or cannot be read."""
 
 
-def list_runs(storage_root: str) -> Iterator[RunState]:
+def list_runs(storage_root: str) -> Iterator[RunOverview]:
     """Every run below a storage root, by name."""
     for name in storage.list_names(storage.join(storage_root, "runs")):
         paths = RunPaths.of(storage_root, name)
@@ -54,15 +54,15 @@ def list_runs(storage_root: str) -> Iterator[RunState]:
             yield read(paths)
 
 
-def list_tracked(tracking_uri: str) -> list[RunState]:
+def list_tracked(tracking_uri: str) -> list[RunOverview]:
     """Every run that MLflow knows, whichever storage root it lies in, by name. Raises TrackingError."""
     return [_tracked(run) for run in listing.list_runs(tracking_uri)]
 
 
-def _tracked(run: ListedRun) -> RunState:
+def _tracked(run: ListedRun) -> RunOverview:
     states = {"RUNNING": "running", "FINISHED": "trained", "FAILED": "failed", "KILLED": "stopped"}
     is_registered = run.version is not None and run.status == "FINISHED"
-    return RunState(
+    return RunOverview(
         run_id=run.run_id,
         uri=RunPaths.of(run.storage_root, run.run_id).uri if run.storage_root else "",
         state="registered" if is_registered else states.get(run.status, run.status.lower()),
@@ -77,18 +77,18 @@ def _tracked(run: ListedRun) -> RunState:
     )
 
 
-def read(paths: RunPaths) -> RunState:
+def read(paths: RunPaths) -> RunOverview:
     """A run at a glance; one whose documents are damaged says so."""
     try:
         return _read(paths, read_config(paths))
     except KftrainError as error:
-        return RunState(paths.run_id, paths.uri, UNREADABLE, reason=error.line)
+        return RunOverview(paths.run_id, paths.uri, UNREADABLE, reason=error.line)
 
 
-def _read(paths: RunPaths, config: Config) -> RunState:
+def _read(paths: RunPaths, config: Config) -> RunOverview:
     registration = _if_there(Registration, paths.registration)
     state, reason = _state(paths, registration)
-    return RunState(
+    return RunOverview(
         run_id=paths.run_id,
         uri=paths.uri,
         state=state,

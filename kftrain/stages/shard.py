@@ -88,7 +88,7 @@ class Prepared:
 def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     """Checks everything cheap and shards; writes nothing into the run's folder."""
     config, paths, start = run.config, run.paths, time.monotonic()
-    preflight.check(config)
+    preflight.check_run(config)
     found = _own_shards(run)
     if found is None:
         result = sharding.shard_dataset(config, build_task(config.task), progress)

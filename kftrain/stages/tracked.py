@@ -25,14 +25,14 @@ class Tracked(Document):
     mlflow_run_id: str
 
 
-def uri(paths: RunPaths) -> str:
+def tracked_uri(paths: RunPaths) -> str:
     """Where `Tracked` lies."""
     return storage.join(paths.uri, "tracking.json")
 
 
 def read(paths: RunPaths) -> str:
     """MLflow id of a run; empty where nothing was tracked yet."""
-    return documents.read(Tracked, uri(paths)).mlflow_run_id if storage.exists(uri(paths)) else ""
+    return documents.read(Tracked, tracked_uri(paths)).mlflow_run_id if storage.exists(tracked_uri(paths)) else ""
 
 
 def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest, progress: Progress = to_log) -> str:
@@ -56,7 +56,7 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
             raise
         progress(f"warning: going on with MLflow run {known}, which could not be opened: {error.line}")
         return known
-    storage.publish_json(uri(paths), Tracked(mlflow_run_id=mlflow_run_id).to_dict())
+    storage.publish_json(tracked_uri(paths), Tracked(mlflow_run_id=mlflow_run_id).to_dict())
     return mlflow_run_id
 
 
@@ -95,11 +95,11 @@ def mark_failed(
         mlflow_run_id = read(paths)
     try:
         if mlflow_run_id and tracking.status_of(config.tracking.uri, mlflow_run_id) != "FINISHED":
-            tracking.finish_run(config.tracking.uri, mlflow_run_id, status_of(error), tags)
+            tracking.finish_run(config.tracking.uri, mlflow_run_id, end_status(error), tags)
     except KftrainError as second:
         progress(f"the MLflow run could not be marked as failed: {second.line}")
 
 
-def status_of(error: BaseException) -> tracking.Status:
+def end_status(error: BaseException) -> tracking.Status:
     """The MLflow status of a run that ended with `error`."""
     return "KILLED" if isinstance(error, Preempted | InterruptedByUser | KeyboardInterrupt) else "FAILED"

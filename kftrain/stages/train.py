@@ -14,11 +14,11 @@ from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.stages import backfill, failure, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
-from kftrain.stages.outcome import Outcome, finite
-from kftrain.stages.pods import TaskConfig
+from kftrain.stages.outcome import Outcome, finite_metrics
+from kftrain.stages.pods import TaskPodSettings
 
 
-def train(run_uri: str, progress: Progress = to_log, task_config: TaskConfig | None = None) -> Outcome:
+def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
     """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
@@ -51,7 +51,7 @@ def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: b
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **completion.to_dict()},
-        metrics=finite(
+        metrics=finite_metrics(
             {
                 **completion.metrics,
                 "steps": completion.step,

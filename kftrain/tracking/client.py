@@ -102,7 +102,7 @@ def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
         return str(found[0].info.run_id) if found else None
 
 
-def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
+def search_running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
     """Runs of all experiments that have the tag and are shown as RUNNING, id -> tags; a thousand of them at most."""
     with session.connected(uri, "cannot search runs") as client:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -195,7 +195,7 @@ def log_dataset(
         client.log_inputs(run_id, datasets=[entities.DatasetInput(dataset=dataset, tags=tags)])
 
 
-def log_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
+def write_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
     """Stores a text as an artifact of the run; an older one of this name is replaced."""
     with session.connected(uri, f"cannot store {artifact_name}") as client:
         client.log_text(run_id, text, artifact_name)

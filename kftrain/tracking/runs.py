@@ -117,7 +117,7 @@ def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, 
 def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
     """The runs with this tag that are shown as RUNNING, id -> tags, of all experiments. Raises TrackingError."""
     check(uri)
-    return client.running(uri, tag, value)
+    return client.search_running(uri, tag, value)
 
 
 def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> None:
@@ -149,7 +149,7 @@ def missing_points(
 
 def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> None:
     """Stores a text (a report) as an artifact of the run. Raises TrackingError."""
-    client.log_text(uri, mlflow_run_id, text, artifact_name)
+    client.write_text(uri, mlflow_run_id, text, artifact_name)
 
 
 def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> list[Point]:

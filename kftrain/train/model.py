@@ -20,7 +20,9 @@ from kftrain.parallel.world import World
 from kftrain.progress import to_log
 
 
-def build(config: ModelConfig, arguments: Mapping[str, Any], world: World, seed: int) -> tuple[nn.Module, Weights]:
+def build_empty(
+    config: ModelConfig, arguments: Mapping[str, Any], world: World, seed: int
+) -> tuple[nn.Module, Weights]:
     """The model, whose parameters have no memory, and their initial values; buffers are the same on all processes.
 
     A class with `init_weights` draws its weights later. Any other model is built by its constructor on the first
@@ -51,11 +53,11 @@ def build(config: ModelConfig, arguments: Mapping[str, Any], world: World, seed:
     return model, Scattered(places, world)
 
 
-def _agreed(world: World, build: Callable[[], nn.Module]) -> nn.Module:
+def _agreed(world: World, build_empty: Callable[[], nn.Module]) -> nn.Module:
     """The model; raises what building it has raised on any process. Collective: one may take longer than the others."""
     model, problem = None, None
     try:
-        model = build()
+        model = build_empty()
     except KftrainError as error:
         if world.size == 1:
             raise

@@ -51,7 +51,7 @@ from kftrain.tasks.prepare import decoded_in_training
 from kftrain.train import probe
 from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
-from kftrain.train.model import build as build_empty
+from kftrain.train.model import build_empty
 from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
@@ -346,7 +346,7 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
     paths = training.paths
     attempts.require_held(paths, finished.attempt)
     checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
-    checkpoint, digest = commit.read_manifest(checkpoint_uri)
+    checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     described = finished.described
     export_uri, export_digest = export.export_checkpoint(
         paths, checkpoint_uri, described.description, described.model_config

@@ -38,7 +38,7 @@ def test_transformers_loads_it_and_gives_our_logits(completion):
 
 def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, tmp_path):
     monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
-    files = commit.read_manifest(completion.checkpoint_uri)[0].files
+    files = commit.read_checkpoint_manifest(completion.checkpoint_uri)[0].files
     export._write_tensors(completion.checkpoint_uri, files, tmp_path)
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"

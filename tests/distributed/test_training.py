@@ -46,7 +46,7 @@ def test_completion_states_what_was_reached(two_processes):
     completion = documents.read(Completion, paths.complete)
     assert (completion.step, completion.samples_consumed, completion.world_size, completion.attempt) == (20, 160, 2, 1)
     assert completion.metrics["loss"] == losses[20]
-    manifest, digest = commit.read_manifest(completion.checkpoint_uri)
+    manifest, digest = commit.read_checkpoint_manifest(completion.checkpoint_uri)
     assert digest == completion.checkpoint_digest
     commit.verify_files(completion.checkpoint_uri, manifest.files)
     assert 1 <= len(commit.committed(paths)) <= 2

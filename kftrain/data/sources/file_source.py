@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kftrain.data.sources.listing import FileEntry, list_files
+from kftrain.data.sources.listing import SourceFile, list_files
 from kftrain.errors import DataError
 
 
@@ -22,7 +22,7 @@ class FileSource:
         """Names, sizes and times or versions of the files. Raises DataError where there are none."""
         return [entry.to_dict() for entry in self.entries()]
 
-    def entries(self) -> list[FileEntry]:
+    def entries(self) -> list[SourceFile]:
         """The files, sorted by name. Raises DataError where there are none."""
         found = list_files(self.uri, self._wanted, self._skipped_folders)
         if not found:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kftrain import storage
 from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import held_out_name, load_library, parse_json
-from kftrain.data.sources.listing import FileEntry, list_files, reading_source
+from kftrain.data.sources.listing import SourceFile, list_files, reading_source
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
 from kftrain.errors import DataError
 
@@ -92,7 +92,7 @@ def is_saved_dataset(names: Collection[str]) -> bool:
     return SPLITS_NAME in names or DATASET_NAMES.issubset(names)
 
 
-def _files(uri: str) -> list[FileEntry]:
+def _files(uri: str) -> list[SourceFile]:
     """The files of a `Dataset` without those that `datasets` puts beside them while it works."""
     return list_files(uri, lambda name: not name.rsplit("/", 1)[-1].startswith(("cache-", "tmp")))
 

@@ -9,7 +9,7 @@ from kftrain import storage
 from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, decode_image, held_out_name, is_image
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import FileEntry, reading_source
+from kftrain.data.sources.listing import SourceFile, reading_source
 from kftrain.errors import DataError
 
 _LAYOUT = "put each image below a folder that is named after its class"
@@ -26,7 +26,7 @@ class ImageFolderSource(FileSource):
     def __init__(self, uri: str) -> None:
         super().__init__(uri, is_image, f"images ({' '.join(IMAGE_SUFFIXES)})")
 
-    def entries(self) -> list[FileEntry]:
+    def entries(self) -> list[SourceFile]:
         """The images of the splits that are used, sorted by name.
 
         Raises DataError where there are none, and for an image without a class.
@@ -58,7 +58,7 @@ class ImageFolderSource(FileSource):
 
 
 class _Image(NamedTuple):
-    entry: FileEntry
+    entry: SourceFile
     split: str
     class_name: str
 
@@ -79,7 +79,7 @@ def _held_out_folder(folders: set[str], where: str) -> str | None:
     return held_out_name(folders)
 
 
-def _located(entry: FileEntry, split: str) -> _Image:
+def _located(entry: SourceFile, split: str) -> _Image:
     folders = entry.name.split("/")[bool(split) : -1]
     if not folders:
         raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)

@@ -15,7 +15,7 @@ from kftrain.errors import DataError
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class SourceFile:
     """One file of a source."""
 
     name: str
@@ -43,7 +43,7 @@ def reading_source(where: str) -> Iterator[None]:
 
 def list_files(
     uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
-) -> list[FileEntry]:
+) -> list[SourceFile]:
     """The regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
 
     Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth.
@@ -56,13 +56,13 @@ def list_files(
         return sorted((entry for entry in entries if wanted(entry.name)), key=lambda entry: entry.name)
 
 
-def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[FileEntry]:
+def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[SourceFile]:
     root = storage.local_path(uri)
     for path in _local_paths(root, skipped_folders):
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
             name = path.name if path == root else path.relative_to(root).as_posix()
-            yield FileEntry(name, str(path), status.st_size, str(status.st_mtime_ns))
+            yield SourceFile(name, str(path), status.st_size, str(status.st_mtime_ns))
 
 
 def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
@@ -74,14 +74,14 @@ def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not _hidden(name))
 
 
-def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[FileEntry]:
+def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[SourceFile]:
     found = storage.find(uri)
     if not found:
         raise FileNotFoundError(uri)
     for path, (name, info) in found.items():
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
-            yield FileEntry(name, path, int(info["size"]), storage.version_of(info))
+            yield SourceFile(name, path, int(info["size"]), storage.version_of(info))
 
 
 def _hidden(name: str) -> bool:

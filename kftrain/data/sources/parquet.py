@@ -10,7 +10,7 @@ from kftrain import storage
 from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import load_library
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import FileEntry, reading_source
+from kftrain.data.sources.listing import SourceFile, reading_source
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
 from kftrain.errors import DataError
 
@@ -39,7 +39,7 @@ class ParquetSource(FileSource):
             with reading_source(entry.uri), storage.open_read(entry.uri, read_ahead=False) as stream:
                 yield from self._records(entry, stream)
 
-    def _records(self, entry: FileEntry, stream: BinaryIO) -> Iterator[Record]:
+    def _records(self, entry: SourceFile, stream: BinaryIO) -> Iterator[Record]:
         def where(number: int) -> str:
             return f"{entry.uri}:{number}"
 

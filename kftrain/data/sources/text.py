@@ -9,7 +9,7 @@ from kftrain import storage
 from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import checked_text, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import FileEntry, reading_source
+from kftrain.data.sources.listing import SourceFile, reading_source
 
 TEXT_SUFFIXES = frozenset(
     (
@@ -105,7 +105,7 @@ def _is_module(name: str) -> bool:
     return name.endswith(".py") and not name.rsplit("/", 1)[-1].startswith(BUILD_RECORD_PREFIX)
 
 
-def _read_text(entry: FileEntry) -> bytes:
+def _read_text(entry: SourceFile) -> bytes:
     with reading_source(entry.uri):
         content = storage.read_bytes(entry.uri)
     return checked_text(content, entry.uri)

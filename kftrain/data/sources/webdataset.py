@@ -22,7 +22,7 @@ from kftrain.data.shards.tar_writer import BLOCK_BYTES
 from kftrain.data.sources.bounded import BoundedStream
 from kftrain.data.sources.decoding import IMAGE_SUFFIXES, checked_text, decode_image, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import FileEntry, list_files, reading_source
+from kftrain.data.sources.listing import SourceFile, list_files, reading_source
 from kftrain.errors import DataError
 
 PICKLES = frozenset({"pyd", "pkl", "pickle", "pt", "pth"})
@@ -62,7 +62,7 @@ class WebDatasetSource(FileSource):
         super().__init__(uri, is_shard, "shards (*.tar)")
         self._text_field = text_field
 
-    def entries(self) -> list[FileEntry]:
+    def entries(self) -> list[SourceFile]:
         """The shards, sorted by name. Raises DataError where there are none, or one of a pattern is missing."""
         if not is_shard_pattern(self.uri) or storage.exists(self.uri):
             return super().entries()

@@ -35,7 +35,7 @@ MAX_SHOWN = 8
 MAX_CHARACTERS = 160
 
 
-class Jobs(Protocol):
+class JobStore(Protocol):
     """What is asked of the cluster."""
 
     namespace: str
@@ -68,7 +68,7 @@ def mark_of(job: Mapping[str, Any]) -> str:
 
 
 def create_or_adopt(
-    cluster: Jobs, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
+    cluster: JobStore, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
 ) -> Lease | None:
     """The one live job of this specification, created now or found. Raises LaunchError.
 
@@ -86,12 +86,12 @@ def create_or_adopt(
         raise
 
 
-def delete_held(cluster: Jobs, lease: Lease) -> bool:
+def delete_held(cluster: JobStore, lease: Lease) -> bool:
     """Deletes the job as long as it is held; False where another launch holds the name. Raises LaunchError."""
     return delete_own(cluster, lease.name, lambda job: not lease.is_lost(job))
 
 
-def delete_own(cluster: Jobs, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
+def delete_own(cluster: JobStore, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
     """Deletes the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
 
     The job changes all the time, so it may take several looks until nothing comes between look and deletion.
@@ -105,7 +105,7 @@ def delete_own(cluster: Jobs, name: str, is_own: Callable[[dict[str, Any]], bool
         cluster.delete_job(name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
 
 
-def any_pods(cluster: Jobs, name: str) -> bool:
+def any_pods(cluster: JobStore, name: str) -> bool:
     """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
     return cluster.read_job(name) is None and _pods_at_work(cluster, name)
 
@@ -113,7 +113,7 @@ def any_pods(cluster: Jobs, name: str) -> bool:
 class _Creation:
     """How this launch comes to its job, which it knows by a mark: the answer may be lost."""
 
-    def __init__(self, cluster: Jobs, document: dict[str, Any]) -> None:
+    def __init__(self, cluster: JobStore, document: dict[str, Any]) -> None:
         metadata = document["metadata"]
         self._lease = Lease(metadata["name"], uuid.uuid4().hex)
         annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._lease.mark}
@@ -146,7 +146,7 @@ class _Creation:
             to_log(f"job {self._lease.name}: this launch has failed, and leaves nothing behind")
 
 
-def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
+def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
     document = creation.document
     name = document["metadata"]["name"]
     deadline, said = time.monotonic() + GOING_SECONDS, False
@@ -180,7 +180,7 @@ def _create_or_adopt(cluster: Jobs, creation: _Creation, is_stopped: Callable[[]
     return None
 
 
-def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def _take_over(cluster: JobStore, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Makes an adopted job ours: who cleans up after the launch that has created it must leave it alone from now on."""
     patch = {
         "uid": theirs["uid"],
@@ -191,11 +191,11 @@ def _take_over(cluster: Jobs, ours: Mapping[str, Any], theirs: Mapping[str, Any]
     return cluster.take_over_job(str(ours["name"]), patch)
 
 
-def _pods_at_work(cluster: Jobs, name: str) -> bool:
+def _pods_at_work(cluster: JobStore, name: str) -> bool:
     return any(not pod.ended for pod in parse_pods(cluster.list_pods(name), 0.0, cluster.kind))
 
 
-def _require_kept(cluster: Jobs, document: dict[str, Any], uid: str) -> None:
+def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None:
     """Raises LaunchError where a job that was just created is gone: an owner that does not exist takes it away."""
     name = document["metadata"]["name"]
     if "ownerReferences" in document["metadata"]:
@@ -224,13 +224,13 @@ def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:
     return "deletionTimestamp" in job["metadata"] or bool(kind.conditions(job) & ENDED)
 
 
-def _require_same(cluster: Jobs, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _require_same(cluster: JobStore, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raises OtherJobError where a living job of this name has another specification."""
     digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
     suspend = f"{'.'.join(cluster.kind.suspend_path)}:"  # queues and people change it: no difference of ours
-    changes = [line for line in differences(wanted["spec"], found["spec"]) if not line.startswith(suspend)]
+    changes = [line for line in spec_differences(wanted["spec"], found["spec"]) if not line.startswith(suspend)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
     raise OtherJobError(
         f"a job with another specification holds this run: {shown}",
@@ -239,14 +239,14 @@ def _require_same(cluster: Jobs, wanted: Mapping[str, Any], found: Mapping[str, 
     )
 
 
-def differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
+def spec_differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
     """Where `found` is not what is wanted, as `path: found -> wanted`; what the API server added does not count."""
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
         for key, value in wanted.items():
-            yield from differences(value, found.get(key), f"{path}.{key}")
+            yield from spec_differences(value, found.get(key), f"{path}.{key}")
     elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
         for index, value in enumerate(wanted):
-            yield from differences(value, found[index], f"{path}[{index}]")
+            yield from spec_differences(value, found[index], f"{path}[{index}]")
     elif wanted != found:
         yield f"{path}: {_shortened(found)} -> {_shortened(wanted)}"
 

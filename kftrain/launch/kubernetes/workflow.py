@@ -67,11 +67,11 @@ def pipeline_tags(config: Config) -> dict[str, str]:
         to_log(f"warning: MLflow will not say which pipeline run this is: {error.line}")
         return tags
     url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
-    found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: place_of(cluster)}
+    found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: cluster_place(cluster)}
     return {**tags, **found, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
 
 
-def place_of(cluster: Cluster) -> str:
+def cluster_place(cluster: Cluster) -> str:
     """The cluster and the namespace: several may share one MLflow server."""
     return f"{cluster.identity}/{cluster.namespace}"
 

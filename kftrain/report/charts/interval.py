@@ -26,7 +26,7 @@ BOLD_PX = 7.6
 
 
 @dataclass(frozen=True)
-class Row:
+class IntervalRow:
     """A value, with its interval if it has one."""
 
     name: str
@@ -72,7 +72,7 @@ class SliceRow:
 
 
 def interval_chart(
-    rows: Sequence[Row], guides: Sequence[Guide] = (), *, description: str, signed: bool = False
+    rows: Sequence[IntervalRow], guides: Sequence[Guide] = (), *, description: str, signed: bool = False
 ) -> Markup:
     """A row per value: a dot, its interval as a bar, its figure on the right. `signed` figures have a plus sign."""
     figures = [_signed(row) if signed else row.shown for row in rows]
@@ -135,7 +135,7 @@ def _guide(guide: Guide, scale: Scale, height: float) -> list[Markup]:
     ]
 
 
-def _interval(row: Row, scale: Scale, y: float) -> list[Markup]:
+def _interval(row: IntervalRow, scale: Scale, y: float) -> list[Markup]:
     if wording.finite(row.value) is None:
         return []
     parts = []
@@ -170,7 +170,7 @@ def _slice(row: SliceRow, whole: float, scale: Scale, y: float) -> list[Markup]:
     return [*parts, svg.element("circle", cx=at, cy=y, r=4, class_=f"dot {style}")]
 
 
-def _signed(row: Row) -> tuple[str, str]:
+def _signed(row: IntervalRow) -> tuple[str, str]:
     if row.low is None or row.high is None:
         return wording.number(float(row.value)), ""
     return wording.interval(row.value, row.low, row.high, signed=True)

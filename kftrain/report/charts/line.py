@@ -68,7 +68,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceLine:
     """A level to read the curve against: a baseline, a limit."""
 
     label: str
@@ -92,7 +92,7 @@ class _Frame:
 
 def line_chart(
     series: Sequence[Series],
-    references: Sequence[Reference] = (),
+    references: Sequence[ReferenceLine] = (),
     *,
     description: str,
     x_range: tuple[float, float] | None = None,
@@ -127,7 +127,9 @@ def line_chart(
     return svg.drawing(parts, height, svg.Padding(PADDING_TOP_PX, right, PADDING_BOTTOM_PX, left), description)
 
 
-def is_logarithmic(series: Sequence[Series], references: Sequence[Reference] = (), *, from_zero: bool = False) -> bool:
+def is_logarithmic(
+    series: Sequence[Series], references: Sequence[ReferenceLine] = (), *, from_zero: bool = False
+) -> bool:
     """Whether `line_chart` draws these on a logarithmic axis, which the caption should say."""
     return _value_scale(series, references, TICK_PX, from_zero).logarithmic
 
@@ -171,7 +173,7 @@ def _extremes(column: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _frame(
     series: list[Series],
-    levels: list[Reference],
+    levels: list[ReferenceLine],
     height: float,
     x_range: tuple[float, float] | None,
     from_zero: bool,
@@ -182,7 +184,7 @@ def _frame(
     return _Frame(across, _value_scale(series, levels, height, from_zero), height)
 
 
-def _value_scale(series: Sequence[Series], levels: Sequence[Reference], height: float, from_zero: bool) -> Scale:
+def _value_scale(series: Sequence[Series], levels: Sequence[ReferenceLine], height: float, from_zero: bool) -> Scale:
     values = [y for each in series for _, y in each.finite_points]
     values += [level.value for level in levels if wording.finite(level.value) is not None]
     return scale_for(values, max(3, round(height / TICK_PX)), from_zero=from_zero)
@@ -271,7 +273,7 @@ class _Place:
     y: float
 
 
-def _reference_names(levels: list[Reference], drawn: Sequence[Series], frame: _Frame) -> list[Markup]:
+def _reference_names(levels: list[ReferenceLine], drawn: Sequence[Series], frame: _Frame) -> list[Markup]:
     """Each name at that end of its line, above or below, where it is farthest from every curve."""
     chosen = [_free_place(level, drawn, frame) for level in levels]
     parts = []
@@ -286,7 +288,7 @@ def _reference_names(levels: list[Reference], drawn: Sequence[Series], frame: _F
     return parts
 
 
-def _free_place(level: Reference, drawn: Sequence[Series], frame: _Frame) -> _Place:
+def _free_place(level: ReferenceLine, drawn: Sequence[Series], frame: _Frame) -> _Place:
     """The first place that no curve comes near; where there is none, the one that is farthest from them."""
     line = frame.y(level.value)
     rows = [y for y in (line - 9, line + 9) if 4 <= y <= frame.height - 6]

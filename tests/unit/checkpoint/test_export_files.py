@@ -81,7 +81,7 @@ def test_an_export_that_lacks_something_is_written_anew(paths, checkpoint_uri, s
 
 def test_a_folder_that_cannot_be_replaced_gets_no_manifest(paths, checkpoint_uri, monkeypatch):
     """NFS keeps a deleted file that is still open as .nfs…, so the folder stays and ours is dropped."""
-    uri = paths.export(commit.read_manifest(checkpoint_uri)[1])
+    uri = paths.export(commit.read_checkpoint_manifest(checkpoint_uri)[1])
     storage.publish(storage.join(uri, ".nfs0001"), "still open")
     remove = storage.remove
     with monkeypatch.context() as patch:

@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_read_is_not_damaged(paths, mon
 
 def test_a_file_that_vanishes_between_its_size_and_its_digest_is_missing(paths, monkeypatch):
     uri = write(paths, 10)
-    manifest, _ = commit.read_manifest(uri)
+    manifest, _ = commit.read_checkpoint_manifest(uri)
     size_bytes = storage.size_bytes
 
     def then_retired(where):

@@ -41,7 +41,7 @@ def writer(paths, world):
 def assert_whole(paths, step):
     """By the digests alone, computed here."""
     uri = storage.join(paths.checkpoints, f"step-{step:08d}-a1")
-    manifest, _ = commit.read_manifest(uri)
+    manifest, _ = commit.read_checkpoint_manifest(uri)
     folder = storage.local_path(uri)
     assert {path.name for path in folder.iterdir()} == {*manifest.files, "manifest.json", "COMMITTED"}
     for name, entry in manifest.files.items():
@@ -144,7 +144,7 @@ def test_an_object_store_gets_each_file_once_and_is_not_asked_for_them_again(wor
     assert opened.count(("__0_0.distcp", "wb")) == 1
     assert [name for name, mode in opened if mode == "rb" and name.endswith((".distcp", ".metadata"))] == []
     uri = f"{paths.checkpoints}/step-00000003-a1"
-    files = commit.read_manifest(uri)[0].files
+    files = commit.read_checkpoint_manifest(uri)[0].files
     assert files.keys() == {"__0_0.distcp", ".metadata", "history.json"}
     for name, entry in files.items():
         assert hashlib.sha256(bucket.cat_file(f"{uri}/{name}")).hexdigest() == entry.sha256, name

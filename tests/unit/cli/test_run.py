@@ -161,7 +161,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     ended = []
     resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}"])
     paths = opened_run(resolved, "a-1").paths
-    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
     watched = watching()

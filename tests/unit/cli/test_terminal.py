@@ -9,7 +9,7 @@ from helpers.documents import digits_config, opened_run
 
 import kftrain.cli
 from kftrain import progress, registry, storage
-from kftrain.cli import cli, shards
+from kftrain.cli import cli
 from kftrain.data.shards import manifest
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes.control import ClusterJobs
@@ -63,7 +63,7 @@ def test_status_of_jobs(monkeypatch):
 
 def test_shards(monkeypatch):
     described = {"dataset_digest": "d", "source": HOSTILE, "task": HOSTILE, "fields": {HOSTILE: "uint8"}, "splits": {}}
-    monkeypatch.setattr(shards, "manifest_uri", lambda uri: uri)
+    monkeypatch.setattr("kftrain.stages.dataset.find_manifest", lambda uri: uri)
     monkeypatch.setattr(manifest, "read_manifest", lambda uri: None)
     monkeypatch.setattr(manifest, "describe", lambda found: described)
     assert_harmless(invoke("shards", "show", "x"))

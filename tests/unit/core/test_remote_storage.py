@@ -39,7 +39,7 @@ def server():
 
 @pytest.fixture
 def server_of(server, monkeypatch):
-    monkeypatch.setattr(outages, "_retry_policy", outages.RetryPolicy())
+    monkeypatch.setattr(outages, "_retry_policy", outages.OutagePolicy())
     monkeypatch.setattr(remote, "deadline", SHORT)
 
     def planned(**plan):
@@ -231,7 +231,7 @@ def test_a_command_that_a_person_waits_for_does_not_ride_an_outage_out(monkeypat
 
 
 def test_a_process_that_others_wait_for_gives_up_before_they_do(monkeypatch):
-    policy = outages.RetryPolicy()
+    policy = outages.OutagePolicy()
     monkeypatch.setattr(outages, "_retry_policy", policy)
     outages.limit(5.0)
     outages.limit(50.0)

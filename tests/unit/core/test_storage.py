@@ -161,7 +161,7 @@ class Time:
         self.now += max(seconds, 0.001)
 
     def retry_policy(self):
-        return outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
+        return outages.OutagePolicy(self.said.append, lambda: self.now, self.sleep)
 
 
 @pytest.fixture

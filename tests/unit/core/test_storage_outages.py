@@ -30,7 +30,7 @@ class Store:
 
     def __init__(self):
         self.now, self.said, self.calls, self.trouble, self.until = 0.0, [], 0, None, 0.0
-        self.retry_policy = outages.RetryPolicy(self.said.append, lambda: self.now, self.sleep)
+        self.retry_policy = outages.OutagePolicy(self.said.append, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
         self.now += max(seconds, 0.001)

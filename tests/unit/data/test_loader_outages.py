@@ -37,7 +37,7 @@ def server(manifest_uri, monkeypatch):
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(outages, "_retry_policy", outages.RetryPolicy())
+    monkeypatch.setattr(outages, "_retry_policy", outages.OutagePolicy())
     monkeypatch.setattr(outages, "FIRST_DELAY_SECONDS", 0.01)
     storage.read_bytes(MANIFEST_URI)  # makes a client, which takes longer than a short deadline
     monkeypatch.setattr(remote, "deadline", SHORT)

@@ -7,7 +7,7 @@ from torch import nn
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.transforms import Formats, FullyShard, Place, Recompute, distribute
+from kftrain.parallel.transforms import Formats, FullyShard, Recompute, ToDevice, distribute
 
 FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
 
@@ -58,7 +58,7 @@ def gradients(world, transforms, blocks=()):
 @pytest.mark.parametrize(("compute", "reduce"), FORMATS)
 def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, reduce):
     with in_process.world(monkeypatch) as world:
-        ours = gradients(world, [Place(), Formats(compute, reduce)], ["recurrent"])
+        ours = gradients(world, [ToDevice(), Formats(compute, reduce)], ["recurrent"])
         theirs = gradients(world, [FullyShard(compute, reduce, True)], ["recurrent"])
     assert [name for name, _ in ours] == [name for name, _ in theirs] and len(ours) > 10
     for (name, mine), (_, wanted) in zip(ours, theirs, strict=True):
@@ -68,8 +68,8 @@ def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, redu
 
 def test_blocks_are_recomputed_in_the_format_of_the_computation(monkeypatch):
     with in_process.world(monkeypatch) as world:
-        plain = gradients(world, [Place(), Formats("bf16", "fp32")], ["recurrent"])
-        recomputed = gradients(world, [Recompute(), Place(), Formats("bf16", "fp32")], ["recurrent"])
+        plain = gradients(world, [ToDevice(), Formats("bf16", "fp32")], ["recurrent"])
+        recomputed = gradients(world, [Recompute(), ToDevice(), Formats("bf16", "fp32")], ["recurrent"])
     for (name, one), (_, two) in zip(plain, recomputed, strict=True):
         assert (one is None and two is None) or torch.equal(one, two), name
 

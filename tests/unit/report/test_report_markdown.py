@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 from kftrain import config, report
 from kftrain.errors import DataError
-from kftrain.report.content import Fact, Section, Table
+from kftrain.report.content import Fact, ReportSection, Table
 from kftrain.report.markdown import escape, render
 from kftrain.report.wording import clean
 from kftrain.run.advice import Place, Situation
@@ -45,7 +45,7 @@ def test_escaped_text_is_rendered_as_itself(text: str) -> None:
 @quick
 @given(special, special)
 def test_text_stays_in_its_cell(first: str, second: str) -> None:
-    section = Section("S", "h", tables=[Table("T", ["a", "b"], [[first, second]])])
+    section = ReportSection("S", "h", tables=[Table("T", ["a", "b"], [[first, second]])])
     html = rendered(render(section))
     cells = [plain(cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", html, flags=re.DOTALL)]
     assert cells == [" ".join(first.split()), " ".join(second.split())]
@@ -54,7 +54,7 @@ def test_text_stays_in_its_cell(first: str, second: str) -> None:
 @quick
 @given(special)
 def test_an_identifier_stays_one_code_span(text: str) -> None:
-    html = rendered(render(Section("S", "h", facts=[Fact("name", text, code=True)])))
+    html = rendered(render(ReportSection("S", "h", facts=[Fact("name", text, code=True)])))
     (code,) = re.findall(r"<code>(.*?)</code>", html, flags=re.DOTALL)
     assert plain(code).strip() == " ".join(clean(text).replace("`", "'").split())
     assert set(re.findall(r"<(\w+)", html)) == {"h2", "ul", "li", "code"}
@@ -127,5 +127,5 @@ def test_a_command_is_a_code_block() -> None:
 
 @pytest.mark.parametrize("wide", [12, 40])
 def test_a_table_too_wide_for_a_page_is_left_out(wide: int) -> None:
-    text = render(Section("S", "h", tables=[Table("T", [""] * wide, [["1"] * wide])]))
+    text = render(ReportSection("S", "h", tables=[Table("T", [""] * wide, [["1"] * wide])]))
     assert ("**T**" in text) == (wide == 12)

@@ -13,7 +13,7 @@ from report_documents import Documents
 
 from kftrain import config, report
 from kftrain.report import environment
-from kftrain.report.charts.line import Reference, Series, line_chart
+from kftrain.report.charts.line import ReferenceLine, Series, line_chart
 from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 
 WIDTH_PX, HEIGHT_PX = 330, 120
@@ -103,7 +103,7 @@ CURVES = {
 @pytest.mark.parametrize("name", CURVES)
 def test_the_name_of_a_level_lies_over_no_curve(name: str) -> None:
     """Sampled at every pixel of the narrowest chart: the curve as it is drawn, the label where it stands."""
-    drawing = line_chart([Series("", CURVES[name])], [Reference("class frequencies 1", 1.0)], description="d")
+    drawing = line_chart([Series("", CURVES[name])], [ReferenceLine("class frequencies 1", 1.0)], description="d")
     root = ElementTree.fromstring(drawing)
     (label,) = [node for node in root.iter("text") if "halo" in node.attrib["class"]]
     middle, width = float(label.attrib["y"]) - 4, 6 * len(label.text or "")

@@ -41,7 +41,7 @@ def test_a_checkpoint_without_its_marker_does_not_exist(paths):
     write(paths, 20, 1, marker=False)
     assert [name.step for name in commit.committed(paths)] == [10]
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        commit.read_manifest(storage.join(paths.checkpoints, str(CheckpointName(20, 1))))
+        commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(CheckpointName(20, 1))))
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_as_it_was_written(paths):
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_found_and_named(paths, damage):
         "remove": path.unlink,
         "empty": lambda: path.write_bytes(b""),
     }[damage]()
-    manifest, _ = commit.read_manifest(uri)
+    manifest, _ = commit.read_checkpoint_manifest(uri)
     with pytest.raises(CheckpointError) as caught:
         commit.verify_files(uri, manifest.files)
     assert "__0_0.distcp" in caught.value.line
@@ -107,7 +107,7 @@ def test_a_changed_manifest_is_not_the_committed_one(paths):
     manifest_uri = storage.join(uri, commit.MANIFEST)
     storage.publish_json(manifest_uri, {**storage.read_json(manifest_uri), "step": 11})
     with pytest.raises(CheckpointError, match="not the one that was committed"):
-        commit.read_manifest(uri)
+        commit.read_checkpoint_manifest(uri)
 
 
 @pytest.mark.parametrize("damage", [b"\x80", b"\xff" * 65, b"", b"not a digest\n"])
@@ -115,7 +115,7 @@ def test_a_damaged_marker_is_a_damaged_checkpoint(paths, damage):
     uri = write(paths, 10, 1)
     storage.publish(storage.join(uri, commit.COMMITTED), damage)
     with pytest.raises(CheckpointError, match="not the one that was committed"):
-        commit.read_manifest(uri)
+        commit.read_checkpoint_manifest(uri)
 
 
 def test_a_step_of_any_size_is_found_and_ordered(paths):
@@ -162,12 +162,12 @@ def test_a_file_that_has_a_checkpoints_name_is_no_checkpoint(paths):
     (storage.local_path(paths.checkpoints) / "step-00000020-a1").write_text("mine")
     assert commit.last_step(paths) == 10
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        commit.read_manifest(storage.join(paths.checkpoints, "step-00000020-a1"))
+        commit.read_checkpoint_manifest(storage.join(paths.checkpoints, "step-00000020-a1"))
 
 
 def test_another_training_is_refused_with_the_fields_that_differ(paths):
     uri = write(paths, 10, 1)
-    manifest, _ = commit.read_manifest(uri)
+    manifest, _ = commit.read_checkpoint_manifest(uri)
     commit.require_same_training(manifest, IDENTITY, uri)
     with pytest.raises(CheckpointError) as caught:
         commit.require_same_training(manifest, {"seed": 1, "train": {"steps": 10}, "new": 2}, uri)
@@ -233,7 +233,7 @@ def test_at_every_crash_point_the_newest_checkpoint_is_whole_and_never_older_tha
                 points += 1
         newest = commit.committed(paths)[0]
         assert newest.step in (20, 30)
-        manifest, _ = commit.read_manifest(storage.join(paths.checkpoints, str(newest)))
+        manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(newest)))
         commit.verify_files(storage.join(paths.checkpoints, str(newest)), manifest.files)
         if finished:
             break

@@ -53,7 +53,7 @@ def test_finish_explains_a_run_whose_error_json_is_broken(tmp_path, monkeypatch,
     config = digits_config(tmp_path)
     paths = RunPaths.of(config.run.storage_root, "tiny-8f11")
     resolve.keep(resolve.OpenedRun(config, paths), "8F-11")
-    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish(paths.error, content)
     outcome = finish(config.to_yaml(), "", "", "8F-11", "FAILED", [].append)
     expected = "no rows" if "no rows" in content else "error.json is damaged"

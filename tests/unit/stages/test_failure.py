@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(termination, "TERMINATION_LOG", str(tmp_path / "termination-log"))
-    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
+    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
     return paths, digits_config(tmp_path), lines, ended
 
 

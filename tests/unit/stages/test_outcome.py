@@ -4,7 +4,7 @@ import math
 import pytest
 
 from kftrain.run.documents import Confusion
-from kftrain.stages.outcome import Outcome, finite, save
+from kftrain.stages.outcome import Outcome, finite_metrics, save
 
 
 class FakeArtifact:
@@ -41,7 +41,7 @@ def test_metrics_are_flat_finite_floats_and_nothing_else():
     save(Outcome("run", {}, {"loss": 1, "nan": math.nan, "inf": math.inf}), metrics=metrics)
     assert metrics.logged == {"loss": 1.0}
     assert all(type(value) is float for value in metrics.logged.values())
-    assert finite({"a": None, "b": True}) == {"b": 1.0}
+    assert finite_metrics({"a": None, "b": True}) == {"b": 1.0}
 
 
 def test_texts_go_to_the_artifacts_that_there_are(tmp_path):

@@ -30,7 +30,7 @@ def champion(tmp_path):
     """A finished run with its MLflow run; returns its paths."""
     paths, _ = finished_run(tmp_path)
     publish_commit(paths, 20)
-    storage.publish_json(tracked.uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
     return paths
 
 

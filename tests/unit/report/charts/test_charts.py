@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kftrain.report.charts import svg
 from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
-from kftrain.report.charts.interval import Guide, Row, SliceRow, interval_chart, slice_chart
-from kftrain.report.charts.line import NUM_COLUMNS, Reference, Series, line_chart, running_mean, thin
+from kftrain.report.charts.interval import Guide, IntervalRow, SliceRow, interval_chart, slice_chart
+from kftrain.report.charts.line import NUM_COLUMNS, ReferenceLine, Series, line_chart, running_mean, thin
 
 quick = settings(derandomize=True, max_examples=60, deadline=None)
 values = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, 5e-324, math.nan, math.inf, 1.0]))
@@ -43,7 +43,7 @@ def test_a_line_chart_of_any_values_is_well_formed(
     curves: list[list[float]], levels: list[float], from_zero: bool
 ) -> None:
     series = [Series(f"s{i}", list(enumerate(curve)), smooth=True) for i, curve in enumerate(curves)]
-    parse(line_chart(series, [Reference("level", v) for v in levels], description="d", from_zero=from_zero))
+    parse(line_chart(series, [ReferenceLine("level", v) for v in levels], description="d", from_zero=from_zero))
 
 
 @quick
@@ -51,7 +51,7 @@ def test_a_line_chart_of_any_values_is_well_formed(
 def test_interval_and_slice_charts_of_any_values_are_well_formed(
     rows: list[tuple[float, float, float]], level: float
 ) -> None:
-    parse(interval_chart([Row("r", *row) for row in rows], [Guide("g", level)], description="d", signed=True))
+    parse(interval_chart([IntervalRow("r", *row) for row in rows], [Guide("g", level)], description="d", signed=True))
     parse(slice_chart([SliceRow("s", value, 3, worse=True) for value, _, _ in rows], level, description="d"))
 
 
@@ -120,7 +120,7 @@ def test_a_running_mean_is_a_mean_and_starts_with_the_first_value() -> None:
 
 
 def test_an_interval_spans_its_ends_on_the_axis() -> None:
-    root = parse(interval_chart([Row("a", 0.5, 0.0, 1.0), Row("b", 1.0)], description="d"))
+    root = parse(interval_chart([IntervalRow("a", 0.5, 0.0, 1.0), IntervalRow("b", 1.0)], description="d"))
     (bar,) = of_class(root, "line", "interval")
     first, second = of_class(root, "circle", "dot")
     middle = (float(bar.attrib["x1"][:-1]) + float(bar.attrib["x2"][:-1])) / 2
