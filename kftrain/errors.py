@@ -93,7 +93,9 @@ class KftrainError(Exception):
     """Of the type; who gives something up for a known reason sets that one's on the error, see `of_class`."""
 
     def __init__(self, what: str, *, where: str = "", value: Any = NO_VALUE, fix: str = "") -> None:
-        self.what, self.where, self.fix = redacted(what), redacted(where), redacted(fix)
+        self.what = redacted(what)
+        self.where = redacted(where)
+        self.fix = redacted(fix)
         self.value = value
         super().__init__(self.line)
 

@@ -156,7 +156,9 @@ class OutagePolicy:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._say, self._clock, self._sleep = say, clock, sleep
+        self._say = say
+        self._clock = clock
+        self._sleep = sleep
         self.answered_seconds = ANSWERED_SECONDS
         self._lock = threading.Lock()
         self._answered: set[tuple[str, str]] = set()

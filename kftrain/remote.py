@@ -263,7 +263,8 @@ class _ObjectReader(PositionedStream):
     def __init__(self, path: RemotePath) -> None:
         info = outages.ride_out(path.uri, "read", path.object_info)
         super().__init__(int(info["size"]))
-        self._path, self._version = path, version_of(info)
+        self._path = path
+        self._version = version_of(info)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -289,7 +290,10 @@ class _ObjectWriter(io.RawIOBase):
 
     def __init__(self, stream: Any, uri: str) -> None:
         super().__init__()
-        self._stream, self._uri, self._num_bytes, self._is_discarded = stream, uri, 0, False
+        self._stream = stream
+        self._uri = uri
+        self._num_bytes = 0
+        self._is_discarded = False
 
     def writable(self) -> bool:
         return True

@@ -102,7 +102,9 @@ class HashingStream:
     """A file to write to, in order, that knows the digest of what was written."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._digest, self._num_bytes = stream, hashlib.sha256(), 0
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
         self.error: Exception | None = None
         """What the first write that failed was answered with: torch raises something else."""
 

@@ -106,7 +106,8 @@ class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ig
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
         files: Any = CheckpointFiles()
-        self.fs, self.path = files, files.init_path(uri)
+        self.fs = files
+        self.path = files.init_path(uri)
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -84,7 +84,10 @@ class CheckpointWriter:
         committed_step: int,
         timeout_seconds: float = math.inf,
     ) -> None:
-        self._paths, self._world, self._identity, self._keep_last = paths, world, identity, keep_last
+        self._paths = paths
+        self._world = world
+        self._identity = identity
+        self._keep_last = keep_last
         self._timeout_seconds = timeout_seconds
         self._staging = Staging()
         self._flight: _Flight | None = None
@@ -132,7 +135,8 @@ class CheckpointWriter:
         self.close()
         if self.busy:
             raise self.overdue_error()
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         self.committed_step = flight.future.result()
 
     def overdue_error(self) -> StorageError:

@@ -16,7 +16,8 @@ class Log:
 
     def __init__(self, stream: BinaryIO, path: Path, warn: Callable[[str], None]) -> None:
         """`stream` is not buffered, so that a line which could not be written is not tried again at the end."""
-        self._stream, self._warn = stream, warn
+        self._stream = stream
+        self._warn = warn
         self.path = path
         self._failed = False
 

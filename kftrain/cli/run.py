@@ -110,7 +110,9 @@ class Watched:
     """Sorts the pipeline's output: everything to the log, our own lines to the display; what decides is told."""
 
     def __init__(self, shown: Display, log: TextSink, told: Channel) -> None:
-        self._shown, self._log, self._told = shown, log, told
+        self._shown = shown
+        self._log = log
+        self._told = told
         self.run_uri = ""
         self.error: ErrorDocument | None = None
         """The last error that a stage has announced."""

@@ -19,7 +19,8 @@ class Clusters:
     """Of one split. Remembers the clusters of records until their blocks come. Memory: the records in between."""
 
     def __init__(self, task: Task, split: str) -> None:
-        self._task, self._is_known = task, split == "validation"  # a training block may hold rows of many records
+        self._task = task
+        self._is_known = split == "validation"  # a training block may hold rows of many records
         self._seen: dict[str, int] = {}
 
     def noted(self, records: Iterable[Record]) -> Iterator[Record]:

@@ -67,9 +67,13 @@ class TrainLoader:
                 fix="use fewer processes or more data",
             )
         dataset.expect_window(order.window_shards)
-        self._dataset, self._order, self._plan = dataset, order, plan
-        self._prefetch_batches, self._decode = prefetch_batches, decode
-        self._offsets, self._weights = plan.offsets(rank), plan.weights(rank)
+        self._dataset = dataset
+        self._order = order
+        self._plan = plan
+        self._prefetch_batches = prefetch_batches
+        self._decode = decode
+        self._offsets = plan.offsets(rank)
+        self._weights = plan.weights(rank)
         self.stall_seconds = 0.0
         """Time that the consumer has waited for data so far."""
 

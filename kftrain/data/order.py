@@ -105,7 +105,8 @@ class BatchPlan:
                 value=global_batch_size,
                 fix=f"set it to at least {num_ranks}, or use fewer processes",
             )
-        self.global_batch_size, self.num_ranks = global_batch_size, num_ranks
+        self.global_batch_size = global_batch_size
+        self.num_ranks = num_ranks
         largest_share = -(-global_batch_size // num_ranks)
         self.num_micro_batches = -(-largest_share // (micro_batch_size or largest_share))
         self.micro_batch_rows = -(-largest_share // self.num_micro_batches)

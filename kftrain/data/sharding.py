@@ -97,10 +97,14 @@ class _Sharding:
     """One sharding, from the source to the published manifest."""
 
     def __init__(self, config: Config, task: Task, source: Source, progress: Progress) -> None:
-        self._config, self._task, self._source, self._progress = config, task, source, progress
+        self._config = config
+        self._task = task
+        self._source = source
+        self._progress = progress
         self._listing_digest = storage.digest_json(source.listing())
         with self._task_code():
-            self._schema, self._settings = task.sample_schema(), json.loads(storage.dump_json(task.settings()))
+            self._schema = task.sample_schema()
+            self._settings = json.loads(storage.dump_json(task.settings()))
         manifests.check_schema(self._schema, "task.schema()")
 
     def source_digest(self) -> str:

@@ -125,7 +125,8 @@ class LocalLauncher:
         if self._child is None or command != self._command:
             self.close()
             # A session of its own: Ctrl-C on a terminal must reach the job once, through us, as SIGTERM.
-            self._child, self._command = KeptProcess(command, new_session=True), command
+            self._child = KeptProcess(command, new_session=True)
+            self._command = command
         return self._child
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

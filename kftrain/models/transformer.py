@@ -75,9 +75,13 @@ class Transformer(nn.Module):
         self.head_dim = sizes.of_transformer(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         num_kv_heads = num_kv_heads or num_heads
         ffn_dim = ffn_dim or default_ffn_dim(dim)
-        self.num_heads, self.num_kv_heads, self.ffn_dim = num_heads, num_kv_heads, ffn_dim
-        self.sequence_length, self.document_token = sequence_length, document_token
-        self.rope_theta, self.norm_eps = rope_theta, norm_eps
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.ffn_dim = ffn_dim
+        self.sequence_length = sequence_length
+        self.document_token = document_token
+        self.rope_theta = rope_theta
+        self.norm_eps = norm_eps
         self.initial_std = dim**-0.5
         self.model = _Decoder(
             nn.Embedding(vocab_size, dim),
@@ -162,7 +166,9 @@ class _Decoder(nn.Module):
 
     def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: nn.RMSNorm) -> None:
         super().__init__()
-        self.embed_tokens, self.layers, self.norm = embed_tokens, layers, norm
+        self.embed_tokens = embed_tokens
+        self.layers = layers
+        self.norm = norm
 
 
 class TransformerBlock(nn.Module):

@@ -55,8 +55,11 @@ class VisionTransformer(nn.Module):
         self.num_patches = sizes.of_vision_transformer(
             image_size=image_size, patch_size=patch_size, dim=dim, num_heads=num_heads
         )
-        self.image_size, self.patch_size = image_size, patch_size
-        self.num_heads, self.mlp_ratio, self.dropout = num_heads, mlp_ratio, dropout
+        self.image_size = image_size
+        self.patch_size = patch_size
+        self.num_heads = num_heads
+        self.mlp_ratio = mlp_ratio
+        self.dropout = dropout
         self.patch_embedding = nn.Conv2d(num_channels, dim, kernel_size=patch_size, stride=patch_size)
         self.position_embedding = nn.Parameter(torch.empty(self.num_patches, dim))
         self.layers = nn.ModuleList(VisionBlock(dim, num_heads, mlp_ratio * dim, dropout) for _ in range(num_layers))

@@ -63,7 +63,8 @@ class WorkingCopies:
     """Copies of a model's parameters in the format of the computation."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
-        self._slots, self._reduce = slots_of(model), reduce
+        self._slots = slots_of(model)
+        self._reduce = reduce
         self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
         self._copies: list[torch.Tensor] = [
             nn.Parameter(each.detach().to(compute, copy=True), each.requires_grad) for each in self._masters

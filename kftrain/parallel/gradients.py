@@ -33,7 +33,8 @@ class UsedParameters:
 
     def take(self) -> list[float]:
         """1 for each parameter that this process has used since this was asked last, 0 for the others."""
-        used, self._used = self._used, [0.0] * len(self._used)
+        used = self._used
+        self._used = [0.0] * len(self._used)
         return used
 
     def drop_unused(self, num_users: list[float]) -> None:

@@ -69,7 +69,9 @@ class Drawn:
 
     def __init__(self, places: Places, init: Init, seed: int, device: torch.device) -> None:
         self.places = places
-        self._init, self._seed, self._device = init, seed, device
+        self._init = init
+        self._seed = seed
+        self._device = device
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
         """Numbers of other devices are other ones: the weights themselves are always drawn on the CPU."""
@@ -99,7 +101,8 @@ class Scattered:
 
     def __init__(self, places: Places, world: World) -> None:
         """Takes their memory from the parameters of the first process. Collective."""
-        self.places, self._world = places, world
+        self.places = places
+        self._world = world
         self._values: dict[str, torch.Tensor] = {}
         if self.is_here:
             self._values = {name: _get(slots[0]).detach() for name, slots in places.items()}

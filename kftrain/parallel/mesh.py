@@ -20,7 +20,8 @@ class Mesh:
 
     def __init__(self, shape: Shape, world: World) -> None:
         assert shape.size == world.size, (shape, world.size)
-        self.shape, self.world = shape, world
+        self.shape = shape
+        self.world = world
         self.num_data_ranks = shape.num_data_ranks
         """How many different batches there are at a time."""
         self.data_rank = shape.data_rank(world.rank)

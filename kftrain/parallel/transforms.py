@@ -34,7 +34,8 @@ class Distributed:
     """A model that is ready to train, and what its transforms want done around each computation."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
+        self.model = model
+        self.mesh = mesh
         self.formats: tuple[torch.dtype, torch.dtype] | None = None
         """Where it is not computed with the parameters themselves: formats of the computation and of the reduction."""
         self._copies: WorkingCopies | None = None

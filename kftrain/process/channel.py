@@ -40,7 +40,8 @@ class Channel:
     """The reading end."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._position = path, 0
+        self._path = path
+        self._position = 0
 
     def messages(self) -> Iterator[tuple[str, Any]]:
         """What has come since the last time: (kind, content). A line that is no message is passed over."""

@@ -56,7 +56,8 @@ class KeptProcess:
     """A process that is kept, from outside."""
 
     def __init__(self, command: Sequence[str], new_session: bool = False) -> None:
-        self._command, self._new_session = list(command), new_session
+        self._command = list(command)
+        self._new_session = new_session
         self._process: subprocess.Popen[str] | None = None
         self._report: TextIO | None = None
 

@@ -101,9 +101,12 @@ class Liveness:
         self._background = frozenset(
             key for key, (begun, _) in _statuses().items() if begun != before.get(key, (-1, -1))[0]
         )
-        self._watched, self._watched_at = False, 0.0
-        self._last, self._still_seconds = Beat(), timeout_seconds / 2
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._watched = False
+        self._watched_at = 0.0
+        self._last = Beat()
+        self._still_seconds = timeout_seconds / 2
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._map: mmap.mmap | None = None
         if folder:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
@@ -137,7 +140,8 @@ class Liveness:
 
     def _set(self, watched: bool) -> None:
         with self._lock:
-            self._watched, self._watched_at = watched, time.monotonic()
+            self._watched = watched
+            self._watched_at = time.monotonic()
         self._write()
 
     def _run(self) -> None:

@@ -24,7 +24,8 @@ class ExportedModel:
     """What MLflow wraps: a model with the task that knows how to ask it."""
 
     def __init__(self, model: Any, task: Any) -> None:
-        self._model, self._task = model, task
+        self._model = model
+        self._task = task
 
     def predict(self, model_input: Any) -> pandas.DataFrame:
         """One row per input row, equal to what evaluation computes.

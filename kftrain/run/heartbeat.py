@@ -42,8 +42,10 @@ class Heartbeat:
     """
 
     def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self._uri, self._interval_seconds = paths.launcher, interval_seconds
-        self._ended, self._sequence = threading.Event(), itertools.count(1)
+        self._uri = paths.launcher
+        self._interval_seconds = interval_seconds
+        self._ended = threading.Event()
+        self._sequence = itertools.count(1)
         self._watch = threading.Thread(target=self._replace_hanging, daemon=True, name="heartbeat")
         self._threads: list[threading.Thread] = []
         self._beaten_at = 0.0
@@ -111,7 +113,9 @@ class LauncherWatch:
 
     def __init__(self, paths: RunPaths, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_seconds = timeout_seconds
-        self._uri, self._clock, self._silence = paths.launcher, clock, Silence()
+        self._uri = paths.launcher
+        self._clock = clock
+        self._silence = Silence()
 
     @property
     def interval_seconds(self) -> float:

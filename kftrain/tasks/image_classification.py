@@ -59,8 +59,12 @@ class ImageClassification(Classification):
         resize: Literal["none", "crop"] = "none",
     ) -> None:
         super().__init__(num_classes=num_classes, labels=labels)
-        self.image_size, self.num_channels = image_size, num_channels
-        self.max_value, self.mean, self.std, self.resize = max_value, mean, std, resize
+        self.image_size = image_size
+        self.num_channels = num_channels
+        self.max_value = max_value
+        self.mean = mean
+        self.std = std
+        self.resize = resize
         if resize == "crop" and num_channels not in _PILLOW_MODES:
             raise ConfigError(
                 "resize=crop makes grey or RGB images", where="task.num_channels", value=num_channels, fix="1 or 3"

@@ -36,7 +36,8 @@ class Regression(Task):
     loss_metric = "rmse"
 
     def __init__(self, *, target_mean: float = 0.0, target_std: Annotated[float, Limits(gt=0)] = 1.0) -> None:
-        self.target_mean, self.target_std = target_mean, target_std
+        self.target_mean = target_mean
+        self.target_std = target_std
 
     def settings(self) -> dict[str, Any]:
         """All options but those of the normalisation, which happens later."""

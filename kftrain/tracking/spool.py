@@ -59,7 +59,8 @@ class Spool:
         self._taken_bytes += num_bytes
         if self.empty:
             self._truncate(0)
-            self._taken_bytes = self._size_bytes = 0
+            self._taken_bytes = 0
+            self._size_bytes = 0
 
     def __len__(self) -> int:
         """Points in the queue."""

@@ -61,7 +61,8 @@ class MlflowTracker:
     def __init__(
         self, send: Send, highest_steps: HighestSteps, spool: Path, first_request_seconds: float = 0.0
     ) -> None:
-        self._send, self._highest_steps = send, highest_steps
+        self._send = send
+        self._highest_steps = highest_steps
         self._spool = Spool(spool)
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_LENGTH)
         self._recorded: dict[str, int] | None = None

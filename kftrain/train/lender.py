@@ -49,7 +49,9 @@ class _Loans:
     """What is lent at the moment. Autograd keeps the name of a weight, not the weight: nobody may ask for it again."""
 
     def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
-        self._weights, self._device, self._dtype = weights, device, dtype
+        self._weights = weights
+        self._device = device
+        self._dtype = dtype
         self._empty: dict[str, nn.Parameter] = {}
         self._name_of: dict[int, str] = {}
 

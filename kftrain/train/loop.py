@@ -69,14 +69,21 @@ class Loop:
         stop: StopRequest,
         liveness: Liveness,
     ) -> None:
-        self._config, self._world, self._engine, self._loader = config, world, engine, loader
-        self._validation, self._recorder, self._stop = validation, recorder, stop
+        self._config = config
+        self._world = world
+        self._engine = engine
+        self._loader = loader
+        self._validation = validation
+        self._recorder = recorder
+        self._stop = stop
         self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
         self._liveness = liveness
-        self._num_nonfinite = self._last_recorded = 0
+        self._num_nonfinite = 0
+        self._last_recorded = 0
         self._pending: tuple[int, Measured] | None = None
         """Steps that were done, and what the last of them measured, until it was looked at."""
-        self._local_loss = self._gradient_norm = 0.0
+        self._local_loss = 0.0
+        self._gradient_norm = 0.0
 
     def resume(self, loaded: load.Loaded | None) -> int:
         """Restores the engine's state; returns the number of steps that are done. Raises CheckpointError."""

@@ -23,7 +23,8 @@ class Recorder:
 
     def __init__(self, history: list[Point], tracker: Tracker | None, num_steps: int) -> None:
         self.history = list(history)
-        self._tracker, self._num_steps = tracker, num_steps
+        self._tracker = tracker
+        self._num_steps = num_steps
         self._before_seconds = float(history[-1]["seconds"]) if history else 0.0
         self._start = self._mark = time.monotonic()
 

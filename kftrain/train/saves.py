@@ -19,8 +19,11 @@ class Saves:
     """The saves of one attempt. Every method is collective, and all processes see each save end in the same way."""
 
     def __init__(self, writer: CheckpointWriter, config: CheckpointConfig, samples_per_step: int, tells: bool) -> None:
-        self._writer, self._max_failed, self._asynchronous = writer, config.max_failed_saves, config.asynchronous
-        self._samples_per_step, self._tells = samples_per_step, tells
+        self._writer = writer
+        self._max_failed = config.max_failed_saves
+        self._asynchronous = config.asynchronous
+        self._samples_per_step = samples_per_step
+        self._tells = tells
         self._num_failed = 0
 
     @property

@@ -49,12 +49,18 @@ class SpmdEngine:
         """
         assert getattr(optimizer, "_step_supports_amp_scaling", False), "not fused"
         model = distributed.model
-        self.model, self.optimizer, self.task, self.mesh = model, optimizer, task, distributed.mesh
+        self.model = model
+        self.optimizer = optimizer
+        self.task = task
+        self.mesh = distributed.mesh
         self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer)})
-        self._distributed, self._clip_norm, self._calls = distributed, clip_norm, calls
+        self._distributed = distributed
+        self._clip_norm = clip_norm
+        self._calls = calls
         self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
-        self._parameters, self._has_hook = list(model.parameters()), has_hook(model)
+        self._parameters = list(model.parameters())
+        self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
         self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None

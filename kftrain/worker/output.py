@@ -127,7 +127,10 @@ class _Source:
         os.mkfifo(pipe)
         # Open for writing too: a pipe without a writer would be at its end, again and again.
         self.pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        self._log, self._prefix, self._console, self._begun = _Log(log), prefix, console, b""
+        self._log = _Log(log)
+        self._prefix = prefix
+        self._console = console
+        self._begun = b""
 
     def read(self) -> None:
         data = os.read(self.pipe, READ_BYTES)
@@ -153,7 +156,8 @@ class _Console:
 
     def __init__(self) -> None:
         self._waiting: list[bytes] = []
-        self._num_bytes = self._num_left_out = 0
+        self._num_bytes = 0
+        self._num_left_out = 0
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True, name="console")
@@ -187,7 +191,8 @@ class _Console:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-                lines, self._waiting = self._waiting, []
+                lines = self._waiting
+                self._waiting = []
             if not lines:
                 return
             _to_console(b"".join(lines))
@@ -200,7 +205,9 @@ class _Log:
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("w+b", buffering=0)
-        self._path, self._size, self._broken = path, 0, False
+        self._path = path
+        self._size = 0
+        self._broken = False
 
     def write(self, data: bytes) -> None:
         if self._broken:

@@ -95,7 +95,8 @@ class TarWriter:
 
     def _flush(self) -> None:
         chunk = b"".join(self._parts)
-        self._parts, self._pending_bytes = [], 0
+        self._parts = []
+        self._pending_bytes = 0
         self._wait_for_hash()
         self._hashing = self._hasher.submit(self._digest.update, chunk)
         view = memoryview(chunk)

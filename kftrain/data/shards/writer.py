@@ -49,7 +49,9 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, schema: SampleSchema, shard_size_bytes: int) -> None:
         self.shards: list[Shard] = []
         """The finished ones."""
-        self._folder, self._split, self._shard_size_bytes = folder, split, shard_size_bytes
+        self._folder = folder
+        self._split = split
+        self._shard_size_bytes = shard_size_bytes
         self._encoder = _BlockEncoder(schema)
         self._num_columns = 1 + len(schema.fields)
         self._key_hashes = array("q")
@@ -114,7 +116,8 @@ class SplitWriter:
                 index_sha256=hashlib.sha256(content).hexdigest(),
             )
         )
-        self._tar, self._index = None, array("q")
+        self._tar = None
+        self._index = array("q")
 
 
 class _BlockEncoder:

@@ -16,7 +16,10 @@ class FileSource:
         self, uri: str, wanted: Callable[[str], bool], what: str, skipped_folders: frozenset[str] = frozenset()
     ) -> None:
         """`wanted` tells by its name whether a file is of the kind; `what` names the kind in errors."""
-        self.uri, self._wanted, self._what, self._skipped_folders = uri, wanted, what, skipped_folders
+        self.uri = uri
+        self._wanted = wanted
+        self._what = what
+        self._skipped_folders = skipped_folders
 
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files. Raises DataError where there are none."""

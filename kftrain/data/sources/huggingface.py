@@ -37,7 +37,8 @@ class HuggingFaceSource:
     """
 
     def __init__(self, uri: str, text_field: str) -> None:
-        self._uri, self._text_field = uri, text_field
+        self._uri = uri
+        self._text_field = text_field
 
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files of all parts that are used. Raises DataError."""

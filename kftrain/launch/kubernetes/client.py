@@ -52,11 +52,14 @@ class Cluster:
         self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
         """That of the pod this runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
-        self._custom, self._core = client.CustomObjectsApi(api_client), client.CoreV1Api(api_client)
+        self._custom = client.CustomObjectsApi(api_client)
+        self._core = client.CoreV1Api(api_client)
         self._access = client.AuthorizationV1Api(api_client)
         self._api_exception = client.exceptions.ApiException
         self.retry_policy = RetryPolicy(self._api_exception, warn)
-        self._call, self._warn, self._lock = self.retry_policy.call, warn, threading.Lock()
+        self._call = self.retry_policy.call
+        self._warn = warn
+        self._lock = threading.Lock()
         self._forbidden: set[str] = set()
         self._refused_since: dict[str, float] = {}
         """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""

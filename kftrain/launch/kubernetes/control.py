@@ -58,7 +58,9 @@ class ClusterJobs:
     """The jobs of a namespace, of some kinds. Connects when it is asked something."""
 
     def __init__(self, kinds: Sequence[Kind], namespace: str = "", warn: Progress = to_log) -> None:
-        self._kinds, self._namespace, self._warn = kinds, namespace, warn
+        self._kinds = kinds
+        self._namespace = namespace
+        self._warn = warn
 
     @functools.cached_property
     def clusters(self) -> list[JobClient]:

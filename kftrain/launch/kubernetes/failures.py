@@ -16,7 +16,8 @@ class JobFailedError(Exception):
         super().__init__(what)
         self.error = error(what, where=where, fix=fix_of(kind)).of_class(kind)
         """What the launcher raises: what was given up for lack of storage may be done once that is mended."""
-        self.kind, self.found = kind, found
+        self.kind = kind
+        self.found = found
 
 
 def lacked_storage(found: ErrorDocument) -> bool:

@@ -51,7 +51,8 @@ class ClusterLauncher(ClusterJobs):
         self.interrupted = False
         self._is_terminated = False
         """Whether the pipeline run is being terminated: then this process has seconds."""
-        self._config, self._kind = config, kind
+        self._config = config
+        self._kind = kind
         self._wake = threading.Event()
 
     @property
@@ -167,7 +168,8 @@ class ClusterLauncher(ClusterJobs):
         return True
 
     def _on_terminate(self) -> None:
-        self._is_terminated = self.interrupted = True
+        self._is_terminated = True
+        self.interrupted = True
         self._wake.set()
         to_log("the pipeline run is being terminated: its job is deleted now")
 

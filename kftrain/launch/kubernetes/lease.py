@@ -118,7 +118,8 @@ class _Creation:
         self._lease = Lease(metadata["name"], uuid.uuid4().hex)
         annotations = {**metadata["annotations"], LAUNCH_ANNOTATION: self._lease.mark}
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
-        self._cluster, self._was_sent = cluster, False
+        self._cluster = cluster
+        self._was_sent = False
         """Whether there may be a job with the mark."""
 
     def send(self) -> str | None:

@@ -68,7 +68,9 @@ class Logs:
         follow: bool = True,
         limited: bool = True,
     ) -> None:
-        self._source, self._prefixed, self._follow = source, num_pods > 1, follow
+        self._source = source
+        self._prefixed = num_pods > 1
+        self._follow = follow
         self._console = _Console(write or _to_stdout, MAX_WAITING_LINES if limited else None)
         self._limited = limited
         self._drained_at = float("inf")
@@ -93,7 +95,8 @@ class Logs:
             with self._lock:
                 self._tails[pod.place] = deque(maxlen=TAIL_LINES)
                 if pod.place == FIRST:
-                    self.step, self.verifying = 0, False
+                    self.step = 0
+                    self.verifying = False
             thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
             self._threads[pod.uid] = thread
             thread.start()
@@ -117,7 +120,8 @@ class Logs:
 
         Raises BrokenPipeError where nobody reads what is written.
         """
-        self._follow, self._drained_at = False, time.monotonic()
+        self._follow = False
+        self._drained_at = time.monotonic()
         for thread in self._threads.values():
             while thread.is_alive() and not self.is_broken:
                 thread.join(timeout=JOIN_SECONDS)
@@ -200,7 +204,9 @@ class Logs:
             if text is not None and pod.place == FIRST:
                 self.verifying = text.startswith(VERIFYING)
             if text is not None and step is not None:
-                self.step, self.target_step, self.progress = int(step[1]), int(step[2]), text
+                self.step = int(step[1])
+                self.target_step = int(step[2])
+                self.progress = text
         if not gauge.is_same_second(time.monotonic()):
             self._say_left_out(pod, gauge.left_out())
         if not self._limited or gauge.admits() or step is not None:
@@ -221,12 +227,14 @@ class _Place:
         self.since = ""
         """The newest time so far."""
         self._newest: tuple[int, int] = (0, 0)
-        self._num_newest = self._num_to_skip = 0
+        self._num_newest = 0
+        self._num_to_skip = 0
         self._resuming = False
 
     def resume(self) -> None:
         """The log is read again from `since` on."""
-        self._resuming, self._num_to_skip = True, self._num_newest
+        self._resuming = True
+        self._num_to_skip = self._num_newest
 
     def pass_by(self, raw: str) -> str | None:
         """The line without its time; None where it was passed before, or is not the container's but the kubelet's."""
@@ -239,7 +247,9 @@ class _Place:
             return None
         self._resuming = False
         if time_ > self._newest:
-            self.since, self._newest, self._num_newest = stamp, time_, 1
+            self.since = stamp
+            self._newest = time_
+            self._num_newest = 1
         elif time_ == self._newest:
             self._num_newest += 1
         return line
@@ -249,7 +259,8 @@ class _Gauge:
     """Counts the lines of the present second."""
 
     def __init__(self) -> None:
-        self._second, self._count = float("-inf"), 0
+        self._second = float("-inf")
+        self._count = 0
 
     def is_same_second(self, now: float) -> bool:
         """Whether the second that is being counted goes on; otherwise `left_out` begins a new one."""
@@ -260,7 +271,8 @@ class _Gauge:
 
     def left_out(self) -> int:
         """How many lines of the counted second were not shown; the count begins anew."""
-        left_out, self._count = max(0, self._count - MAX_LINES_PER_SECOND), 0
+        left_out = max(0, self._count - MAX_LINES_PER_SECOND)
+        self._count = 0
         return left_out
 
     def admits(self) -> bool:
@@ -277,7 +289,8 @@ class _Console:
     """
 
     def __init__(self, write: Callable[[str], None], max_waiting: int | None) -> None:
-        self._write, self._max_waiting = write, max_waiting
+        self._write = write
+        self._max_waiting = max_waiting
         self._waiting: deque[str] = deque()
         self._num_left_out = 0
         self._is_writing = False
@@ -321,7 +334,8 @@ class _Console:
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting)
-                line, self._is_writing = self._waiting.popleft(), True
+                line = self._waiting.popleft()
+                self._is_writing = True
             self._write_one(line)
         with self._changed:
             self._waiting.clear()

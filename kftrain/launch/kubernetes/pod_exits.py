@@ -74,7 +74,8 @@ class PodBudget:
     def __init__(self, limit: int, paths: RunPaths) -> None:
         self._paths = paths
         self._has_begun = False
-        self._budget, self._last_attempt = RestartBudget(limit), 0
+        self._budget = RestartBudget(limit)
+        self._last_attempt = 0
         self.num_looks = 0
         """How often storage was asked: changes whenever a pod has ended or was replaced."""
         self._present: frozenset[str] = frozenset()
@@ -100,7 +101,8 @@ class PodBudget:
             if is_at_work(claim, pods, now):
                 number, step = number - 1, claim.start_step
         self._budget = replace(self._budget, step=step, first_attempt=number)
-        self._last_attempt, self._has_begun = number, True
+        self._last_attempt = number
+        self._has_begun = True
 
     def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
         """How many attempts have failed in a row, where that is more than may; else 0.
@@ -123,7 +125,9 @@ class PodBudget:
         except Exception:  # whatever a driver raises
             self._blind.update(pod.uid for pod in news)
             raise
-        self._present, self._last_attempt, self.num_looks = present, now.last_attempt, self.num_looks + 1
+        self._present = present
+        self._last_attempt = now.last_attempt
+        self.num_looks = self.num_looks + 1
         self._counted.update(pod.uid for pod in news)
         before, disrupted = self._budget, any(pod.disruption or _met_outage(pod) for pod in ended)
         self._budget = before.after(now, [self._end_of(pod, disrupted) for pod in news])

@@ -56,8 +56,10 @@ class RetryPolicy:
     def __init__(self, api_exception: type[Exception], warn: Progress) -> None:
         self.hurried: Callable[[], bool] = lambda: False
         """Whether this process was told to stop."""
-        self._api_exception, self._warn = api_exception, warn
-        self._lock, self._said = threading.Lock(), False
+        self._api_exception = api_exception
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._said = False
         self._allowed: set[tuple[str, str]] = set()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -120,7 +122,8 @@ class RetryPolicy:
 
     def _does_not_answer(self, problem: str) -> None:
         with self._lock:
-            said, self._said = self._said, True
+            said = self._said
+            self._said = True
         if not said:
             self._warn(f"the API server does not answer ({problem}): trying again")
 
@@ -129,7 +132,8 @@ class RetryPolicy:
         if not failed:
             return
         with self._lock:
-            said, self._said = self._said, False
+            said = self._said
+            self._said = False
         if said:
             self._warn("the API server answers again")
 

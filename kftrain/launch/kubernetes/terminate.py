@@ -40,7 +40,9 @@ class TerminateWatch:
     def __init__(
         self, cluster: WorkflowReader, owner: Mapping[str, Any] | None, on_terminate: Callable[[], None]
     ) -> None:
-        self._cluster, self._name, self._on_terminate = cluster, str(owner["name"]) if owner else "", on_terminate
+        self._cluster = cluster
+        self._name = str(owner["name"]) if owner else ""
+        self._on_terminate = on_terminate
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="terminate-watch")
 

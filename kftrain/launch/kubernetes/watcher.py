@@ -41,15 +41,22 @@ class Watcher:
     def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, lease: Lease, wake: threading.Event) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
         self._config = config
-        self._cluster, self._spec, self._paths, self._lease = cluster, spec, paths, lease
+        self._cluster = cluster
+        self._spec = spec
+        self._paths = paths
+        self._lease = lease
         self._name = lease.name
         self._limits = Limits(
             settings.queue_timeout_seconds, settings.start_timeout_seconds, settings.training_timeout_seconds
         )
         self._logs = Logs(cluster, spec.num_pods)
-        self._pod_exits, self._wake = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS), wake
-        self._budget, self._claimed_by = PodBudget(config.launch.max_restarts_without_progress, paths), -1
-        self._clock, self._state, self._shown = Clock(time.monotonic()), State.QUEUED, ""
+        self._pod_exits = PodExits(config.launch.timeout_seconds + NOTICE_SECONDS)
+        self._wake = wake
+        self._budget = PodBudget(config.launch.max_restarts_without_progress, paths)
+        self._claimed_by = -1
+        self._clock = Clock(time.monotonic())
+        self._state = State.QUEUED
+        self._shown = ""
         self._seen_at = time.time()
         self._is_fenced = False
         """Whether another launch holds the job, or one of its name."""
