@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +32,10 @@ STOP_SECONDS = 330.0
 class PipelineProcess:
     """One run of the pipeline through the local runner."""
 
-    def __init__(self, spec: str | Path, arguments: Path, root: Path, workdir: Path) -> None:
+    def __init__(
+        self, spec: str | Path, arguments: Path, root: Path, workdir: Path, environment: Mapping[str, str]
+    ) -> None:
+        """`environment` comes over that of this process, which stays as it is."""
         self._signal = 0
         self.killed = False
         """Whether a second signal has killed it: what it had launched elsewhere may still be there."""
@@ -44,7 +47,7 @@ class PipelineProcess:
             text=True,
             errors="replace",
             cwd=workdir,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())},
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
         )
 

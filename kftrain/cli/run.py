@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -80,11 +79,12 @@ def run_here(config: Config, resume_run: str, folder: Path, command: str) -> End
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
     with log.opened(folder, config.run.name, _warn) as log_file, _temporary_folder() as temporary:
         situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))
-        os.environ.update(situation.to_environment())
         with display() as shown, channel.opened(temporary) as told:
             watched = Watched(shown, log_file, told)
             arguments = _write_inputs(temporary, config, resume_run)
-            process = PipelineProcess(runner.OWN_PIPELINE, arguments, temporary / "root", folder)
+            process = PipelineProcess(
+                runner.OWN_PIPELINE, arguments, temporary / "root", folder, situation.to_environment()
+            )
             code = process.follow(watched.on_line)
             watched.listen()
     if process.killed:

@@ -33,7 +33,7 @@ FAILURES = {
     "disk at the commit": (0, "commit", lambda: OSError("no space left"), ("StorageError", 138)),
     "ours at the commit": (0, "commit", lambda: DataError("of a kind of its own"), ("DataError", 11)),
     "bug while writing": (1, "open_write", lambda: ValueError("a bug"), ("AssertionError", 1)),
-    "driver while writing": (1, "open_write", driver_error, ("StorageError", 138)),
+    "driver while writing": (1, "open_write", driver_error, ("StorageAwayError", 138)),
     "what no pickle holds, while writing": (1, "open_write", UnpicklableError, ("StorageError", 138)),
     "disk while writing": (0, "open_write", lambda: OSError(28, "no space left"), ("StorageError", 138)),
     "nothing": (0, "", ValueError, ("", 0)),

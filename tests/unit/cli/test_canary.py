@@ -165,7 +165,7 @@ def test_what_workers_and_drivers_said_last_holds_none(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "caNAry/secret")
     said = str(drivers_error())
     for error in (ErrorDocument.received({"kind": "X", "exit_code": 1, "line": said}), None):
-        found = diagnose("train", error, [], {0: ["step 1", said]})
+        found = diagnose("train", error, [], {"worker-0": ["step 1", said]})
         assert found.last_lines[0] == "step 1" and "postgresql://" in found.last_lines[1]
         assert "caNAry" not in str(found.to_dict())
     with best_effort("the attempts could not be read"):

@@ -67,7 +67,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
         watched.on_line(line)
     assert shown.lines == ["run a-1 in /w/runs/a-1", "12 shards"]
     assert shown.steps == [5]
-    assert (watched.run_uri, watched.error["exit_code"]) == ("/w/runs/a-1", 11)
+    assert (watched.run_uri, watched.error.exit_code) == ("/w/runs/a-1", 11)
     assert log.getvalue() == "".join(lines)
 
 
@@ -251,6 +251,6 @@ def test_a_stage_tells_its_parent_what_it_must_know(tmp_path, capsys):
             stream.write('[1]\n{"error": 3}\n{"run": {}}\nno json\n\xff\n{"run": "/torn')
         watched.on_line("a line of anybody\n")
     assert watched.run_uri == "/w/runs/b-2"
-    assert (watched.error["exit_code"], watched.error["stage"]) == (12, "train")
+    assert (watched.error.exit_code, watched.error.stage) == (12, "train")
     assert not channel.tell(channel.RUN, "x") and channel.VARIABLE not in os.environ
     assert "no usable checkpoint" not in capsys.readouterr().out

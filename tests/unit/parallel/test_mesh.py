@@ -81,7 +81,7 @@ def test_neighbours_are_those_that_shard_as_they_were_before_there_were_more_axe
 def test_a_strategy_is_an_ordered_list_of_transforms():
     settings = ParallelConfig(reshard_after_forward=False), PrecisionConfig(compute="bf16")
     alone = [type(each).__name__ for each in strategy_of(*settings, True, Shape())]
-    assert alone == ["Recompute", "Place", "Formats"], "no wrapper: one process has nothing to share"
+    assert alone == ["Recompute", "ToDevice", "Formats"], "no wrapper: one process has nothing to share"
     assert strategy_of(*settings, True, Shape(shard=2)) == [Recompute(), FullyShard("bf16", "fp32", False)]
 
 

@@ -25,6 +25,7 @@ def send(number):
 def test_signals_are_answered_in_the_block_and_by_whom_they_were_before_afterwards():
     seen, outside = [], []
     signal.signal(signal.SIGTERM, lambda number, _: outside.append(number))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     with handled((INTERRUPT, *STOP), lambda number, _: seen.append(number)):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             send(number)

@@ -150,6 +150,8 @@ def test_an_evaluation_of_another_export_is_refused(finished):
 class Threshold:
     """A task whose model is a number."""
 
+    input_column = None
+
     def predict(self, model, inputs):
         return inputs[["x"]] > model
 

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_as_it_was_written(paths):
     storage.publish(storage.join(uri, "manifest.json"), content)
     digest = hashlib.sha256(content.encode()).hexdigest()
     storage.publish(storage.join(uri, "COMMITTED"), digest + "\n")
-    manifest, actual = commit.read_manifest(uri)
+    manifest, actual = commit.read_checkpoint_manifest(uri)
     assert (manifest.step, actual) == (10, digest)
 
 
