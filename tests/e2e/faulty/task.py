@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import uuid
 
 from kftrain import errors, storage
 from kftrain.tasks.language_modeling import LanguageModeling
@@ -37,7 +38,7 @@ class Faulty(LanguageModeling):
         if not self._marker:
             return True
         try:
-            storage.create_json(self._marker, {})
+            storage.create_json(self._marker, {"token": uuid.uuid4().hex})  # an equal one would count as ours
         except FileExistsError:
             return False
         return True
