@@ -61,7 +61,7 @@ def start(tmp_path, folders, seconds):
     Compiler().compile(two_steps, str(tmp_path / "spec.yaml"))
     arguments = {"folder": str(folders[0]), "next_folder": str(folders[1]), "seconds": seconds}
     (tmp_path / "arguments.json").write_text(json.dumps(arguments))
-    return PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path)
+    return PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {})
 
 
 @dsl.component(base_image="python", install_kfp_package=False)
@@ -82,7 +82,9 @@ def test_an_object_arrives_as_it_was_meant(tmp_path, values):
     Compiler().compile(kept, str(tmp_path / "spec.yaml"))
     sent = {"path": f"{tmp_path}/found.json", **({"values": values} if values else {})}
     (tmp_path / "arguments.json").write_text(json.dumps(sent))
-    PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path).follow([].append)
+    PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {}).follow(
+        [].append
+    )
     found = parameters.received(json.loads((tmp_path / "found.json").read_text()))
     assert json.dumps(found, sort_keys=True) == json.dumps(values, sort_keys=True)
 
