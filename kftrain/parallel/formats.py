@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from kftrain.parallel.initialize import put
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Slots = list[tuple[nn.Module, str, nn.Parameter]]
@@ -51,14 +53,6 @@ def slots_of(model: nn.Module) -> Slots:
     return [(module, name, each) for module in model.modules() for name, each in module.named_parameters(recurse=False)]
 
 
-def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Sets a parameter without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
-    else:
-        setattr(module, name, parameter)
-
-
 class WorkingCopies:
     """Copies of a model's parameters in the format of the computation."""
 
@@ -87,11 +81,11 @@ class WorkingCopies:
             torch._foreach_copy_(self._copies, self._masters)
         try:
             for module, name, master in self._slots:
-                put_parameter(module, name, self._copy_of[id(master)])
+                put(module, "_parameters", name, self._copy_of[id(master)])
             yield
         finally:
             for module, name, master in self._slots:
-                put_parameter(module, name, master)
+                put(module, "_parameters", name, master)
 
     def hand_over(self) -> None:
         """Gives the masters the gradients of this step."""
