@@ -13,9 +13,13 @@ KUBECONFIG ?=
 LOAD ?=
 DISTURB ?=
 E2E ?= tests/e2e -m "not full"
+# Of make bench-data: rounds, share of the samples, and which rows (empty: all).
+ROUNDS ?= 5
+SCALE ?= 1
+ROWS ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench compile images e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -42,6 +46,17 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready  ## the figures in the documentation, ours and the peer's in one run
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
+bench-data: $(VENV)/.ready .bench/.ready  ## the data plane against its bars, as a table
+	$(BIN)/python benchmarks/data/table.py --peers .bench/bin/python --rounds $(ROUNDS) --scale $(SCALE) $(if $(ROWS),--rows $(ROWS))
+
+# What the peers want of numpy and others is not what kftrain has. Nothing that is measured needs torchvision.
+.bench/.ready: $(VENV)/.ready benchmarks/data/peers.txt
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .bench
+	echo 'torchvision; sys_platform == "never"' > .bench/overrides.txt
+	$(BIN)/uv pip install --quiet --python .bench/bin/python --overrides .bench/overrides.txt -r benchmarks/data/peers.txt \
+	  torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')
+	touch $@
+
 compile: $(VENV)/.ready
 	$(BIN)/kftrain compile -o pipeline.yaml
 
@@ -62,4 +77,4 @@ e2e-full:  ## everything there
 	$(MAKE) e2e E2E=tests/e2e
 
 clean:
-	rm -rf $(VENV) $(DEMO) .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) .bench .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kfp import dsl
-from kfp.dsl import Dataset, Markdown, Metrics, Output
+from kfp.dsl import HTML, Dataset, Markdown, Metrics, Output
 
 from kftrain.components.images import STEPS_IMAGE
 
@@ -26,6 +26,7 @@ def shard(
     shards: Output[Dataset],
     metrics: Output[Metrics],
     summary: Output[Markdown],
+    report: Output[HTML],
     config_json: dict[str, Any] = {},
 ) -> str:
     """Shards the dataset of a run.
@@ -47,6 +48,7 @@ def shard(
         shards: Where the shards are and what they hold.
         metrics: Numbers of samples, shards and bytes.
         summary: The same as text.
+        report: Counts, sizes, classes, findings and some samples of the dataset.
         config_json: The configuration as an object; wins over `config`, key by key.
 
     Returns:
@@ -61,4 +63,4 @@ def shard(
     job: Knobs = {"nodes": nodes, "processes_per_node": processes_per_node}
     pods: Knobs = {"trainer_image": trainer_image, "queue": queue}
     outcome = shard_from_pipeline(config, {**names, **training, **job, **pods}, resume_run, job_id, values=config_json)
-    return save(outcome, shards, metrics, markdown=summary)
+    return save(outcome, shards, metrics, html=report, markdown=summary)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from kftrain.config import Config
 from kftrain.errors import FailureClass, class_of
@@ -113,6 +114,8 @@ def section(name: str, kind: Any) -> list[str]:
     fields: dict[str, FieldInfo] = kind.model_fields
     inner = {key: field.annotation for key, field in fields.items() if is_section(field.annotation)}
     rows = [row(key, field) for key, field in fields.items() if key not in inner]
+    listed = {f"{key}[]": item_of(field.annotation) for key, field in fields.items() if is_list(field.annotation)}
+    inner |= listed
     head = f"## `{name}`\n\n{inspect.getdoc(kind)}\n\n| key | type | default | |\n|---|---|---|---|\n"
     return [head + "".join(rows), *(part for key, each in inner.items() for part in section(f"{name}.{key}", each))]
 
@@ -130,6 +133,16 @@ def is_section(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, Section)
 
 
+def item_of(kind: Any) -> Any:
+    """Of what a list is one."""
+    return typing.get_args(kind)[0]
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a field is a list of sections."""
+    return typing.get_origin(kind) in (tuple, list) and is_section(item_of(kind))
+
+
 def type_name(kind: Any) -> str:
     """A type as people write it: `int`, one of some texts, a list of something."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
@@ -139,6 +152,8 @@ def type_name(kind: Any) -> str:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(part) for part in parts)
+    if is_list(kind):
+        return "list"
     if origin in (tuple, list):
         return f"list of {type_name(parts[0])}"
     if origin is dict:
@@ -155,6 +170,8 @@ def bounds(metadata: Any) -> list[str]:
 
 def shown(default: Any) -> str:
     """A default as YAML has it."""
+    if default is PydanticUndefined:
+        return "required"
     if default is None or isinstance(default, bool):
         return f"`{ {None: 'null', True: 'true', False: 'false'}[default] }`".replace(" ", "")
     if isinstance(default, tuple | list):

@@ -33,7 +33,9 @@ from kftrain.trust import Trust
 if TYPE_CHECKING:
     from kftrain.checkpoint.export import LoadedExport
     from kftrain.cli.submit import SubmittedRun
-    from kftrain.data.dataset import ShardedDataset
+    from kftrain.data.opened import OpenedDataset
+    from kftrain.tasks.base import Task
+    from kftrain.tasks.settings import TaskConfig
 
 STARTED_BY = "kftrain.run_pipeline(config)"
 """What starts such a run anew, for people who read of a failure."""
@@ -170,22 +172,37 @@ def submit_pipeline(
     return submit.send(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
 
 
-def open_dataset(uri: str, split: Literal["train", "validation"] = "train") -> ShardedDataset:
-    """The samples of one split, read from the shards by number.
+def open_dataset(
+    uri: str, split: Literal["train", "validation"] = "train", *, task: Task | TaskConfig | None = None
+) -> OpenedDataset:
+    """The samples of one split, for loops of your own: by number, in the training order, or as WebDataset.
+
+        dataset = kftrain.open_dataset(run.uri, "train", task=run.config.task)
+        dataset[7]                                                     # a sample, also for torch's DataLoader
+        dataset.in_training_order(seed=0, batch_size=32)               # torch's IterableDataset, with a state
+        webdataset.DataPipeline(dataset.as_webdataset, …)              # as it is stored
 
     Args:
         uri: A run, a folder of shards, or their manifest.json.
         split: Which samples.
+        task: How they are decoded: a task, or the section of a configuration; None: samples are as they are stored.
 
     Raises ConfigError for another split, DataError where there are no shards or they are damaged.
     """
-    from kftrain.data.dataset import ShardedDataset
+    from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
+    from kftrain.data.shards.manifest import read_manifest
     from kftrain.stages.dataset import find_manifest
+    from kftrain.tasks.base import Task
+    from kftrain.tasks.registry import build_task_of
 
     if split not in SPLITS:
         raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
-    return ShardedDataset.open(find_manifest(uri), split)
+    found = find_manifest(uri)
+    manifest = read_manifest(found)
+    if task is not None and not isinstance(task, Task):
+        task = build_task_of(task, found, manifest.task_settings)
+    return OpenedDataset(found, manifest, split, task)
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:

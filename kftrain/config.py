@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError, model_validator
@@ -31,8 +31,11 @@ from kftrain.tasks.settings import TaskConfig
 from kftrain.tracking.settings import TrackingConfig
 from kftrain.train.settings import OptimizerConfig, TrainConfig
 
+ORDER = 2
+"""Number of the order of samples, in a training identity; one that has none is of release 0.1."""
+
 IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
-"""A training identity that names no window has this one: it stays, whatever the default becomes."""
+"""A training identity of release 0.1 that names no window has this one."""
 
 
 class Config(Section):
@@ -91,18 +94,35 @@ class Config(Section):
         """What makes two trainings the same one: a checkpoint resumes only under an equal identity.
 
         Launch, layout, tracking, checkpoint and evaluation settings are not in it: a run may go on with more processes.
-        The shuffle window is in it, because the order of the samples follows from it. A window of
-        `IMPLIED_SHUFFLE_WINDOW_SHARDS` is left out, so that runs from before it was part of this keep their digest.
+        The order of the samples is in it. A configuration that release 0.1 kept has the identity that it had there.
         """
         everything = self.to_dict()
-        window = self.data.shuffle_window_shards
         return {
             "dataset": dataset_digest,
             "seed": self.run.seed,
             **{section: everything[section] for section in ("task", "model", "precision", "optimizer")},
             "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
-            **({} if window == IMPLIED_SHUFFLE_WINDOW_SHARDS else {"data.shuffle_window_shards": window}),
+            **self._order_identity(),
         }
+
+    def _order_identity(self) -> dict[str, Any]:
+        window = self.data.shuffle_window_shards
+        if window is not None:
+            return {} if window == IMPLIED_SHUFFLE_WINDOW_SHARDS else {"data.shuffle_window_shards": window}
+        data = self.data
+        order = {
+            "order": ORDER,
+            "data.shuffle_range_samples": data.shuffle_range_samples,
+            "data.shuffle_window_ranges": data.shuffle_window_ranges,
+        }
+        if data.length_group_batches:
+            order["data.length_group_batches"] = data.length_group_batches
+        if not data.mixture:
+            return order
+        first_steps = [0, *(phase.first_step for phase in data.mixture_phases)]
+        phases = zip(first_steps, data.mixture_weights(), strict=True)
+        names = [component.name for component in data.mixture]
+        return {**order, "data.mixture": names, "data.mixture_weights": [[step, *weights] for step, weights in phases]}
 
     def training_digest(self, dataset_digest: str) -> str:
         """Hex digest of `training_identity`."""
@@ -140,7 +160,14 @@ def parse(
     return _validated({where: layers.parse(text, where), **(above or {})}, overrides)
 
 
-def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) -> Config:
+def parse_kept(
+    text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
+) -> Config:
+    """The same for a text that a run's folder holds, perhaps of an earlier release."""
+    return _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
+
+
+def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], kept: str = "") -> Config:
     merged: layers.Document = {}
     for document in documents.values():
         merged = layers.merged(merged, document)
@@ -149,11 +176,26 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) 
         layers.override(merged, override)
         layers.override(places.setdefault(f"--set {override}", {}), override)
     layers.require_plain(places, merged)
+    _refuse_old_order(places, kept)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
         location = error.errors()[0]["loc"]  # empty where settings are at odds with each other
         raise _explain(error, layers.origin(places if location else documents, location)) from error
+
+
+def _refuse_old_order(places: dict[str, layers.Document], kept: str) -> None:
+    """Raises ConfigError where the order of release 0.1 is asked for; in what a run kept it says which one it had."""
+    for where, document in places.items():
+        data = document.get("data")
+        window = data.get("shuffle_window_shards") if isinstance(data, dict) else None
+        if window is not None and where != kept:
+            raise ConfigError(
+                "the order of samples follows the shards no more",
+                where=f"{where}: data.shuffle_window_shards",
+                value=window,
+                fix="remove it; data.shuffle_range_samples and data.shuffle_window_ranges are there instead",
+            )
 
 
 def schema() -> dict[str, Any]:
@@ -175,7 +217,9 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
 def _nearest_key(location: list[str]) -> str:
     fields: Any = Config.model_fields
     for part in location[:-1]:
-        fields = fields[part].annotation.model_fields
+        if not part.isdigit():  # which one of a list
+            kind = fields[part].annotation
+            fields = (get_args(kind) or (kind,))[0].model_fields
     known = list(fields)
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"

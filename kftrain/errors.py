@@ -6,6 +6,7 @@
     ├── DataError            11  source or shards are missing, empty, unreadable or not what their manifest says
     ├── CheckpointError      12  no usable checkpoint, or one of another training
     │   └── OtherTrainingError   the run is another training than the one that was asked for; nothing was changed
+    │       └── OldOrderError 10     an earlier release began it, and only that one has its order of samples
     ├── LaunchError          13  the job cannot be started
     ├── EvaluationError      14  the evaluation cannot be done
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
@@ -166,6 +167,12 @@ class OtherTrainingError(CheckpointError):
     """The run is another training than the one that was asked for; it is left as it was."""
 
     failure_class = FailureClass.OTHER_TRAINING
+
+
+class OldOrderError(OtherTrainingError):
+    """The run was begun with an order of samples that only an earlier release has; it is left as it was."""
+
+    exit_code = 10
 
 
 class LaunchError(KftrainError):

@@ -25,10 +25,6 @@ ERROR_LINE = "error "
 STEP = re.compile(r"^step (\d{1,15})/(\d{1,15})\b")
 """What rank 0 prints at every recorded step."""
 
-
-VERIFYING = "verifying the shards"
-"""What rank 0 prints when all processes have met, and the data is looked at before the first step."""
-
 CONSOLE_SECONDS = 5.0
 """How long a console may be halted before lines are left out."""
 

@@ -147,10 +147,10 @@ class RemotePath:
             with io.BufferedWriter(raw, WRITE_BYTES) as stream:
                 try:
                     yield cast(BinaryIO, stream)
-                except BaseException:
+                except BaseException:  # first, or leaving the block would send the rest
                     raw.discard()
                     raise
-        except BaseException:
+        except BaseException:  # what failed may be the last part, sent when the block was left
             raw.discard()
             with contextlib.suppress(OSError):
                 self.remove()
@@ -171,7 +171,7 @@ class RemotePath:
             self._call("pipe_file", content, mode="create", num_bytes=len(content))
         except (PermissionError, FileNotFoundError):
             raise
-        except Exception as error:
+        except Exception as error:  # of any driver; what it says decides nothing, what is there does
             try:
                 found = self._call("cat_file", num_bytes=len(content))
             except FileNotFoundError:

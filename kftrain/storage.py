@@ -62,7 +62,7 @@ def absolute(uri: str, base: str | os.PathLike[str] = ".") -> str:
 def join(uri: str, *parts: str) -> str:
     """The URI of something below `uri`. Parts must not climb out of it."""
     for part in parts:
-        if ".." in part.split("/") or part.startswith("/"):
+        if part.startswith("/") or (".." in part and ".." in part.split("/")):
             raise ConfigError("a name may not leave its folder", where=uri, value=part, fix="use a plain name")
     return "/".join([uri.rstrip("/"), *(part.strip("/") for part in parts)])
 
@@ -79,6 +79,23 @@ def size_bytes(uri: str) -> int:
     if is_local(uri):
         return local_path(uri).stat().st_size
     return int(RemotePath(uri).object_info()["size"])
+
+
+@retried("read")
+def size_and_version(uri: str) -> tuple[int, str]:
+    """Size of a file, and what changes with its content; empty where its store says nothing of the kind.
+
+    Raises FileNotFoundError.
+    """
+    if is_local(uri):
+        return describe(local_path(uri).stat())
+    info = RemotePath(uri).object_info()
+    return int(info["size"]), version_of(info)
+
+
+def describe(status: os.stat_result) -> tuple[int, str]:
+    """`size_and_version` of a file of this machine: its version is its time and its inode."""
+    return status.st_size, f"{status.st_mtime_ns}-{status.st_ino}"
 
 
 def open_read(uri: str, read_ahead: bool = True) -> BinaryIO:
@@ -109,7 +126,7 @@ def open_write(uri: str) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-    except BaseException:
+    except BaseException:  # a signal, too: nobody takes half a file for a whole one
         path.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
@@ -313,7 +330,7 @@ def _open_regular(path: Path) -> BinaryIO:
         if not stat.S_ISREG(kind):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
         return os.fdopen(descriptor, "rb")
-    except BaseException:
+    except BaseException:  # a signal, too, and `fdopen` has not taken it over
         os.close(descriptor)
         raise
 

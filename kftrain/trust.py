@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from kftrain import storage
 from kftrain.config import Config
+from kftrain.data.shards.manifest import Manifest
+from kftrain.data.sources.webdataset import source_folder
 from kftrain.errors import ConfigError, DataError
 from kftrain.run import documents
 from kftrain.run.documents import RunShards
@@ -95,6 +97,23 @@ def read_shards(paths: RunPaths) -> RunShards:
             fix=f"run the shard step again, or list its root in {ROOTS_VARIABLE} if it is yours",
         )
     return shards
+
+
+def require_places(manifest: Manifest, manifest_uri: str, config: Config) -> None:
+    """Raises DataError where a manifest names adopted shards that do not lie where this configuration has its data.
+
+    That is below the storage root, below `data.source` or where the environment lists. Nothing is asked of a store.
+    """
+    folders = {shard.folder for split in manifest.splits.values() for shard in split.shards if shard.is_adopted}
+    allowed = (config.run.storage_root, source_folder(config.data.source), *_listed(ROOTS_VARIABLE)) if folders else ()
+    for folder in sorted(folders):
+        if _malformed(folder) or not Trust(roots=allowed)._has_place(folder):
+            raise DataError(
+                "its adopted shards lie neither below data.source nor below the storage root",
+                where=manifest_uri,
+                value=folder,
+                fix=f"set data.source to that place, or list it in {ROOTS_VARIABLE} if it is yours",
+            )
 
 
 def _listed(variable: str) -> list[str]:

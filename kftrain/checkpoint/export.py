@@ -4,6 +4,7 @@
       model.safetensors          or model-00001-of-0000N.safetensors with model.safetensors.index.json
       config.json                the model's configuration; for the transformer a Hugging Face Llama config
       kftrain.json               how kftrain rebuilds model and task
+      tokenizer.json …           the task's own files
       manifest.json              every file's bytes and sha256; its own digest is the export's digest
 
 Made from the committed checkpoint, not from the live model: tensors are read back one file at a time, so memory stays
@@ -14,20 +15,23 @@ loading reads safetensors and JSON only.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from kftrain import storage
 from kftrain.checkpoint.allowance import limited_to
-from kftrain.errors import CheckpointError, RetryableError
+from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.settings import ModelConfig
+from kftrain.plugins import user_code
 from kftrain.run import commit, documents
 from kftrain.run.commit import FileEntry
 from kftrain.run.export import (
@@ -54,9 +58,14 @@ MAX_FILE_BYTES = 2 << 30
 MAX_DOCUMENT_BYTES = 16 << 20
 """Of a description: what is read as JSON takes many times its size."""
 
+MAX_TASK_FILE_BYTES = 64 << 20
+"""Of a file of the task's own."""
+
 DESCRIPTION = "kftrain.json"
 MODEL_PREFIX = "model."
 """Keys of the model in a checkpoint's state."""
+
+_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,80}")
 
 
 class Description(documents.Document):
@@ -87,9 +96,15 @@ class LoadedExport:
 
 
 def export_checkpoint(
-    paths: RunPaths, checkpoint_uri: str, description: Description, config: dict[str, Any]
+    paths: RunPaths,
+    checkpoint_uri: str,
+    description: Description,
+    config: dict[str, Any],
+    task_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[str, str]:
     """Writes the export of a committed checkpoint, if it is not there yet; returns its URI and digest.
+
+    `task_files`: the task's own, name -> content.
 
     Every file of the checkpoint is verified before one is unpickled. One process suffices. Raises CheckpointError, and
     RetryableError if the export that comes to lie there is not the one that was written.
@@ -104,6 +119,9 @@ def export_checkpoint(
             _write_tensors(checkpoint_uri, manifest.files, folder)
             (folder / "config.json").write_text(storage.dump_json(config))
             (folder / DESCRIPTION).write_text(storage.dump_json(description.to_dict()))
+            for name, content in task_files.items():
+                require_task_file(name)
+                (folder / name).write_bytes(content)
             files = {path.name: commit.entry_of(str(path)) for path in sorted(folder.iterdir())}
         export = ExportManifest(
             checkpoint_digest=digest,
@@ -116,6 +134,13 @@ def export_checkpoint(
             raise RetryableError("other files than the ones of this export are in its folder", where=uri)
         storage.publish_json(manifest_uri(uri), export.to_dict())  # last: it says that the others are there
     return uri, digest_of_export(uri)
+
+
+def require_task_file(name: str) -> None:
+    """Raises ConfigError for a file of a task whose name is not plain, or is that of another file of an export."""
+    taken = {"config.json", DESCRIPTION, "manifest.json"}
+    if not _FILE_NAME.fullmatch(name) or name in taken or name.startswith("model"):
+        raise ConfigError("no name of a task's file", where="task.export_files", value=name, fix="rename it")
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
@@ -159,8 +184,16 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"
         raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
+    _restore(task, uri, manifest)
     _fill(model, uri, manifest)
     return LoadedExport(model.eval(), task, config)
+
+
+def _restore(task: Task, uri: str, manifest: ExportManifest) -> None:
+    """Gives the task the files that it was trained with, from the export alone."""
+    if task.asset_names:
+        with user_code("task.restore"):
+            task.restore({name: _content(uri, manifest, name, MAX_TASK_FILE_BYTES) for name in task.asset_names})
 
 
 def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
@@ -177,11 +210,11 @@ def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
     return Recipe(model, task, found.model_arguments)
 
 
-def _content(uri: str, manifest: ExportManifest, name: str) -> bytes:
+def _content(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in manifest.files:
         raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
-    if name.endswith(".json") and manifest.files[name].bytes > MAX_DOCUMENT_BYTES:
-        what = f"a description is larger than {MAX_DOCUMENT_BYTES} bytes"
+    if not name.endswith(".safetensors") and manifest.files[name].bytes > max_bytes:
+        what = f"a description is larger than {max_bytes} bytes"
         raise CheckpointError(what, where=storage.join(uri, name), value=manifest.files[name].bytes)
     return commit.read_verified(storage.join(uri, name), manifest.files[name])
 

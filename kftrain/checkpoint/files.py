@@ -117,7 +117,7 @@ class HashingStream:
         """Writes all of it; returns its length in bytes."""
         try:
             self._stream.write(content)
-        except Exception as error:
+        except Exception as error:  # of any driver: torch raises another one in its place
             self.error = self.error or error
             raise
         self._digest.update(content)

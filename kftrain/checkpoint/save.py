@@ -13,6 +13,7 @@ import errno
 import math
 import threading
 import time
+from collections.abc import Callable, Collection
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -83,16 +84,24 @@ class CheckpointWriter:
         keep_last: int,
         committed_step: int,
         timeout_seconds: float = math.inf,
+        sound_so_far: Callable[[], Callable[[], None]] = lambda: lambda: None,
     ) -> None:
+        """`sound_so_far` gives what raises, perhaps after a while, where nothing may be made of the data read by now.
+
+        It is asked when a save begins, and called by every process before it is committed.
+        """
         self._paths = paths
         self._world = world
         self._identity = identity
         self._keep_last = keep_last
         self._timeout_seconds = timeout_seconds
+        self._sound_so_far = sound_so_far
         self._staging = Staging()
         self._flight: _Flight | None = None
         self.committed_step = committed_step
         """Step of the newest committed checkpoint; at first the one that the attempt began with."""
+        self.bad_samples: Collection[int] = ()
+        """Numbers of the samples that were left out so far; whoever counts them goes on to."""
 
     @property
     def step(self) -> int | None:
@@ -120,7 +129,8 @@ class CheckpointWriter:
         manifest = self._manifest(name, samples_consumed)
         start, rows = time.monotonic(), list(history)
         context = contextvars.copy_context()  # how long the caller waits for storage
-        future = threads.start(lambda: context.run(self._write, staged, rows, name, manifest), "checkpoint")
+        sound = self._sound_so_far()
+        future = threads.start(lambda: context.run(self._write, staged, rows, name, manifest, sound), "checkpoint")
         self._flight = _Flight(step, start, future)
 
     def wait(self) -> None:
@@ -168,18 +178,26 @@ class CheckpointWriter:
             training_identity=self._identity.training_identity,
             files={},
             parts=self._identity.parts,
+            bad_samples=tuple(sorted(self.bad_samples)),
         )
 
     def _write(
-        self, staged: State, history: list[dict[str, Any]], name: CheckpointName, manifest: CheckpointManifest
+        self,
+        staged: State,
+        history: list[dict[str, Any]],
+        name: CheckpointName,
+        manifest: CheckpointManifest,
+        sound: Callable[[], None],
     ) -> int:
         """Writes and commits; returns the step. In the thread."""
         uri = storage.join(self._paths.checkpoints, str(name))
         written, problem = self._write_files(staged, uri)
         if problem is None:
             gathered: list[Any] = [None] * self._world.size
-            dist.all_gather_object(gathered, written, group=self._world.background)
-            entries = {key: entry for part in gathered for key, entry in part.items()}
+            dist.all_gather_object(gathered, (written, _problem_of(sound)), group=self._world.background)
+            problem = next((found for _, found in gathered if found), None)
+        if problem is None:
+            entries = {key: entry for part, _ in gathered for key, entry in part.items()}
             outcome = [self._try_to_commit(name, manifest, history, entries) if self._world.is_main else None]
             dist.broadcast_object_list(outcome, src=0, group=self._world.background)
             problem = outcome[0]
@@ -239,7 +257,8 @@ class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
-        self.fs = self.files = CheckpointFiles()
+        self.files = CheckpointFiles()
+        self.fs = self.files
         self.path = uri
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -247,6 +266,14 @@ class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
         if self.files.exists(self.files.concat_path(self.path, METADATA)):
             raise FileExistsError(errno.EEXIST, "there is one already", self.path)
         return super().prepare_local_plan(plan)
+
+
+def _problem_of(work: Callable[[], None]) -> Problem | None:
+    try:
+        work()
+    except KftrainError as error:
+        return error.to_dict()
+    return None
 
 
 def _problem(error: BaseException, uri: str, what: str) -> Problem:

@@ -15,7 +15,7 @@ from kftrain.errors import BUG_CODE, ConfigError, InterruptedByUser, KftrainErro
 EXTRAS = {
     **{"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"},
     **{"kubernetes": "kubeflow", "kubeflow": "kubeflow"},
-    **{"pyarrow": "sources", "PIL": "sources", "datasets": "sources"},
+    **{"pyarrow": "sources", "PIL": "sources", "datasets": "sources", "tokenizers": "sources"},
 }
 """What installs an optional dependency."""
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "register": ("kftrain.cli.stages", "Register the model of a run and promote it by policy."),
     "gate": ("kftrain.cli.stages", "Decide again whether a registered model becomes champion."),
     "shards": ("kftrain.cli.shards", "Look at the shards of a dataset."),
+    "tokenizer": ("kftrain.cli.tokenizer", "Train a tokenizer."),
     "checkpoints": ("kftrain.cli.checkpoints", "Look at the checkpoints of a run."),
     "models": ("kftrain.cli.models", "Compare, promote and roll back registered models."),
     "runs": ("kftrain.cli.runs", "List runs: state, step, metric, champion."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kftrain.api import CompletedRun
 from kftrain.config import Config
-from kftrain.data.shards.manifest import Manifest
+from kftrain.data.shards.manifest import Manifest, counted
 from kftrain.report import wording
 from kftrain.run import advice
 from kftrain.run.advice import Situation
@@ -61,11 +61,7 @@ def _rows(label: str, values: list[str]) -> list[str]:
 
 
 def _data(manifest: Manifest) -> str:
-    train, validation = manifest.splits["train"].num_samples, manifest.splits["validation"].num_samples
-    return (
-        f"{manifest.source}: {wording.count(train)} samples for training, {wording.count(validation)} for validation "
-        f"(dataset {wording.short(manifest.dataset_digest)})"
-    )
+    return f"{manifest.source}: {counted(manifest)} (dataset {wording.short(manifest.dataset_digest)})"
 
 
 def _model(completion: Completion) -> str:

@@ -15,10 +15,13 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kftrain.data.schema import Arrays, SampleSchema
-from kftrain.data.shards.manifest import Manifest, block_keys, read_manifest, row_bytes, shard_uri
+from kftrain.data.adopted.conversion import Conversion
+from kftrain.data.schema import Arrays, Field, SampleSchema
+from kftrain.data.shards.manifest import Manifest, again, read_manifest, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import stored_dtype
 from kftrain.data.shards.reader import ShardReader, read_index
+from kftrain.data.shards.verified import Uses
+from kftrain.data.shards.verify import shard_keys
 from kftrain.errors import DataError
 
 MAX_OPEN_SHARDS = 128
@@ -28,14 +31,37 @@ MAX_OPEN_SHARDS = 128
 class ShardedDataset:
     """One split of a dataset. All methods may be called from any thread."""
 
-    def __init__(self, manifest_uri: str, manifest: Manifest, split: str) -> None:
+    def __init__(
+        self,
+        manifest_uri: str,
+        manifest: Manifest,
+        split: str,
+        uses: Uses | None = None,
+        conversion: Conversion | None = None,
+    ) -> None:
+        """Opens no shard yet.
+
+        Args:
+            manifest_uri: Where the manifest lies.
+            manifest: Its content.
+            split: `train` or `validation`.
+            uses: Where to say which shards are read; without it none is hashed.
+            conversion: What makes of adopted samples what a task reads; None: they are given as they are stored.
+        """
         self._uri = manifest_uri
+        self._conversion = conversion
+        self._uses = uses
         self._shards = manifest.splits[split].shards
-        self.schema: SampleSchema = manifest.sample_schema
+        self._stored: SampleSchema = manifest.schema_of(split)
+        self.schema: SampleSchema = conversion.schema if conversion else self._stored
+        """Of what `read` gives."""
         self.num_groups = manifest.splits[split].num_blocks
         """Blocks; in the validation split each is an independent unit (a document, an image)."""
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
         self._shard_starts = np.concatenate([[0], np.cumsum(self.samples_per_shard)])
+        self._key_prefixes = [
+            f"{component.name}/" for component in manifest.components for _ in range(component.num_shards[split])
+        ]
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._max_open = MAX_OPEN_SHARDS
         self._lock = threading.Lock()
@@ -53,67 +79,158 @@ class ShardedDataset:
         """Rows of the split."""
         return int(self._shard_starts[-1])
 
-    def expect_window(self, num_shards: int) -> None:
-        """Says that samples of so many shards will be read in turns: these and the next ones then stay open.
+    def expect_window(self, num_ranges: int, range_samples: int) -> None:
+        """Says that samples of so many ranges will be read in turns: the shards of these and the next ones stay open.
 
         Opening a shard again reads and checks its index again, which costs many times what reading a sample does.
         """
+        shards_of_range = 2 + range_samples * len(self._shards) // self.num_samples
         half_of_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        self._max_open = max(MAX_OPEN_SHARDS, min(2 * num_shards, half_of_open_files))
+        wanted = min(2 * num_ranges * shards_of_range, len(self._shards), half_of_open_files)
+        self._max_open = max(MAX_OPEN_SHARDS, wanted)
 
-    def read(self, shard_ids: np.ndarray, rows: np.ndarray) -> Arrays:
-        """Samples by shard and row in the shard, int64 `[k]` each: field name -> new array `[k, *shape]`.
+    def read(self, samples: np.ndarray) -> Arrays:
+        """Samples by their number in stored order, int64 `[k]`: field name -> new array `[k, *shape]`.
 
-        Raises DataError that names the shard where one is missing or damaged.
+        What is encoded is `[k]` of `object`: bytes, or views of the mapped shard. Raises DataError that names the shard
+        where one is missing or damaged, or was found to be while it was read before.
         """
+        shard_ids, rows = self._located(samples)
         order = np.argsort(shard_ids, kind="stable")
         starts = np.flatnonzero(np.diff(shard_ids[order], prepend=-1)).tolist()
-        gathered = {field.name: np.empty(len(rows), f"V{row_bytes(field)}") for field in self.schema.fields}
+        gathered = {field.name: np.empty(len(rows), _gathered_dtype(field)) for field in self._stored.fields}
         for start, stop in itertools.pairwise([*starts, len(rows)]):
             chosen = order[start:stop]
             for name, found in self._shard(int(shard_ids[chosen[0]])).gather(rows[chosen]).items():
                 gathered[name][chosen] = found
-        return {
-            field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(rows), *field.shape)
-            for field in self.schema.fields
-        }
+        arrays = {field.name: _as_rows(field, gathered[field.name]) for field in self._stored.fields}
+        return self._conversion(arrays, lambda row: self.place_of(int(samples[row]))) if self._conversion else arrays
 
     def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
         """Samples start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
-        global_rows = np.arange(start, stop, dtype=np.int64)
-        shard_ids = np.searchsorted(self._shard_starts, global_rows, side="right") - 1
-        return self.read(shard_ids, global_rows - self._shard_starts[shard_ids]), self.group_of(global_rows)
+        samples = np.arange(start, stop, dtype=np.int64)
+        return self.read(samples), self.group_of(samples)
+
+    def read_runs(self, starts: np.ndarray, length: int) -> Arrays:
+        """Of each start that row and those after it, `length` in all: field name -> new array `[k, length, *shape]`.
+
+        Rows are numbered in stored order, and all of them are in the split. For fields of numbers. Raises DataError.
+        """
+        shard_ids, rows = self._located(starts)
+        gathered = {field.name: np.empty(len(rows), f"V{length * row_bytes(field)}") for field in self.schema.fields}
+        for shard_id in np.unique(shard_ids).tolist():
+            reader, chosen = self._shard(shard_id), np.flatnonzero(shard_ids == shard_id)
+            is_whole = reader.rows_left(rows[chosen]) >= length
+            for name, found in reader.gather_runs(rows[chosen[is_whole]], length).items():
+                gathered[name][chosen[is_whole]] = found
+            for number in chosen[~is_whole].tolist():
+                for name, content in self._joined_run(int(starts[number]), length).items():
+                    gathered[name][number] = np.frombuffer(content, gathered[name].dtype)[0]
+        return {
+            field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(rows), length, *field.shape)
+            for field in self.schema.fields
+        }
+
+    def _joined_run(self, start: int, length: int) -> dict[str, bytes]:
+        """The bytes of rows that follow each other across blocks or shards."""
+        parts: dict[str, list[bytes]] = {field.name: [] for field in self.schema.fields}
+        stop = start + length
+        while start < stop:
+            (shard_id,), row = self._located(np.array([start]))
+            reader = self._shard(int(shard_id))
+            taken = min(stop - start, int(reader.rows_left(row)[0]))
+            for name, found in reader.gather_runs(row, taken).items():
+                parts[name].append(found.tobytes())
+            start += taken
+        return {name: b"".join(pieces) for name, pieces in parts.items()}
+
+    def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
+        """Bytes of each sample over all fields, int64 `[k]`, from the indexes alone."""
+        shard_ids, rows = self._located(samples)
+        sizes = np.empty(len(rows), np.int64)
+        for shard_id in np.unique(shard_ids).tolist():
+            chosen = shard_ids == shard_id
+            sizes[chosen] = self._shard(shard_id).sample_bytes(rows[chosen])
+        return sizes
+
+    def extensions_of(self, samples: np.ndarray) -> dict[str, list[str]]:
+        """Of each encoded field the extensions of these samples' files, by their number in stored order."""
+        shard_ids, rows = self._located(samples)
+        found = {field.name: [field.extensions[0]] * len(rows) for field in self.schema.fields if field.is_encoded}
+        for field in self.schema.fields:
+            for shard_id in np.unique(shard_ids).tolist() if field.is_encoded else ():
+                chosen = np.flatnonzero(shard_ids == shard_id)
+                names = self._shard(shard_id).member_names(rows[chosen], field.name)
+                for row, name in zip(chosen.tolist(), names, strict=True):
+                    extension = name.rpartition("/")[2].partition(".")[2].lower()
+                    if extension in field.extensions:
+                        found[field.name][row] = extension
+        return found
 
     def group_of(self, global_rows: np.ndarray) -> np.ndarray:
         """Group ids, int64 `[k]` in 0 … num_groups - 1, of samples by their number in stored order."""
         return np.searchsorted(self._group_starts, global_rows, side="right") - 1
 
     def group_keys(self) -> list[str]:
-        """The key of each group, in the order of their ids. Raises DataError where a shard is damaged."""
+        """The key of each group, in the order of their ids; of a mixture below the name of its component.
+
+        Raises DataError where a shard is damaged.
+        """
         keys: list[str] = []
-        for shard in self._shards:
-            found = list(block_keys(shard_uri(self._uri, shard.name), self.schema))
+        prefixes = self._key_prefixes or [""] * len(self._shards)
+        for number, (shard, prefix) in enumerate(zip(self._shards, prefixes, strict=True)):
+            self._shard(number)
+            found = list(shard_keys(self._uri, shard, self._stored))
             if len(found) != shard.num_blocks:
                 raise DataError(
                     f"the archive has {len(found)} blocks, not {shard.num_blocks}",
-                    where=shard_uri(self._uri, shard.name),
-                    fix="shard the data again",
+                    where=shard_uri(self._uri, shard),
+                    fix=again(shard),
                 )
-            keys += found
+            keys += [prefix + key for key in found]
         return keys
+
+    def place_of(self, sample: int) -> str:
+        """Where a sample lies, for people: the URI of its shard, and its key. Reads the shard up to there."""
+        (shard_id,), (row,) = (found.tolist() for found in self._located(np.array([sample])))
+        shard = self._shards[shard_id]
+        uri = shard_uri(self._uri, shard)
+        stops = np.cumsum(read_index(self._uri, shard, self._stored)[:, 0])
+        block = int(np.searchsorted(stops, row, side="right"))
+        keys = shard_keys(self._uri, shard, self._stored)
+        return f"{uri}, {next(itertools.islice(keys, block, None), 'unknown key')}"
 
     @functools.cached_property
     def _group_starts(self) -> np.ndarray:
-        rows = np.concatenate([read_index(self._uri, shard, self.schema)[:, 0] for shard in self._shards])
+        rows = np.concatenate([read_index(self._uri, shard, self._stored)[:, 0] for shard in self._shards])
         starts: np.ndarray = np.cumsum(rows) - rows
         return starts
 
+    def _located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Shard ids, and rows within them."""
+        shard_ids = np.searchsorted(self._shard_starts, samples, side="right") - 1
+        return shard_ids, samples - self._shard_starts[shard_ids]
+
     def _shard(self, number: int) -> ShardReader:
+        if self._uses is not None:
+            self._uses.raise_found()
         with self._lock:
             reader = self._open.get(number)
             if reader is None:
-                reader = self._open[number] = ShardReader(self._uri, self._shards[number], self.schema)
+                reader = self._open[number] = ShardReader(self._uri, self._shards[number], self._stored, self._uses)
+                if self._uses is not None:
+                    self._uses.begin(reader.file)
                 if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
             return reader
+
+
+def _gathered_dtype(field: Field) -> str:
+    return "O" if field.is_encoded else f"V{row_bytes(field)}"
+
+
+def _as_rows(field: Field, gathered: np.ndarray) -> np.ndarray:
+    if field.is_encoded:
+        return gathered
+    return gathered.view(stored_dtype(field.dtype)).reshape(len(gathered), *field.shape)

@@ -2,91 +2,128 @@
 
 Positions count samples from the start of training: position p is number p mod N of epoch p // N. Steps run
 across the border of epochs, so training needs no padding for a dataset that is no multiple of the batch. The
-order depends on the dataset (its digest, its shards, the shuffle window) and the seed alone; ranks,
-prefetching and restarts only choose which positions they look up.
+order is a function of the number of samples and the seed; shards, ranks, prefetching and restarts only choose
+which positions are looked up, and where a sample lies.
 
-Each epoch permutes the shards; each window of `window_shards` shards that follow each other in that order
-permutes its samples. So a reader touches one window of shards at a time, yet neighbours in the order come
-from many shards. Both permutations are functions (see permutation.py), and finding a position costs O(1):
-nothing here grows with the number of samples, only with that of shards.
+Each epoch cuts the samples into ranges that follow each other, from another sample on than the epoch before,
+and permutes the ranges. Windows of ranges that follow each other in that order permute their samples. So a
+reader touches the ranges of one window at a time, yet neighbours in the order come from all of them.
+
+A window is a table, computed when a position of it is asked for the first time; looking one up is an index.
+The tables of the last few windows are all that is kept: nothing here grows with the number of samples.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from kftrain.data import permutation
+from kftrain.data.length_groups import LengthGroups
 from kftrain.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class _EpochLayout:
-    """One epoch: its shards in order and how their samples fall into windows."""
-
-    shard_order: np.ndarray
-    shard_starts: np.ndarray
-    """`[shards + 1]`: first offset of each shard in that order, and the total."""
-    window_starts: np.ndarray
-    """`[windows + 1]`: first offset of each window, and the total."""
-    window_keys: np.ndarray
+KEPT_WINDOWS = 4
+"""What is read ahead, and by other threads, lies in the next window at most."""
 
 
-class TrainingOrder:
-    """The order in which training sees samples: position -> (shard, row), for any number of epochs."""
-
-    def __init__(
-        self,
-        samples_per_shard: Sequence[int] | np.ndarray,
-        dataset_digest: str,
-        seed: int,
-        window_shards: int,
-    ) -> None:
-        self._samples = np.asarray(samples_per_shard, np.int64)
-        assert self._samples.size and (self._samples > 0).all(), "every shard holds samples"
-        self.window_shards = window_shards
-        """Shards that follow each other in an epoch and whose samples are mixed."""
-        self._key = permutation.derive_key(f"training order/{dataset_digest}/{seed}")
-        self._layout = functools.lru_cache(maxsize=2)(self._new_layout)
+class Order(Protocol):
+    """Which sample stands where."""
 
     @property
     def num_samples(self) -> int:
+        """That there are to be located."""
+        ...
+
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]`, counted from the start of training."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Positions that follow each other, and their samples in the order of training."""
+
+    start: int
+    stop: int
+    samples: np.ndarray
+
+
+class TrainingOrder:
+    """The order in which training sees samples: position -> number of the sample in its split, for all epochs."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        range_samples: int,
+        window_ranges: int,
+        name: str = "",
+        groups: LengthGroups | None = None,
+    ) -> None:
+        """`range_samples`: that stay neighbours; `window_ranges`: ranges that are mixed. `name`: orders apart.
+
+        `groups`: by length, within a window.
+        """
+        assert num_samples > 0 and range_samples > 0 and window_ranges > 0
+        self.num_samples = num_samples
         """Samples of one epoch."""
-        return int(self._samples.sum())
+        self.range_samples = min(range_samples, num_samples)
+        """Samples that follow each other in the dataset and share a window; the last range of an epoch has fewer."""
+        self._num_whole = num_samples // self.range_samples
+        self._num_ranges = -(-num_samples // self.range_samples)
+        self._num_windows = -(-self._num_ranges // window_ranges)
+        self.window_ranges = -(-self._num_ranges // self._num_windows)
+        """Ranges of the largest window; the others have one less."""
+        self._key = permutation.derive_key(f"training order 2/{name}/{num_samples}/{seed}")
+        self._groups = groups
+        self._window = functools.lru_cache(maxsize=KEPT_WINDOWS)(self._new_window)
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard ids and rows within them, int64 `[k]` each, of positions int64 `[k]` of any epochs."""
-        epochs, offsets = np.divmod(np.asarray(positions, np.int64), self.num_samples)
-        shard_ids, rows = np.empty_like(offsets), np.empty_like(offsets)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            shard_ids[chosen], rows[chosen] = self._locate_in_epoch(epoch, offsets[chosen])
-        return shard_ids, rows
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]` of any epochs."""
+        window = self._window_of(int(positions.min()))
+        if positions.max() < window.stop:
+            found: np.ndarray = window.samples[positions - window.start]
+            return found
+        located, missing = np.empty(len(positions), np.int64), np.arange(len(positions))
+        while missing.size:
+            window = self._window_of(int(positions[missing].min()))
+            is_inside = positions[missing] < window.stop
+            chosen, missing = missing[is_inside], missing[~is_inside]
+            located[chosen] = window.samples[positions[chosen] - window.start]
+        return located
 
-    def _locate_in_epoch(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        layout = self._layout(epoch)
-        windows = np.searchsorted(layout.window_starts, offsets, side="right") - 1
-        starts = layout.window_starts[windows]
-        sizes = layout.window_starts[windows + 1] - starts
-        within = permutation.permute(
-            (offsets - starts).astype(np.uint64), sizes.astype(np.uint64), layout.window_keys[windows]
-        )
-        shuffled = starts + within.astype(np.int64)
-        places = np.searchsorted(layout.shard_starts, shuffled, side="right") - 1
-        return layout.shard_order[places], shuffled - layout.shard_starts[places]
+    def _window_of(self, position: int) -> _Window:
+        epoch, offset = divmod(position, self.num_samples)
+        slot = offset // self.range_samples
+        return self._window(epoch, ((slot + 1) * self._num_windows - 1) // self._num_ranges)
 
-    def _new_layout(self, epoch: int) -> _EpochLayout:
+    def _new_window(self, epoch: int, number: int) -> _Window:
+        """Windows share the slots of an epoch as evenly as can be: number w starts at slot w * ranges // windows."""
+        first, last = (each * self._num_ranges // self._num_windows for each in (number, number + 1))
+        start, stop = first * self.range_samples, min(last * self.range_samples, self.num_samples)
         epoch_key = permutation.subkeys(self._key, np.array([epoch], np.uint64))
-        shard_order = permutation.shuffled(self._samples.size, epoch_key)
-        shard_starts = np.concatenate([[0], np.cumsum(self._samples[shard_order])])
-        window_starts = np.append(shard_starts[: -1 : self.window_shards], shard_starts[-1])
-        window_keys = permutation.subkeys(
-            permutation.mix(epoch_key), np.arange(len(window_starts) - 1, dtype=np.uint64)
-        )
-        return _EpochLayout(shard_order, shard_starts, window_starts, window_keys)
+        starts = self._range_starts(np.arange(first, last), epoch_key)
+        stored = (starts[:, None] + np.arange(self.range_samples)).ravel()[: stop - start]
+        window_key = permutation.subkeys(permutation.mix(epoch_key), np.array([number], np.uint64))
+        samples = stored[permutation.shuffled(stop - start, window_key)] % self.num_samples
+        if self._groups is not None:
+            samples = self._groups.grouped(samples, epoch * self.num_samples + start, permutation.mix(window_key))
+        return _Window(epoch * self.num_samples + start, epoch * self.num_samples + stop, samples)
+
+    def _range_starts(self, slots: np.ndarray, epoch_key: np.ndarray) -> np.ndarray:
+        """First sample of the range in each slot, int64; beyond the last sample it goes on with the first one.
+
+        Where the ranges do not fill the epoch, the short one is the last.
+        """
+        ranges = slots.astype(np.uint64)
+        whole = ranges[ranges < self._num_whole]
+        size = np.full(len(whole), self._num_whole, np.uint64)
+        ranges[: len(whole)] = permutation.permute(whole, size, np.repeat(permutation.mix(~epoch_key), len(whole)))
+        shift = int(permutation.mix(epoch_key + np.uint64(1))[0]) % self.num_samples
+        return ranges.astype(np.int64) * self.range_samples + shift
 
 
 class BatchPlan:

@@ -60,8 +60,11 @@ def permute(elements: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nda
 
 
 def shuffled(size: int, key: np.ndarray) -> np.ndarray:
-    """A keyed permutation of `range(size)` as a table, int64: indices sorted by their hash."""
-    return np.argsort(subkeys(key, np.arange(size, dtype=np.uint64)), kind="stable")
+    """A keyed permutation of `range(size)` as a table, int64: indices sorted by their hash.
+
+    No two hashes are equal, so that every way of sorting gives the same table.
+    """
+    return np.argsort(subkeys(key, np.arange(size, dtype=np.uint64)))
 
 
 def _network(elements: np.ndarray, side: np.ndarray, other_side: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -2,28 +2,150 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from kftrain.data.shares import slots_by_weight
 from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Amount, Count, Section
+
+MAX_WINDOW_SAMPLES = 1 << 22
+"""The table of a window takes 8 bytes for each, and is sorted within a second or two."""
+
+
+DEFAULT_SOURCE = "stdlib"
+
+Weight = Annotated[float, Field(ge=0.0)]
+
+
+class ComponentConfig(Section):
+    """One dataset of a mixture."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    """In reports and metrics."""
+    source: str
+    """As `data.source`."""
+    weight: Weight = 1.0
+    """Its share of the samples of training is this over the sum of all weights."""
+    text_field: str = ""
+    """As `data.text_field`, where it is another one."""
+
+
+class PhaseConfig(Section):
+    """Other weights of a mixture, from a step on."""
+
+    first_step: Count
+    """The first step with these weights."""
+    weights: dict[str, Weight]
+    """Of each component, by name; 0 pauses it."""
 
 
 class DataConfig(Section):
     """Where samples come from and how they are sharded and read."""
 
-    source: str = "stdlib"
+    source: str = DEFAULT_SOURCE
     """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
+    mixture: tuple[ComponentConfig, ...] = ()
+    """Instead of a source, several of them: each with a `name`, a `source`, a `weight` and, if it has another one, its
+    `text_field`. Each is sharded by itself and seen exactly once in each epoch of its own."""
+    mixture_phases: tuple[PhaseConfig, ...] = ()
+    """Other weights from a step on: each with `first_step` and `weights`, by name."""
+    shards: Literal["write", "adopt"] = "write"
+    """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
+    fields: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    """Of adopted shards: field -> the extensions that it may have; empty: one field for each kind of file."""
+    max_incomplete_samples: Amount = 0
+    """Of adopted shards: so many samples that lack a file of a field are left out; one more is an error."""
     text_field: str = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
     shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
     """Target size of one shard."""
+    part_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
+    """Target size of the parts of the source that are encoded by themselves: data that is added changes one of them."""
+    processes: Amount = 0
+    """Processes that encode parts at the same time; 0: one for each CPU of the machine. The result is the same."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""
-    verify: Literal["sha256", "size"] = "sha256"
-    """What training checks of every shard before its first step: the whole content, or only the length."""
-    shuffle_window_shards: Count = 16
-    """Samples are shuffled across this many shards at a time; shards are shuffled over the whole epoch."""
-    prefetch_batches: Amount = 2
-    """Steps whose samples are read ahead in a background thread; 0 reads in the training thread."""
+    verify: Literal["first_use", "everything", "size"] = "first_use"
+    """When a shard is hashed: in the background from its first use, before the first step, or never. Sizes always are
+    checked before the first step. `sha256`, as releases before called it, reads as `everything`."""
+    cache_dir: str = ""
+    """Folder of a node for what it remembers and keeps of shards; empty: one for temporary files."""
+    cache_bytes: Amount = 0
+    """Of shards of an object store that a node keeps, fetched in the background while they are read in ranges; what
+    was not read for the longest time goes. 0: none, they are read in ranges only."""
+    shuffle_range_samples: Count = 1024
+    """So many samples that follow each other in the dataset stay near each other; these ranges are shuffled over the
+    whole epoch. Smaller ones shuffle better and are read from more places."""
+    shuffle_window_ranges: Count = 64
+    """Samples are mixed over this many ranges at a time."""
+    length_group_batches: Amount = 0
+    """So many batches at a time are sorted by the bytes of their samples, so that those of a batch are of near length:
+    for a task whose `batch` cuts padding off. 0: not."""
+    shuffle_window_shards: Count | None = None
+    """Of a run that release 0.1 began, whose order followed the shards: that release finishes it. Refused elsewhere."""
+    prefetch_batches: Literal["auto"] | Amount = 2
+    """Steps whose samples are read ahead in the background; 0 reads in the training thread; `auto`: 2 at first, and one
+    more each time that the training has waited for data, up to 16 and 1 GiB of rows in each process."""
+    workers: Literal["auto"] | Amount = "auto"
+    """Who reads and decodes, for each training process; `auto`: the CPUs that it has beside its own where the task
+    decodes, else 0, the thread that makes the batches."""
+    worker_kind: Literal["threads", "processes"] = "threads"
+    """`processes`: for a task whose `decode` holds Python's lock (GIL); samples that are not decoded need none."""
+    max_bad_samples: Amount = 0
+    """Training samples that may be left out because they cannot be decoded; with one more the run fails (11)."""
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _read_old_name(cls, value: Any) -> Any:
+        return "everything" if value == "sha256" else value
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Key of the configuration -> source, of all that there are."""
+        if not self.mixture:
+            return {"data.source": self.source}
+        return {f"data.mixture[{number}].source": each.source for number, each in enumerate(self.mixture)}
+
+    def of_component(self, component: ComponentConfig) -> DataConfig:
+        """The same for one dataset of the mixture alone."""
+        text_field = component.text_field or self.text_field
+        changes = {"source": component.source, "text_field": text_field, "mixture": (), "mixture_phases": ()}
+        return self.model_copy(update=changes)
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> DataConfig:
+        names = [component.name for component in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the components of a mixture need different names: {', '.join(names)}")
+        if names and self.source != DEFAULT_SOURCE:
+            raise ValueError("source and mixture exclude each other: make the source a component")
+        if names and self.shards == "adopt":
+            raise ValueError("a mixture is of written shards: leave out shards: adopt")
+        if names and self.length_group_batches:
+            raise ValueError("length_group_batches and mixture exclude each other: its batches are of all components")
+        steps = [phase.first_step for phase in self.mixture_phases]
+        if sorted(set(steps)) != steps:
+            raise ValueError("mixture_phases stand in the order of their first_step, each with another one")
+        for phase in self.mixture_phases:
+            if set(phase.weights) != set(names):
+                raise ValueError(f"mixture_phases: the phase of step {phase.first_step} names not the components")
+        for weights in self.mixture_weights() if names else ():
+            slots_by_weight(weights)
+        return self
+
+    def mixture_weights(self) -> list[tuple[float, ...]]:
+        """Weights of the components, in their order, of each phase."""
+        later = [tuple(phase.weights[each.name] for each in self.mixture) for phase in self.mixture_phases]
+        return [tuple(component.weight for component in self.mixture), *later]
+
+    @model_validator(mode="after")
+    def _check_window(self) -> DataConfig:
+        window_samples = self.shuffle_range_samples * self.shuffle_window_ranges
+        if window_samples > MAX_WINDOW_SAMPLES:
+            raise ValueError(
+                f"shuffle_range_samples x shuffle_window_ranges is {window_samples:,}, "
+                f"and at most {MAX_WINDOW_SAMPLES:,} samples are shuffled at a time"
+            )
+        return self

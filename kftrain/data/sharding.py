@@ -2,41 +2,54 @@
 
     1. The listing of the source and all settings make the source digest. If `by-source/<it>.json` points to shards
        that still are what their manifest says, nothing is left to do.
-    2. Otherwise each split is read from the source, encoded by the task and written aside (shardwriter.py). The
-       source is read once per split and once for the baselines: memory holds one record and one block at a time.
-    3. The manifest is written last, the folder is published under its dataset digest (staging.py), then the pointer.
+    2. Otherwise each part of the source is looked for by the digest of its input, and encoded where it is missing, by
+       several processes (parts/). A part is read once; memory holds one record and one block at a time. Whether the
+       listing still is the same is looked at again and again: only then is a part found the next time.
+    3. The manifest lists the shards of all parts in order. It is written last, under the dataset digest, then the
+       pointer.
 
-The pointer comes after what it points to: a kill in between costs another sharding, with the same bytes and digest.
+The pointers come after what they point to: a kill in between costs the parts that were being encoded, and what is made
+of them again has the same bytes and digests. Neither the number of processes nor the size of shards moves a sample.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from kftrain import plugins, storage
+from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.clusters import Clusters, cluster_of
-from kftrain.data.schema import SPLITS, Block, Record, Source
+from kftrain.data.adopted.adopting import adopt
+from kftrain.data.assets import ASSETS, keep_assets, read_assets
+from kftrain.data.clusters import cluster_of
+from kftrain.data.parts import findings, pool
+from kftrain.data.parts.baselines import measured_baselines
+from kftrain.data.parts.document import PartDocument, total
+from kftrain.data.parts.encoder import Encoding
+from kftrain.data.parts.store import Level, PartStore
+from kftrain.data.schema import SPLITS, Record, Source, SourcePart
 from kftrain.data.shards import manifest as manifests
+from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.staging import publish_folder, staging_folder
-from kftrain.data.shards.writer import SplitWriter
 from kftrain.data.sources import resolve_source
 from kftrain.errors import DataError, KftrainError
+from kftrain.process.machine import num_cpus
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
 
 Progress = Callable[[str], None]
 
+PROCESS_BYTES = 32_000_000
+"""A process that has less to read costs more than it saves."""
+
 _OTHER = {"train": "lower", "validation": "raise"}
+
+LISTING_SHARE = 0.05
+"""Of the time, what may go into looking whether the source is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -54,143 +67,238 @@ class ShardingResult:
 def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
 
+    Afterwards the task encodes as the dataset is encoded.
+
     Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError or RetryableError (the
-    disk is full).
+    disk is full, or a process was killed).
     """
     start = time.monotonic()
-    sharding = _Sharding(config, task, resolve_source.resolve(config.data), progress)
-    pointer = storage.join(config.run.storage_root, "shards", "by-source", f"{sharding.source_digest()}.json")
-    manifest = _find(config.run.storage_root, pointer, progress)
+    if config.data.shards == "adopt":
+        found = adopt(config, task, progress)
+        digest = found.manifest.dataset_digest
+        return ShardingResult(found.manifest_uri, digest, found.reused, found.manifest, time.monotonic() - start)
+    sharding = _Sharding(config, task, progress)
+    root = config.run.storage_root
+    pointer = storage.join(root, "shards", "by-source", f"{sharding.source_digest()}.json")
+    manifest, damaged = _find(root, pointer, progress)
     reused = manifest is not None
     if manifest is None:
-        with storage.telling_full_disk(storage.join(config.run.storage_root, "shards")):
-            manifest = sharding.run()
+        with storage.telling_full_disk(storage.join(root, "shards")):
+            manifest = sharding.run("sha256" if damaged else "size")
             digest = manifest.dataset_digest
-            storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": _below_root(digest)})
-    uri = storage.join(config.run.storage_root, _below_root(manifest.dataset_digest))
+            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
+            storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": below_root(digest)})
+    elif task.asset_names:
+        task.restore(read_assets(root, manifest.task_settings))
+    uri = storage.join(root, below_root(manifest.dataset_digest))
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start)
 
 
-def _below_root(dataset_digest: str) -> str:
+def below_root(dataset_digest: str) -> str:
+    """Where the manifest of a dataset lies, from the storage root."""
     return f"shards/{dataset_digest}/{MANIFEST_NAME}"
 
 
-def _find(root: str, pointer: str, progress: Progress) -> Manifest | None:
-    """The manifest that the pointer leads to, if all its shards are there and unchanged."""
+def _find(root: str, pointer: str, progress: Progress) -> tuple[Manifest | None, bool]:
+    """The manifest that the pointer leads to, if all its shards are there and unchanged; whether they are damaged."""
     try:
         found = storage.read_json_if_exists(pointer)
         if found is None:
-            return None
-        uri = storage.join(root, _below_root(found["dataset_digest"]))
-        manifests.verify_shards(uri)
+            return None, False
+        uri = storage.join(root, below_root(found["dataset_digest"]))
         manifest = manifests.read_manifest(uri)
+        verify.verify_shards(uri, manifest)
+        read_assets(root, manifest.task_settings)
     except (KftrainError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, KftrainError) and error.retryable:  # storage is away: the shards may be as they were
             raise
         progress(f"the shards of this source cannot be used again ({error}); sharding again")
-        return None
+        return None, True
     progress(f"the source is unchanged: using the shards at {uri.rsplit('/', 1)[0]}")
-    return manifest
+    return manifest, False
 
 
 class _Sharding:
     """One sharding, from the source to the published manifest."""
 
-    def __init__(self, config: Config, task: Task, source: Source, progress: Progress) -> None:
+    def __init__(self, config: Config, task: Task, progress: Progress) -> None:
         self._config = config
         self._task = task
-        self._source = source
+        self._kind = resolve_source.source_kind(config.data)
+        self._source = resolve_source.open_kind(self._kind, config.data)
         self._progress = progress
-        self._listing_digest = storage.digest_json(source.listing())
-        with self._task_code():
-            self._schema = task.sample_schema()
-            self._settings = json.loads(storage.dump_json(task.settings()))
-        manifests.check_schema(self._schema, "task.schema()")
+        self._listing_digest = storage.digest_json(self._source.listing())
+        self._encoding = Encoding.of(config.data, config.task.kind, task)
+        self._root = config.run.storage_root
+        self._shards_uri = storage.join(self._root, "shards")
+        self._settings = self._all_settings()
+
+    def _all_settings(self) -> dict[str, Any]:
+        """All but the listing and the length of parts that decides the shards."""
+        data = self._config.data
+        return {
+            "format_version": manifests.FORMAT_VERSION,
+            "source": data.source,
+            "text_field": data.text_field,
+            "shard_size_bytes": data.shard_size_bytes,
+            "validation_fraction": data.validation_fraction,
+            "task": {
+                "kind": self._config.task.kind,
+                "settings": self._encoding.settings,
+                "schemas": self._encoding.schema_documents(),
+            },
+        }
 
     def source_digest(self) -> str:
         """Digest of all that decides the shards, as far as it is known without reading the source."""
-        data, task = self._config.data, self._config.task
-        return storage.digest_json(
-            {
-                "format_version": manifests.FORMAT_VERSION,
-                "source": data.source,
-                "listing": self._listing_digest,
-                "text_field": data.text_field,
-                "shard_size_bytes": data.shard_size_bytes,
-                "validation_fraction": data.validation_fraction,
-                "task": {"kind": task.kind, "settings": self._settings, "schema": self._schema.to_dict()},
-            }
-        )
+        size = self._config.data.part_size_bytes
+        return storage.digest_json({**self._settings, "part_size_bytes": size, "listing": self._listing_digest})
 
-    def run(self) -> Manifest:
+    def latest_uri(self) -> str:
+        """What leads to the last dataset of this source under these settings, whatever the source held then."""
+        return storage.join(self._shards_uri, "latest", f"{storage.digest_json(self._settings)}.json")
+
+    def run(self, level: Level) -> Manifest:
         """Reads, encodes, writes and publishes; the manifest that is then in the store."""
-        root = self._config.run.storage_root
         self._progress(f"sharding {self._config.data.source}")
-        with staging_folder(storage.join(root, "shards")) as folder:
-            splits = {split: self._write_split(folder, split) for split in SPLITS}
-            manifest = self._manifest(splits, self._baselines())
-            self._refuse_changed_source()
+        parts = self._source.parts(self._config.data.part_size_bytes)
+        self._learn(parts)
+        store = PartStore(self._shards_uri, self._encoding, level)
+        documents = self._encoded(store, parts)
+        manifest = self._manifest(store, documents)
+        uri = storage.join(self._config.run.storage_root, below_root(manifest.dataset_digest))
+        manifest = manifest.model_copy(update={"baselines": measured_baselines(self._encoding, uri, manifest)})
+        self._refuse_changed_source()
+        folder_uri = uri.rsplit("/", 1)[0]
+        with staging_folder(self._shards_uri) as folder:
             storage.publish_json(str(folder / MANIFEST_NAME), manifest.to_dict())
-            uri = storage.join(root, _below_root(manifest.dataset_digest))
-            publish_folder(folder, uri.rsplit("/", 1)[0], MANIFEST_NAME, _is_good)
-        self._progress(f"shards written to {uri.rsplit('/', 1)[0]}")
+            publish_folder(folder, folder_uri, MANIFEST_NAME, verify.has_its_shards)
+        self._progress(f"shards written to {folder_uri}")
         return manifests.read_manifest(uri)
 
-    def _write_split(self, folder: Path, split: str) -> list[Shard]:
-        with SplitWriter(folder, split, self._schema, self._config.data.shard_size_bytes) as writer:
-            announced = 0
-            for block in self._blocks(split):
-                writer.write(block)
-                if len(writer.shards) > announced:
-                    announced = len(writer.shards)
-                    self._progress(_line(writer.shards[-1]))
-            shards = writer.finish()
-        self._check_split(folder, split, writer)
-        for shard in shards[announced:]:
-            self._progress(_line(shard))
-        return shards
+    def _learn(self, parts: list[SourcePart]) -> None:
+        """Lets the task learn what encoding needs to know, unless the dataset before this one knows it; keeps that."""
+        with self._encoding.task_code():
+            known = self._known_assets() if self._task.asset_names else {}
+            if known:
+                self._task.restore(known)
+            else:
+                self._task.learn(training_records(self._config, self._task, self._source, parts))
+            keep_assets(self._root, self._task.assets())
+        self._encoding = Encoding.of(self._config.data, self._config.task.kind, self._task)
 
-    def _check_split(self, folder: Path, split: str, writer: SplitWriter) -> None:
-        if not writer.shards:
-            raise DataError(
-                f"no samples for the {split} split",
-                where=self._config.data.source,
-                value=self._config.data.validation_fraction,
-                fix=f"add data, or {_OTHER[split]} data.validation_fraction",
-            )
-        if writer.may_have_duplicate_keys():
-            paths = [str(folder / shard.name) for shard in writer.shards]
-            manifests.refuse_duplicate_keys(paths, self._schema, fix="give each record its own key")
+    def _known_assets(self) -> dict[str, bytes]:
+        """Those of the last dataset of this source, so that what is added is encoded as what there was."""
+        try:
+            latest = storage.read_json_if_exists(self.latest_uri())
+            if latest is None:
+                return {}
+            manifest = manifests.read_manifest(storage.join(self._root, below_root(latest["dataset_digest"])))
+            return read_assets(self._root, manifest.task_settings)
+        except (DataError, ValueError, KeyError, TypeError) as error:
+            self._progress(f"what the dataset before was encoded with cannot be used again ({error})")
+            return {}
 
-    def _blocks(self, split: str) -> Iterator[Block]:
-        with self._task_code():
-            records = self._records(split)
-            clusters = Clusters(self._task, split) if self._task.names_clusters else None
-            blocks = iter(self._task.encode(clusters.noted(records) if clusters else records, split))
-        while True:
-            with self._task_code():
-                block = next(blocks, None)
-            if block is None:
-                return
-            yield clusters.added_to(block) if clusters else block
+    def _encoded(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
+        """What became of each part."""
+        settings = self._all_settings()
+        inputs = [storage.digest_json({**settings, "part": [*_identity(part)]}) for part in parts]
+        found: dict[int, PartDocument] = {}
+        written: list[int] = []
+        look_at = time.monotonic()
+        for number, document, reused in self._answers(store, parts, inputs):
+            found[number] = document
+            written += [] if reused else [number]
+            if len(parts) > 1:
+                self._progress(_line(document, len(found), len(parts), reused))
+            if time.monotonic() >= look_at:
+                look_at = self._keep(store, inputs, written, found)
+        self._keep(store, inputs, written, found)
+        return [found[number] for number in range(len(parts))]
 
-    def _records(self, split: str) -> Iterator[Record]:
-        fraction = self._config.data.validation_fraction
-        for record in self._source.records():
-            name = cluster_of(self._task, record) if self._task.names_clusters else ""
-            if resolve_source.split_of(record, fraction, name) == split:
-                yield record
+    def _answers(
+        self, store: PartStore, parts: list[SourcePart], inputs: list[str]
+    ) -> Iterator[tuple[int, PartDocument, bool]]:
+        """Number, document and whether it was there, of each part as it is done; the largest ones are begun first."""
+        order = sorted(range(len(parts)), key=lambda number: -parts[number].size_bytes)
+        num_processes = self._num_processes(parts)
+        if num_processes == 1:
+            shown = self._progress if len(parts) == 1 else lambda line: None
+            for number in range(len(parts)):
+                yield number, *store.obtain(self._source, parts[number], inputs[number], shown)
+            return
+        first = {
+            "data": self._config.data.model_dump(mode="json"),
+            "task": self._config.task.model_dump(mode="json"),
+            "kind": self._kind,
+            "assets": self._encoding.settings.get(ASSETS, {}),
+            "root": self._root,
+            "shards_uri": store.shards_uri,
+            "level": store.level,
+        }
+        jobs = [{**asdict(parts[number]), "input_digest": inputs[number]} for number in order]
+        for number, answer in pool.map_jobs(jobs, first, num_processes):
+            yield order[number], PartDocument.model_validate(answer["document"]), answer["reused"]
 
-    def _baselines(self) -> dict[str, dict[str, float]]:
-        with self._task_code():
-            found = self._task.baselines(self._records("validation"))
-        baselines = {metric: {name: float(value) for name, value in of.items()} for metric, of in found.items()}
-        if not all(math.isfinite(value) for of in baselines.values() for value in of.values()):
-            raise DataError("a baseline is not finite", where="task.baselines()", value=baselines)
-        return baselines
+    def _num_processes(self, parts: list[SourcePart]) -> int:
+        """How many processes encode; a task that was not built from this configuration cannot be built elsewhere."""
+        if self._task.built_from != self._config.task:
+            return 1
+        worth = 1 + sum(part.size_bytes for part in parts) // PROCESS_BYTES
+        return max(1, min(len(parts), self._config.data.processes or min(num_cpus(), worth)))
 
-    def _task_code(self) -> contextlib.AbstractContextManager[None]:
-        return plugins.user_code("task") if plugins.is_plugin(self._config.task.kind) else contextlib.nullcontext()
+    def _keep(self, store: PartStore, inputs: list[str], written: list[int], found: dict[int, PartDocument]) -> float:
+        """Lets the parts that are written be found again, if the source is unchanged; when to look the next time."""
+        start = time.monotonic()
+        if written:
+            self._refuse_changed_source()
+        seconds = time.monotonic() - start
+        for number in written:
+            store.keep(inputs[number], found[number].part_digest)
+        written.clear()
+        return time.monotonic() + seconds / LISTING_SHARE
+
+    def _manifest(self, store: PartStore, documents: list[PartDocument]) -> Manifest:
+        splits = {split: [shard for document in documents for shard in document.located(split)] for split in SPLITS}
+        for split, shards in splits.items():
+            if not shards:
+                raise self._empty(split)
+        found = findings.find(documents, store.uri)
+        for line in findings.lines(found):
+            self._progress(f"found {line}")
+        schema, validation = (self._encoding.schemas[split] for split in SPLITS)
+        own = validation if validation != schema else None
+        digest = manifests.content_digest(schema, self._encoding.settings, splits, validation_schema=own)
+        return Manifest(
+            dataset_digest=digest,
+            sample_schema=schema,
+            validation_schema=own,
+            task_kind=self._config.task.kind,
+            task_settings=self._encoding.settings,
+            splits={name: Split(shards=shards) for name, shards in splits.items()},
+            source=self._config.data.source,
+            source_listing_digest=self._listing_digest,
+            baselines={},
+            parent=self._parent(digest),
+            findings=found,
+            statistics=total(documents),
+        )
+
+    def _parent(self, dataset_digest: str) -> str:
+        try:
+            latest = storage.read_json_if_exists(self.latest_uri())
+            found = str(latest["dataset_digest"]) if latest else ""
+        except (DataError, ValueError, KeyError, TypeError):
+            return ""
+        return "" if found == dataset_digest else found
+
+    def _empty(self, split: str) -> DataError:
+        return DataError(
+            f"no samples for the {split} split",
+            where=self._config.data.source,
+            value=self._config.data.validation_fraction,
+            fix=f"add data, or {_OTHER[split]} data.validation_fraction",
+        )
 
     def _refuse_changed_source(self) -> None:
         if storage.digest_json(self._source.listing()) != self._listing_digest:
@@ -200,26 +308,24 @@ class _Sharding:
                 fix="run again when nobody writes to it",
             )
 
-    def _manifest(self, splits: dict[str, list[Shard]], baselines: dict[str, dict[str, float]]) -> Manifest:
-        return Manifest(
-            dataset_digest=manifests.content_digest(self._schema, self._settings, splits),
-            sample_schema=self._schema,
-            task_kind=self._config.task.kind,
-            task_settings=self._settings,
-            splits={name: Split(shards=shards) for name, shards in splits.items()},
-            source=self._config.data.source,
-            source_listing_digest=self._listing_digest,
-            baselines=baselines,
-        )
+
+def training_records(config: Config, task: Task, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
+    """The records of some parts that are in the training split, in order."""
+    for record in (record for part in parts for record in source.read(part)):
+        name = cluster_of(task, record) if task.names_clusters else ""
+        if resolve_source.split_of(record, config.data.validation_fraction, name) == "train":
+            yield record
 
 
-def _line(shard: Shard) -> str:
-    return f"{shard.name}: {shard.num_samples:,} samples, {shard.bytes:,} bytes"
+def _identity(part: SourcePart) -> Iterator[Any]:
+    """What a part is made from, wherever its files lie."""
+    yield part.context
+    for piece in part.pieces:
+        file = piece.get("file")
+        yield {**piece, "file": {**file, "uri": ""}} if isinstance(file, dict) else piece
 
 
-def _is_good(folder_uri: str) -> bool:
-    try:
-        manifests.verify_shards(storage.join(folder_uri, MANIFEST_NAME))
-    except DataError:
-        return False
-    return True
+def _line(document: PartDocument, number: int, num_parts: int, reused: bool) -> str:
+    shards: list[Shard] = [shard for split in SPLITS for shard in document.splits[split]]
+    counts = f"{sum(s.num_samples for s in shards):,} samples, {sum(s.bytes for s in shards):,} bytes"
+    return f"part {number} of {num_parts}: {counts}{' (was there)' if reused else ''}"

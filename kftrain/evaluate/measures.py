@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kftrain import bootstrap
@@ -22,22 +24,23 @@ def measure(
     keys: list[str],
     num_bootstrap: int,
     units: np.ndarray | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[dict[str, Interval], dict[str, Slice]]:
     """Metrics over all groups, and of every named part of them; no parts where all groups have one name.
 
     `sums` and `num_rows` are those of each group, `[groups]`; `units`: number of the unit that each belongs to, where
-    the bootstrap resamples more than a group as one. A metric that a part does not determine (a rate of nothing) is
-    left out of it.
+    the bootstrap resamples more than a group as one; `names`: of the part that each group belongs to, where the task
+    does not say it. A metric that a part does not determine (a rate of nothing) is left out of it.
     """
     with user_code("task.slice_names"):
-        names = np.array(task.slice_names(keys, sums))
-    if len(names) != len(keys):
-        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(names))
-    named = names.tolist() if len(set(names)) > 1 else None
+        part_of = np.array(names or task.slice_names(keys, sums))
+    if len(part_of) != len(keys):
+        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(part_of))
+    named = part_of.tolist() if len(set(part_of)) > 1 else None
     whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, 0, units)
     slices = {
         str(name): Slice(
-            num_samples=int(num_rows[names == name].sum()),
+            num_samples=int(num_rows[part_of == name].sum()),
             metrics={metric: found.value for metric, found in metrics.items()},
             intervals=metrics,
         )

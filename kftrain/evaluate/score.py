@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kftrain import bootstrap
-from kftrain.data.dataset import ShardedDataset
+from kftrain.data.expanded import ValidationRows
 from kftrain.data.schema import CLUSTER, Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
@@ -51,7 +51,7 @@ class Scores:
 def score(
     model: nn.Module,
     task: Task,
-    dataset: ShardedDataset,
+    dataset: ValidationRows,
     mesh: Mesh,
     batch_size: int,
     max_samples: int = 0,
@@ -70,7 +70,12 @@ def score(
             index = min(round_ * mesh.num_data_ranks + mesh.data_rank, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
-            statistics = statistics_of(model, task, decoded(task, arrays), mesh.world.device)
+            statistics = statistics_of(
+                model,
+                task,
+                decoded(task, arrays, range(start, stop), dataset.place_of),
+                mesh.world.device,
+            )
             parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
             on_batch()
     return _merge(mesh.world.gather(parts), num_samples)

@@ -17,8 +17,12 @@ import torch
 from kftrain import storage
 from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
+from kftrain.data.adopted.conversion import conversion_of
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
+from kftrain.data.expanded import expanded
+from kftrain.data.shards.cache import first_use_of
+from kftrain.data.shards.manifest import Manifest, read_manifest
+from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.identity import SPLIT
@@ -39,8 +43,9 @@ from kftrain.run.documents import (
     to_be_scored,
 )
 from kftrain.run.paths import RunPaths
+from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
-from kftrain.trust import Trust, read_shards
+from kftrain.trust import Trust, read_shards, require_places
 
 METRICS = "metrics.json"
 STATISTICS = "statistics.npz"
@@ -68,8 +73,12 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
         manifest = read_manifest(manifest_uri)
-        verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
-        dataset = ShardedDataset.open(manifest_uri, SPLIT)
+        require_places(manifest, manifest_uri, config)
+        level = config.data.verify
+        world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
+        first_use = first_use_of(config.data, manifest.dataset_digest)
+        conversion = conversion_of(manifest, build_task(config.task)) if manifest.is_adopted else None
+        dataset = ShardedDataset(manifest_uri, manifest, SPLIT, first_use, conversion)
         with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as liveness:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
@@ -78,6 +87,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
                     if world.from_main(exists)
                     else _score(target, paths, request, dataset, config, world, liveness)
                 )
+                world.agree(first_use.require_verified)
                 if scored is not None:
                     _publish(target, request.evaluation_digest, manifest, dataset, config, scored)
                 world.gather_slowly(None)  # the first process has the statistics to work through
@@ -128,8 +138,10 @@ def _score(
     if loaded is None:
         return None
     task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
+    with liveness.resting():
+        rows = expanded(dataset, task, world.gather_slowly, (world.rank, world.size))
     with liveness.watched():
-        scores = score(model, task, dataset, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on)
+        scores = score(model, task, rows, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on)
     if not world.is_main:
         return None
     sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)
@@ -138,7 +150,7 @@ def _score(
     worst_first = examples.losses(task, sums, config.registry.metric, config.registry.goal)
     chosen = examples.choose(worst_first, settings.num_examples)
     shown = examples.collect(
-        task, model, dataset, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
+        task, model, rows, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
     )
     return _Scored(task, sums, num_rows, keys, scores.units(dataset.num_groups), shown)
 
@@ -153,7 +165,13 @@ def _publish(
 ) -> None:
     content = pack_statistics(*of_units(scored.sums, scored.keys, scored.units))
     metrics, slices = measure(
-        scored.task, scored.sums, scored.num_rows, scored.keys, config.evaluate.num_bootstrap, scored.units
+        scored.task,
+        scored.sums,
+        scored.num_rows,
+        scored.keys,
+        config.evaluate.num_bootstrap,
+        scored.units,
+        [key.partition("/")[0] for key in scored.keys] if manifest.components else [],
     )
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
@@ -161,7 +179,7 @@ def _publish(
         export_uri=target.export_uri,
         export_digest=target.export_digest,
         dataset_digest=manifest.dataset_digest,
-        num_samples=dataset.num_samples,
+        num_samples=int(scored.num_rows.sum()),
         num_groups=int(scored.units.max()) + 1,
         confidence=CONFIDENCE,
         metrics=metrics,

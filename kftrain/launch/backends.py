@@ -19,6 +19,9 @@ BACKENDS = {
     "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", has_pods=True),
 }
 
+POD_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.has_pods)
+"""Those whose jobs are pods. What is done with jobs of any kind may go by the first one."""
+
 if TYPE_CHECKING:
     BackendName = str
 else:

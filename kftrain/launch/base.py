@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from kftrain.config import Config
 from kftrain.errors import LaunchError
-from kftrain.launch.backends import BACKENDS
+from kftrain.launch.backends import BACKENDS, POD_BACKENDS
 from kftrain.launch.spec import JobSpec
 from kftrain.progress import Progress, to_log
 from kftrain.run.paths import RunPaths
@@ -149,5 +149,5 @@ def require_pods(config: Config, who: str) -> None:
         f"{who} have neither torch nor a GPU: they launch jobs",
         where="launch.backend",
         value=config.launch.backend,
-        fix=f"set it to {' or '.join(name for name, backend in BACKENDS.items() if backend.has_pods)}",
+        fix=f"set it to {' or '.join(POD_BACKENDS)}",
     )

@@ -1,24 +1,35 @@
-"""The local launcher: a job as processes of this machine, under the supervisor that worker pods have."""
+"""The local launcher: a job as processes of this machine, under the supervisor that worker pods have.
+
+A job is done when its workers are. The nodes of its other roles run beside them; when one of those fails, the workers
+are told to stop, and the attempt ends with that node's error.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
 from kftrain.launch.base import JobStatus, Request
-from kftrain.launch.spec import JobSpec
+from kftrain.launch.role_processes import RoleProcesses, root_cause
+from kftrain.launch.spec import NODE_RANK_ENV, JobSpec
 from kftrain.process import presence
 from kftrain.process.kept import KeptProcess
 from kftrain.process.presence import Present
 from kftrain.process.signals import INTERRUPT, STOP, handled, shell_code
 from kftrain.run import commit
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort
+from kftrain.run.error import read_error
+from kftrain.run.logs import last_logs_uri, logs_uri, next_attempt, publish_log
 from kftrain.run.paths import RunPaths
 from kftrain.run.temporary import remove_temporary_files
 
@@ -26,6 +37,9 @@ GOING_SECONDS = 600.0
 """How long a cancelled job may take to commit and to go."""
 
 POLL_SECONDS = 0.2
+
+COMMAND = (sys.executable, "-m", "kftrain")
+"""`kftrain` as it is installed here."""
 
 
 class LocalLauncher:
@@ -45,10 +59,18 @@ class LocalLauncher:
 
     def build(self, spec: JobSpec) -> Request:
         """See `Launcher.build`."""
-        environment = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+        _require_one_worker_node(spec)
+        others = [
+            (["kftrain", *role.arguments], {**spec.environment, NODE_RANK_ENV: str(node_rank)})
+            for role in spec.others
+            for node_rank in range(role.replicas)
+        ]
         command = ["kftrain", *spec.workers.arguments]
-        content = {"command": command, "environment": spec.environment}
-        return Request(content, f"{' '.join([*environment, shlex.join(command)])}\n")
+        content: dict[str, Any] = {"command": command, "environment": spec.environment}
+        if others:
+            content["others"] = [{"command": each, "environment": environment} for each, environment in others]
+        lines = [*(f"{_shell_line(*other)} &\n" for other in others), f"{_shell_line(command, spec.environment)}\n"]
+        return Request(content, "".join(lines))
 
     def prepare(self, spec: JobSpec) -> None:
         """See `Launcher.prepare`."""
@@ -56,6 +78,7 @@ class LocalLauncher:
 
     def run(self, spec: JobSpec) -> int:
         """See `Launcher.run`."""
+        _require_one_worker_node(spec)
         with handled((INTERRUPT, *STOP), self._on_signal), presence.shown(spec.run_uri, spec.task):
             return self._run(spec)
 
@@ -101,7 +124,7 @@ class LocalLauncher:
                     "the job is at work, and its output is where it was started", where=run, fix="wait for it: --follow"
                 )
             time.sleep(POLL_SECONDS)
-        folder = _last_logs(RunPaths(run), task)
+        folder = last_logs_uri(RunPaths(run), task)
         names = sorted(storage.list_names(folder), key=lambda name: (len(name), name))
         if not names:
             raise LaunchError("this run has no logs of such a job", where=run, value=task)
@@ -111,17 +134,42 @@ class LocalLauncher:
                 write(prefix + line)
 
     def _run(self, spec: JobSpec) -> int:
-        child = self._child_for(spec)
-        child.start({**os.environ, **spec.environment})
-        if self.interrupted:
-            child.terminate()
-        code = shell_code(child.wait())
+        code = self._run_roles(spec) if spec.others else self._run_workers(spec)
         if code < FIRST_RETRYABLE_CODE or self.interrupted:
             self.close()
         return code
 
+    def _run_workers(self, spec: JobSpec, others: RoleProcesses | None = None) -> int:
+        child = self._child_for(spec)
+        child.start({**os.environ, **spec.environment})
+        if self.interrupted or (others is not None and others.has_failed):  # before there was anybody to tell
+            child.terminate()
+        return shell_code(child.wait())
+
+    def _run_roles(self, spec: JobSpec) -> int:
+        """Runs all roles of the job; the exit code of the workers, or of the node whose failure ended them."""
+        paths, environment = RunPaths(spec.run_uri), {**os.environ, **spec.environment}
+        attempt = None
+        with best_effort("the attempt is not known"):
+            attempt = next_attempt(paths, spec.task)  # now: its claim would change the answer
+        with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
+            child = self._child_for(spec)
+            child.prepare(environment)
+            with RoleProcesses(COMMAND, spec.others, environment, Path(folder), child.terminate) as others:
+                code = self._run_workers(spec, others)
+                failures = others.failures() if code and not self.interrupted else []
+            with best_effort("why the job failed could not be written", REPORT_SECONDS):
+                failure = root_cause(failures, read_error(paths.error)) if failures else None
+                if failure is not None:
+                    error = others.explained(failure, spec.task, attempt)
+                    storage.publish_json(paths.error, error.to_dict())
+                    code = error.exit_code
+            for path in others.logs.values():
+                publish_log(path, storage.join(logs_uri(paths, attempt), path.name))
+        return code
+
     def _child_for(self, spec: JobSpec) -> KeptProcess:
-        command = [sys.executable, "-m", "kftrain", *spec.workers.arguments]
+        command = [*COMMAND, *spec.workers.arguments]
         if self._child is None or command != self._command:
             self.close()
             # A session of its own: Ctrl-C on a terminal must reach the job once, through us, as SIGTERM.
@@ -144,6 +192,22 @@ def build_launcher(config: Config) -> LocalLauncher:
     return LocalLauncher()
 
 
+def _require_one_worker_node(spec: JobSpec) -> None:
+    """Raises LaunchError: worker nodes meet at a port of their machine, and this is one."""
+    if spec.workers.replicas != 1:
+        raise LaunchError(
+            "the local backend has one node of workers",
+            where=f"role {spec.workers.name}",
+            value=f"{spec.workers.replicas} nodes",
+            fix="set launch.nodes to 1; launch.processes_per_node says how many processes it starts",
+        )
+
+
+def _shell_line(command: list[str], environment: Mapping[str, str]) -> str:
+    variables = (f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
+    return " ".join([*variables, shlex.join(command)])
+
+
 def _found(run: str) -> list[Present]:
     return presence.find(storage.absolute(run) if run else "")
 
@@ -154,14 +218,6 @@ def _some(run: str) -> list[Present]:
     if not found:
         raise LaunchError("this run has no job on this machine", where=run, fix="kftrain runs says how it ended")
     return found
-
-
-def _last_logs(paths: RunPaths, task: str) -> str:
-    """Folder of the logs of the last attempt, or of the evaluation; it may not be there."""
-    if task == "evaluate":
-        return storage.join(paths.logs, "evaluation")
-    names = [name for name in storage.list_names(paths.logs) if name.startswith("attempt-")]
-    return storage.join(paths.logs, max(names, key=lambda name: (len(name), name), default="attempt-1"))
 
 
 def _name(job: Present) -> str:

@@ -22,6 +22,9 @@ ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
 NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
 """The machine that a worker pod runs on; errors name it."""
 
+ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
+"""Where the first failing process of a node writes its error, as `error.json` has it."""
+
 LAUNCHER_TIMEOUT_ENV = "KFTRAIN_LAUNCHER_TIMEOUT_SECONDS"
 """A job whose launcher is silent for so long commits and ends; absent: nobody watches, a laptop may sleep."""
 
@@ -44,7 +47,11 @@ class Role:
     processes_per_node: int
     """Processes that each of them starts."""
     arguments: tuple[str, ...]
-    """Of `kftrain`: what starts one node, which learns from its environment which it is."""
+    """Of `kftrain`: what starts one node, which learns from its environment which it is.
+
+    A node of another role than the first works until it is told to stop: the job is at its end when its workers are.
+    One that ends with 0 before that had no more to do; one that fails, fails the job.
+    """
 
     @property
     def num_processes(self) -> int:
@@ -61,15 +68,24 @@ class JobSpec:
     config_digest: str
     """Digest of the run's config.yaml: a worker refuses to work on another."""
     roles: tuple[Role, ...]
-    """The workers first."""
+    """The workers first; no two of one name."""
     completion_uri: str
     """The file whose presence, verified, is the job's success."""
     environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Two roles of one name would be one to every launcher."""
+        assert len({role.name for role in self.roles}) == len(self.roles) > 0
 
     @property
     def workers(self) -> Role:
         """The role that every job has: its first one is where all meet, and says what the job is at."""
         return self.roles[0]
+
+    @property
+    def others(self) -> tuple[Role, ...]:
+        """The roles beside the workers."""
+        return self.roles[1:]
 
     @property
     def num_pods(self) -> int:

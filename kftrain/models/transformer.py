@@ -9,7 +9,7 @@ head_dim]`, well under a thousandth of its work), so nothing is lost when a mode
 sharded and only then given memory.
 
 Attention is causal and no operation crosses rows, so a row's logits depend on that row alone, and a token's
-on what precedes it.
+on what precedes it; with `attention: documents` on what precedes it in its own document, as if that were a row.
 
 Shapes are written with B rows, T tokens, D dim, H query heads, K key-value heads and E head_dim.
 """
@@ -17,13 +17,14 @@ Shapes are written with B rows, T tokens, D dim, H query heads, K key-value head
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from pydantic import Field
 from torch import Tensor, nn
 
+from kftrain.errors import ConfigError
 from kftrain.models import sizes
 from kftrain.models.base import draw_weights
 from kftrain.settings.section import Amount, Count
@@ -42,7 +43,9 @@ class Transformer(nn.Module):
         vocab_size: Number of token ids; from the task.
         sequence_length: Longest input that training uses; from the task. Longer inputs work, with unseen
             positions.
-        document_token: Id that starts a document; from the task, for the exported configuration.
+        document_token: Id that starts a document; from the task.
+        attention: `rows` or `documents`; from the task: whether tokens attend to other documents of their row, and
+            whether positions begin anew with each document.
         dim: Width of the residual stream.
         num_layers: Number of blocks.
         num_heads: Query heads; they divide `dim` into an even head dim.
@@ -62,6 +65,7 @@ class Transformer(nn.Module):
         vocab_size: Count,
         sequence_length: Count = 2048,
         document_token: Amount | None = None,
+        attention: Literal["rows", "documents"] = "rows",
         dim: Count = 192,
         num_layers: Count = 4,
         num_heads: Count = 6,
@@ -80,6 +84,9 @@ class Transformer(nn.Module):
         self.ffn_dim = ffn_dim
         self.sequence_length = sequence_length
         self.document_token = document_token
+        self.attention = attention
+        if attention == "documents" and document_token is None:
+            raise ConfigError("needs the id that starts a document", where="model.document_token", fix="name it")
         self.rope_theta = rope_theta
         self.norm_eps = norm_eps
         self.initial_std = dim**-0.5
@@ -94,9 +101,12 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
         hidden: Tensor = self.model.embed_tokens(tokens)
-        rotary = rotary_tables(tokens.shape[1], self.head_dim, self.rope_theta, hidden)
+        positions, mask = torch.arange(tokens.shape[1], device=tokens.device), None
+        if self.attention == "documents" and self.document_token is not None:
+            positions, mask = places_in_documents(tokens, self.document_token)
+        rotary = rotary_tables(positions, self.head_dim, self.rope_theta, hidden)
         for block in self.model.layers:
-            hidden = block(hidden, rotary)
+            hidden = block(hidden, rotary, mask)
         hidden = self.model.norm(hidden)
         logits: Tensor = (
             F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
@@ -181,9 +191,9 @@ class TransformerBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = FeedForward(dim, ffn_dim)
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
         """`[B, T, D]` to the same shape."""
-        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask)
         output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return output
 
@@ -200,12 +210,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables) -> Tensor:
-        """`[B, T, D]` to the same shape."""
+    def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
+        """`[B, T, D]` to the same shape. `mask`: `[B, 1, T, T]`, what each token attends to; None: all before it."""
         query = rotate(self._split(self.q_proj(hidden)), rotary)
         key = rotate(self._split(self.k_proj(hidden)), rotary)
         value = self._split(self.v_proj(hidden))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -230,11 +242,22 @@ class FeedForward(nn.Module):
         return output
 
 
-def rotary_tables(num_tokens: int, head_dim: int, theta: float, like: Tensor) -> RotaryTables:
-    """Cosines and sines `[T, E]` of the rotation angles, computed in fp32, then in the dtype of `like`."""
+def places_in_documents(tokens: Tensor, document_token: int) -> tuple[Tensor, Tensor]:
+    """Of tokens `[B, T]`: positions `[B, 1, T]` from the start of each document, and which others each may attend to.
+
+    That is `[B, 1, T, T]`: the tokens before it, and itself, in its own document. What a row begins with goes on
+    from the row before; its positions begin with the row.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    starts = torch.where(tokens == document_token, places, 0).cummax(dim=1).values
+    same = starts.unsqueeze(2) == starts.unsqueeze(1)
+    return (places - starts).unsqueeze(1), (same & (places.unsqueeze(1) >= places)).unsqueeze(1)
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float, like: Tensor) -> RotaryTables:
+    """Cosines and sines `[..., T, E]` of the rotation angles at positions `[..., T]`, from fp32 in `like`'s dtype."""
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(num_tokens, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / theta**exponents).repeat(1, 2)
+    angles = (positions.float().unsqueeze(-1) * (1.0 / theta**exponents)).repeat(*[1] * positions.dim(), 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

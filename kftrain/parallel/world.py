@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kftrain.errors import LaunchError
+from kftrain.errors import KftrainError, LaunchError, error_from_dict
 from kftrain.process import store_socket
 
 SLOW_SECONDS = 7200.0
@@ -73,6 +73,17 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.background)
         return values
+
+    def agree(self, work: Callable[[], object]) -> None:
+        """Does work that may take long; the first error of any process is raised on all. As `gather_slowly`."""
+        problem = None
+        try:
+            work()
+        except KftrainError as error:
+            problem = error.to_dict()
+        first = next((each for each in self.gather_slowly(problem) if each), None)
+        if first is not None:
+            raise error_from_dict(first)
 
     def from_main(self, value: Any) -> Any:
         """The value of rank 0 on every process."""

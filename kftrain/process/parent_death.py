@@ -1,10 +1,14 @@
-"""Processes that must not outlive their parent."""
+"""Processes that must not outlive their parent.
+
+`python -m kftrain.process.parent_death PROGRAM ARGUMENTS…` becomes such a process, whatever the program is.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -21,3 +25,8 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent was gone before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])  # what the kernel was told outlives it

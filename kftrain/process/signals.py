@@ -50,3 +50,13 @@ def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
 def shell_code(returncode: int) -> int:
     """A `subprocess` return code as a shell shows it: death by signal N is 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+def named_end(returncode: int) -> str:
+    """How a process ended, in words: `SIGKILL`, or `exit code 3`."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"

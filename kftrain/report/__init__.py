@@ -25,6 +25,7 @@ from kftrain.run.error import ErrorDocument
 
 __all__ = [
     "run_html",
+    "shards_html",
     "training_html",
     "evaluation_html",
     "registration_html",
@@ -43,6 +44,7 @@ def run_html(
     config: Config,
     *,
     shards: Mapping[str, Any] | None = None,
+    overview: Mapping[str, Any] | None = None,
     completion: Completion | None = None,
     history: _training.History = (),
     evaluation: Evaluation | None = None,
@@ -54,6 +56,7 @@ def run_html(
     Args:
         config: Of the run.
         shards: The manifest as JSON.
+        overview: Some samples of the dataset as JSON.
         completion: Of the training.
         history: Recorded points of the training curve.
         evaluation: Of the run's own export.
@@ -64,6 +67,7 @@ def run_html(
         _run.page(
             config,
             manifest=shards,
+            overview=overview,
             completion=completion,
             history=history,
             evaluated=evaluation,
@@ -108,9 +112,14 @@ def registration_markdown(config: Config, registration: Registration) -> str:
     return markdown.render(_registration.section(config, registration))
 
 
-def shards_markdown(manifest: Mapping[str, Any]) -> str:
-    """What is in a dataset, from its manifest as JSON."""
-    return markdown.render(_shards.section(manifest))
+def shards_html(name: str, manifest: Mapping[str, Any], overview: Mapping[str, Any] | None = None) -> str:
+    """What is in a dataset, from its manifest and some of its samples, both as JSON. `name`: of the run."""
+    return page.render(page.single(_shards.section(manifest, overview), name))
+
+
+def shards_markdown(manifest: Mapping[str, Any], overview: Mapping[str, Any] | None = None) -> str:
+    """The same as Markdown."""
+    return markdown.render(_shards.section(manifest, overview))
 
 
 def failure_html(error: ErrorDocument, stage: str, situation: Situation) -> str:

@@ -17,6 +17,7 @@ def page(
     config: Config,
     *,
     manifest: shards.Manifest | None,
+    overview: shards.Manifest | None = None,
     completion: Completion | None,
     history: training.History,
     evaluated: Evaluation | None,
@@ -25,12 +26,12 @@ def page(
 ) -> Page:
     """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
     baselines = evaluated.baselines if evaluated else {}
-    counted = sizes(manifest, evaluated)
+    counted = sizes(manifest, completion, evaluated)
     sections = [
         *([registration.section(config, registered)] if registered else []),
         *([evaluation.section(config, evaluated)] if evaluated else []),
         *([training.section(config, completion, history, baselines, counted)] if completion or history else []),
-        *([shards.section(manifest)] if manifest is not None else []),
+        *([shards.section(manifest, overview)] if manifest is not None else []),
         *([_use(registered)] if registered else []),
     ]
     outcome = sections[0] if sections else ReportSection("Run", "Nothing has been recorded yet.")
@@ -61,9 +62,12 @@ def _figures(config: Config, evaluated: Evaluation | None, registered: Registrat
     return figures
 
 
-def sizes(manifest: shards.Manifest | None, evaluated: Evaluation | None) -> training.Sizes:
+def sizes(
+    manifest: shards.Manifest | None, completion: Completion | None, evaluated: Evaluation | None
+) -> training.Sizes:
     """How many samples there are to train on, and how many the evaluation has scored; 0 where that is not known."""
-    num_train = shards.num_samples(manifest, "train") if manifest else 0
+    num_train = completion.num_training_samples if completion else 0
+    num_train = num_train or (shards.num_samples(manifest, "train") if manifest else 0)
     return training.Sizes(num_train, evaluated.num_samples if evaluated else 0)
 
 

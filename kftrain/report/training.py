@@ -96,7 +96,9 @@ def _settings(config: Config) -> Table:
     return Table("Settings", ["setting", "value"], rows)
 
 
-def _epochs(completion: Completion, sizes: Sizes) -> str:
+def _epochs(config: Config, completion: Completion, sizes: Sizes) -> str:
+    if config.data.mixture:
+        return "of a mixture"
     if not sizes.num_train:
         return ""
     return f"{wording.number(completion.samples_consumed / sizes.num_train, 3)} epochs"
@@ -105,10 +107,12 @@ def _epochs(completion: Completion, sizes: Sizes) -> str:
 def _figures(config: Config, completion: Completion, sizes: Sizes) -> list[Fact]:
     speed = completion.metrics.get("samples_per_second")
     loss = completion.metrics.get("loss")
+    left_out = completion.metrics.get("bad_samples")
     figures = [
         Fact("Final loss", "" if loss is None else wording.number(loss), completion.loss_unit),
         Fact("Steps", wording.count(completion.step), f"of {wording.count(config.train.steps)}"),
-        Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(completion, sizes)),
+        Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(config, completion, sizes)),
+        Fact("Samples left out", "" if left_out is None else wording.count(int(left_out)), "cannot be decoded"),
         Fact("Speed", "" if speed is None else wording.number(speed, 3), "samples/s"),
         Fact("Wall time", wording.duration(completion.seconds), "last attempt"),
         Fact("Parameters", wording.large_count(completion.num_parameters)),

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from kftrain import storage
-from kftrain.errors import CheckpointError, OtherTrainingError
+from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
 from kftrain.run import attempts, documents
 from kftrain.run.paths import RunPaths
 
@@ -71,6 +71,8 @@ class CheckpointManifest(documents.Document):
     files: Files
     parts: dict[str, int] = PARTS_BEFORE
     """Names of the parts of the state, and the versions of their forms."""
+    bad_samples: tuple[int, ...] = ()
+    """Numbers of the training samples that were left out so far because they cannot be decoded."""
 
 
 @dataclass(frozen=True, order=True)
@@ -208,6 +210,7 @@ def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
 
 def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
     """Raises OtherTrainingError that names what differs if the checkpoint belongs to another training."""
+    refuse_old_order(manifest.training_identity, uri)
     if manifest.training_identity == identity:
         return
     fields = ", ".join(
@@ -219,6 +222,16 @@ def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any]
         value=fields,
         fix="start a new run, or restore these settings",
     )
+
+
+def refuse_old_order(identity: dict[str, Any], where: str) -> None:
+    """Raises OldOrderError for the identity of a training that release 0.1 began: no step can follow its last one."""
+    if "order" not in identity:
+        raise OldOrderError(
+            "this training was begun under the order of samples of release 0.1",
+            where=where,
+            fix="finish it with kftrain 0.1, or start a new run",
+        )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

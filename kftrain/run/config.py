@@ -59,7 +59,7 @@ def _parsed(uri: str) -> Config | None:
             return None
         except UnicodeDecodeError as error:
             raise ConfigError(f"damaged: {error}", where=uri) from error
-    return configuration.parse(text, where=uri)
+    return configuration.parse_kept(text, uri)
 
 
 def _require_digest(config: Config, digest: str, uri: str) -> Config:

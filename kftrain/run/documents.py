@@ -59,6 +59,8 @@ class Completion(Document):
     """Wall time of the last attempt."""
     loss_unit: str = ""
     """As the task names it; completions of before do not say."""
+    num_training_samples: int = 0
+    """Samples of an epoch; completions of before do not say, and theirs are the rows of the training split."""
 
 
 class Interval(BaseModel):

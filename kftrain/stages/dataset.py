@@ -6,14 +6,18 @@ import contextlib
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.schema import SampleSchema
-from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, check_listing, read_manifest
+from kftrain.data.adopted.conversion import conversion_of
+from kftrain.data.schema import SPLITS, SampleSchema
+from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
+from kftrain.data.shards.verify import check_listing
+from kftrain.data.windows import is_stream, num_windows
 from kftrain.errors import DataError
 from kftrain.plugins import is_plugin, user_code
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.tasks import build_task
+from kftrain.tasks import Task, build_task_of
 from kftrain.trust import read_shards as read_shards
+from kftrain.trust import require_places
 
 
 def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:
@@ -36,18 +40,29 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
 
     Before a job is launched: no GPU has to wait for that.
     """
-    task = build_task(config.task)
+    require_places(manifest, shards.manifest_uri, config)
+    task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
     with user_code("task.schema") if is_plugin(config.task.kind) else contextlib.nullcontext():
-        wanted = task.sample_schema()
-    if storage.dump_json(wanted.to_dict()) != storage.dump_json(manifest.sample_schema.to_dict()):
+        wanted = {split: task.sample_schema(split) for split in SPLITS}
+        conversion = conversion_of(manifest, task)
+        former = [dict.fromkeys(SPLITS, schema) for schema in task.former_schemas()]
+    found = {split: manifest.schema_of(split) for split in SPLITS}
+    if conversion is None and found not in (wanted, *former):
         raise DataError(
             f"the shards do not hold what the task reads, {_shown(wanted)}",
             where=shards.manifest_uri,
-            value=_shown(manifest.sample_schema),
+            value=_shown(found),
             fix="run the shard step again",
         )
     check_listing(shards.manifest_uri, manifest)
 
 
-def _shown(schema: SampleSchema) -> str:
-    return ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in schema.fields)
+def num_training_samples(manifest: Manifest, task: Task) -> int:
+    """Samples that training sees in an epoch: those of the split, or what a stream is cut into."""
+    split, window = manifest.splits["train"], task.window
+    return num_windows(split.num_samples, window) if window and is_stream(manifest.sample_schema) else split.num_samples
+
+
+def _shown(schemas: dict[str, SampleSchema]) -> str:
+    fields = dict.fromkeys(field for schema in schemas.values() for field in schema.fields)
+    return ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in fields)

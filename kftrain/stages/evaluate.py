@@ -20,6 +20,7 @@ from kftrain.stages import failure, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.pods import TaskPodSettings
+from kftrain.tasks import build_task
 from kftrain.trust import Trust
 
 
@@ -107,7 +108,9 @@ def _obstacle(config: Config, champion: Champion, digest: str) -> str:
         task = read_recipe(champion.export_uri, champion.export_digest, trust).task
     except (ConfigError, CheckpointError) as error:
         return error.line
-    is_same = task.model_dump(mode="json") == config.task.model_dump(mode="json")
+    theirs, ours = (each.model_dump(mode="json") for each in (task, config.task))
+    read_alike = build_task(config.task).reading_options if task.kind == config.task.kind else frozenset()
+    is_same = all(theirs.get(name) == ours.get(name) for name in {*theirs, *ours} - read_alike)
     return "" if is_same else "it was trained for another task"
 
 

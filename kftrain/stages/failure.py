@@ -43,7 +43,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
                 yield
         except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
             raise
-        except BaseException as error:
+        except BaseException as error:  # what ends the process, too: without error.json nobody would know why
             found = None
             with best_effort("what the launcher found out could not be read"):
                 found = read_error(paths.failure)
@@ -66,7 +66,7 @@ def _announced(stage: str, progress: Progress) -> Iterator[None]:
     stage_lifetime.end_with_parent()
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # what ends the process, too: kfp keeps no exception
         found = of_stage(stage, error)
         leave_message(found.line, found.exit_code, found.kind)
         if not channel.tell(channel.ERROR, found.to_dict()):

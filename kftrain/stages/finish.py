@@ -13,6 +13,7 @@ from typing import Any
 from kftrain import launch, report, storage
 from kftrain.config import Config
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, RetryableError
+from kftrain.launch.backends import POD_BACKENDS
 from kftrain.progress import Progress, to_log
 from kftrain.run.advice import Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
@@ -27,8 +28,9 @@ SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
 
 FAILURE_REPORT = "failure.html"
 
-UNREAD = "launch: {backend: pytorchjob}"
-"""What is known of a run to go on with that cannot be read: `kftrain run` would have given the configuration."""
+UNREAD = f"launch: {{backend: {POD_BACKENDS[0]}}}"
+"""What is known of a run to go on with that cannot be read: its jobs are pods, of some kind, since `kftrain run` would
+have given the configuration."""
 
 
 def finish(

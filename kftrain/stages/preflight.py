@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
@@ -65,11 +67,25 @@ def check_credentials(config: Config) -> None:
     fixes = {
         "tracking.uri": (config.tracking.uri, "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"),
         "run.storage_root": (config.run.storage_root, "put them into the environment, where the store looks for them"),
-        "data.source": (config.data.source, "put them into the environment, or fetch the data first"),
+        **{
+            key: (source, "put them into the environment, or fetch the data first")
+            for key, source in config.data.sources.items()
+        },
+        **{key: (text, "put them into the environment") for key, text in _texts("task", config.task.options())},
+        **{key: (text, "put them into the environment") for key, text in _texts("model", config.model.options())},
     }
     for key, (uri, fix) in fixes.items():
         if credentials.stand_in(uri):
             raise ConfigError("a URI with credentials would be kept and shown", where=key, value=uri, fix=fix)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every text of some options, with its dotted key: `task.tokenizer.uri`."""
+    if isinstance(value, str):
+        yield key, value
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from _texts(f"{key}.{name}", part)
 
 
 def check_writable(config: Config) -> None:

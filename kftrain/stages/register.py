@@ -21,11 +21,12 @@ from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked
-from kftrain.stages.dataset import read_dataset
+from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.evaluate import read_complete, read_evaluation
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
+from kftrain.tasks.overview import read_overview
 
 REPORT_NAME = "report.html"
 
@@ -95,6 +96,7 @@ def _report(
     page = report.run_html(
         config,
         shards=manifest.to_dict(),
+        overview=read_overview(read_shards(paths).manifest_uri),
         completion=completion,
         history=read_history(paths),
         evaluation=evaluation,

@@ -40,17 +40,17 @@ def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri
     if not is_shared(config.run.storage_root):
         require_remote_storage(config, STEPS)
     require_tracking_server(config, STEPS)
-    if not is_shared(config.data.source):
-        _require_remote_source(config)
+    for key, source in config.data.sources.items():
+        if not is_shared(source):
+            _require_remote_source(key, source)
     _require_no_password(config)
 
 
-def _require_remote_source(config: Config) -> None:
-    source = config.data.source
+def _require_remote_source(key: str, source: str) -> None:
     if source not in BUILT_IN and not is_plugin(source) and storage.is_local(source):
         raise LaunchError(
             f"{STEPS} cannot reach a file or folder of this machine",
-            where="data.source",
+            where=key,
             value=source,
             fix=f"use an object store (s3://…), module:attr, or one of: {', '.join(BUILT_IN)}",
         )
@@ -60,7 +60,7 @@ def _require_no_password(config: Config) -> None:
     """Kubeflow shows every parameter, and the configuration is one."""
     for key, uri in (
         ("tracking.uri", config.tracking.uri),
-        ("data.source", config.data.source),
+        *config.data.sources.items(),
         ("run.storage_root", config.run.storage_root),
     ):
         if credentials.stand_in(uri):

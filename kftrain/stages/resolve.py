@@ -23,7 +23,7 @@ from kftrain.data.sources.webdataset import is_shard_pattern
 from kftrain.errors import ConfigError, OtherTrainingError
 from kftrain.plugins import is_plugin
 from kftrain.run import attempts, commit
-from kftrain.run.commit import differences
+from kftrain.run.commit import differences, refuse_old_order
 from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters
@@ -116,7 +116,7 @@ def resumed(
     paths = _run_folder(storage.absolute(uri, base))
     if keep:
         saved = read_config(paths).to_yaml()
-        config = anchored(configuration.parse(saved, overrides, paths.config, above), base)
+        config = anchored(configuration.parse_kept(saved, paths.config, overrides, above), base)
     section = config.run.model_copy(update={"storage_root": paths.storage_root})
     return config.model_copy(update={"run": section}), paths.run_id
 
@@ -133,9 +133,13 @@ def anchored(config: Config, base: str | Path) -> Config:
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    if _names_a_path(data.source, base):
-        data = data.model_copy(update={"source": storage.absolute(data.source, base)})
+    mixture = tuple(each.model_copy(update={"source": _anchored(each.source, base)}) for each in data.mixture)
+    data = data.model_copy(update={"source": _anchored(data.source, base), "mixture": mixture})
     return config.anchored(base).model_copy(update={"data": data})
+
+
+def _anchored(source: str, base: str | Path) -> str:
+    return storage.absolute(source, base) if _names_a_path(source, base) else source
 
 
 def _names_a_path(source: str, base: str | Path) -> bool:
@@ -191,6 +195,8 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
         raise _no_such_run(config, run_id)
     if previous is not None and has_trained(paths):
         require_same_training(previous, config, paths.uri)
+    if not storage.exists(paths.complete):
+        refuse_old_order(config.training_identity(""), paths.uri)
     return OpenedRun(config, paths, previous)
 
 
@@ -219,9 +225,14 @@ def has_trained(paths: RunPaths) -> bool:
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:
-    """Raises OtherTrainingError that names every setting by which the two are different trainings."""
-    changes = differences(previous.training_identity(""), config.training_identity(""))
+    """Raises OtherTrainingError that names every setting by which the two are different trainings.
+
+    OldOrderError where release 0.1 began it, and it is not as complete as it was left there.
+    """
+    old, new = previous.training_identity(""), config.training_identity("")
+    changes = differences(old, new)
     if changes:
+        refuse_old_order(old, where)
         raise OtherTrainingError(
             f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",
             where=where,

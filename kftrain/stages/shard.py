@@ -9,7 +9,7 @@ from typing import Any
 
 from kftrain import report, storage
 from kftrain.config import Config
-from kftrain.data import sharding
+from kftrain.data import mixing
 from kftrain.data.shards import manifest
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, OtherTrainingError
@@ -18,10 +18,11 @@ from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, preflight, remote, resolve
-from kftrain.stages.dataset import read_dataset, read_shards
+from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
-from kftrain.tasks import build_task
+from kftrain.tasks import build_task, build_task_of
+from kftrain.tasks.overview import write_overview
 
 
 def shard_from_pipeline(
@@ -83,6 +84,8 @@ class Prepared:
     manifest: Manifest
     reused: bool
     seconds: float
+    overview: Any
+    """Some of its samples, for reports."""
 
 
 def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
@@ -91,14 +94,16 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     preflight.check_run(config)
     found = _own_shards(run)
     if found is None:
-        result = sharding.shard_dataset(config, build_task(config.task), progress)
+        result = mixing.shard_mixture(config, build_task(config.task), progress)
         shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
         described, reused = result.manifest, result.reused
         _require_same_dataset(paths, shards)
     else:
         (shards, described), reused = found, True
-    preflight.check_samples(config, described.splits["train"].num_samples)
-    return Prepared(shards, described, reused, time.monotonic() - start)
+    task = build_task_of(config.task, shards.manifest_uri, described.task_settings)
+    preflight.check_samples(config, num_training_samples(described, task))
+    overview = write_overview(task, shards.manifest_uri, described)
+    return Prepared(shards, described, reused, time.monotonic() - start, overview)
 
 
 def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
@@ -110,7 +115,8 @@ def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
         run_uri=paths.uri,
         summary=summary,
         metrics=_metrics(described, prepared.seconds),
-        markdown=report.shards_markdown(described.to_dict()),
+        html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview),
+        markdown=report.shards_markdown(described.to_dict(), prepared.overview),
     )
 
 
@@ -120,7 +126,9 @@ def _own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
     if before is None or (before.data, before.task) != (now.data, now.task) or not storage.exists(run.paths.shards):
         return None
     try:
-        return read_dataset(run.paths)
+        shards, described = read_dataset(run.paths)
+        build_task_of(now.task, shards.manifest_uri, described.task_settings)
+        return shards, described
     except DataError:  # damaged or deleted: sharding writes the very same again, or says why it cannot
         return None
 
@@ -144,10 +152,9 @@ def _known_dataset(paths: RunPaths) -> str:
 
 
 def _summary(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:
-    counts = {name: split.num_samples for name, split in described.splits.items()}
-    how = "already there" if reused else "written"
+    how = "already there" if reused else "adopted" if described.is_adopted else "written"
     return {
-        "result": f"shards {how}: {counts['train']:,} samples for training, {counts['validation']:,} for validation",
+        "result": f"shards {how}: {manifest.counted(described)}",
         "run_uri": paths.uri,
         "run_id": paths.run_id,
         "manifest_uri": shards.manifest_uri,

@@ -8,6 +8,7 @@ from typing import cast
 
 from kftrain import launch, storage, tracking
 from kftrain.config import Config
+from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preempted, TrackingError
 from kftrain.progress import Progress, to_log
@@ -46,7 +47,7 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
         digest=manifest.dataset_digest,
         uri=shards.manifest_uri,
         num_samples={name: split.num_samples for name, split in manifest.splits.items()},
-        fields={field.name: f"{field.dtype} {list(field.shape)}" for field in manifest.sample_schema.fields},
+        fields=manifests.describe(manifest)["fields"],
     )
     try:
         mlflow_run_id = tracking.start_run(config, paths.run_id, lineage, launch.pipeline_tags(config))

@@ -8,6 +8,7 @@ from typing import Any
 from kftrain import launch, report, storage
 from kftrain.config import Config
 from kftrain.progress import Progress, to_log
+from kftrain.run.commit import refuse_old_order
 from kftrain.run.completion import find_completion
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion
@@ -24,6 +25,8 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
     with failure.announced("train", progress):
         config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
         completion = find_completion(paths, config)  # what is complete stays as it is where another training is refused
+        if completion is None:
+            refuse_old_order(config.training_identity(""), paths.uri)
     with failure.reported("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
         skipped = completion is not None

@@ -7,7 +7,7 @@ from kftrain.lazy import attributes
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
     from kftrain.tasks.classification import Classification
-    from kftrain.tasks.registry import build_task
+    from kftrain.tasks.registry import build_task, build_task_of
     from kftrain.tasks.regression import Regression
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Regression",
     "Task",
     "build_task",
+    "build_task_of",
 ]
 
 __getattr__ = attributes(
@@ -24,5 +25,6 @@ __getattr__ = attributes(
         "Regression": "kftrain.tasks.regression",
         "Task": "kftrain.tasks.base",
         "build_task": "kftrain.tasks.registry",
+        "build_task_of": "kftrain.tasks.registry",
     },
 )

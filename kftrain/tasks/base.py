@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kftrain.data.schema import CLUSTER, Arrays, Block, Field, Record, SampleSchema
-from kftrain.tasks.fields import as_field
+from kftrain.data.schema import CLUSTER, Arrays, Block, Field, Record, SampleSchema, Window
+from kftrain.tasks.fields import as_field, extensions_of
+from kftrain.tasks.shown import shown_fields
 
 if TYPE_CHECKING:
     import pandas
@@ -64,6 +65,13 @@ class Task(ABC):
     loss_metric: ClassVar[str] = ""
     """The metric that is the mean loss, or grows with it; with none the gate's metric tells which samples are hard."""
 
+    built_from: Any = None
+    """The section `task` of the configuration that it was built from: another process can build it again."""
+
+    reading_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that change how a model sees a validation sample, but not what its metrics count: models that differ in
+    these alone are compared."""
+
     options: Mapping[str, Any] = MappingProxyType({})
     """The options that it was built with and the defaults of the others; set when it is built from a configuration."""
 
@@ -72,6 +80,40 @@ class Task(ABC):
     @abstractmethod
     def schema(self) -> SampleSchema:
         """Fields of one sample."""
+
+    def validation_schema(self) -> SampleSchema:
+        """Fields of one sample of the validation split, where `rows` makes rows of it. By default those of `schema`."""
+        return self.schema()
+
+    def former_schemas(self) -> tuple[SampleSchema, ...]:
+        """Fields of the samples of datasets of before that it still reads, in both splits. By default none."""
+        return ()
+
+    def learn(self, records: Iterable[Record]) -> None:  # noqa: B027 - a default
+        """Learns what encoding needs to know of the training split: called before anything is encoded.
+
+        Afterwards `settings` tells of it and `assets` has it. `records`: the training split's, in order; as many are
+        read as are taken. By default nothing.
+        """
+
+    @property
+    def asset_names(self) -> tuple[str, ...]:
+        """The files of `assets`, as far as the options tell. By default none."""
+        return ()
+
+    def assets(self) -> dict[str, bytes]:
+        """Files that encoding depends on (a tokenizer): name -> content. By default none.
+
+        They are kept below the storage root by their digests, which are part of the dataset, and lie in each export.
+        """
+        return {}
+
+    def restore(self, assets: Mapping[str, bytes]) -> None:  # noqa: B027 - a default
+        """Takes the files that an equal task has had; nothing else is read or learned then. By default nothing."""
+
+    def export_files(self) -> dict[str, bytes]:
+        """Files for other programs beside an exported model: name -> content. By default `assets`."""
+        return self.assets()
 
     def cluster(self, record: Record) -> str:
         """What this record has in common with others that are like it: a patient, a page, a speaker.
@@ -97,35 +139,79 @@ class Task(ABC):
         """
         fields = self.schema().fields
         for record in records:
-            yield Block(record.key, {field.name: self.encode_field(record, field)[np.newaxis] for field in fields})
+            arrays = {field.name: self.encode_field(record, field)[np.newaxis] for field in fields}
+            yield Block(record.key, arrays, extensions_of(record, fields))
 
     def encode_field(self, record: Record, field: Field) -> np.ndarray:
         """One field of a record's sample, `field.shape` of `field.dtype`; also of the rows that `predict` is given.
 
-        By default what the record has under that name. Raises DataError where that is missing, of another shape, not
-        finite, or would be changed by the format (beyond rounding).
+        By default what the record has under that name; of an encoded field, an array of `object` that holds the file
+        with one of the field's extensions, or the bytes under that name. Raises DataError where that is missing, of
+        another shape, not finite, or would be changed by the format (beyond rounding).
         """
         return as_field(record, field)
 
-    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
-        """Metric name -> baseline name -> value on these validation records. By default none."""
+    def content_fields(self) -> tuple[str, ...]:
+        """Fields of a record that make it what it is: records that are equal in these are copies of each other.
+
+        Sharding counts copies, and names those that are in both splits. By default the fields of the schema that the
+        model is given; a record that has none of these is compared as a whole.
+        """
+        return tuple(field.name for field in self.schema().fields if field.name not in self.targets)
+
+    def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
+        """Metric name -> baseline name -> value on the validation split. By default none.
+
+        Args:
+            samples: The blocks of the validation split as they are stored, in order, read as they are asked for: of
+                each one field name -> `[rows, *field shape]`; of an encoded field `[1]` of `object`, holding bytes.
+        """
         return {}
+
+    def show(self, block: Arrays) -> Mapping[str, Any]:
+        """What the report of a dataset shows of a stored block, of which it is given the first rows.
+
+        Name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`. By default its first row: files of images
+        and arrays that look like one as a picture, files of text as text, single numbers.
+        """
+        schema = (
+            self.schema() if all(field.name in block for field in self.schema().fields) else self.validation_schema()
+        )
+        return shown_fields(schema, block)
 
     @property
     def names_clusters(self) -> bool:
         """Whether it has a `cluster` of its own."""
         return type(self).cluster is not Task.cluster
 
-    def sample_schema(self) -> SampleSchema:
-        """Fields of a sample as the shards hold it: those of `schema`, and the cluster where it is named."""
-        fields = self.schema().fields
-        return SampleSchema((*fields, Field(CLUSTER, "int64")) if self.names_clusters else fields)
+    def sample_schema(self, split: str = "train") -> SampleSchema:
+        """Fields of a split's samples as the shards hold them: with the cluster where it is named.
+
+        Where the splits have fields of their own, training samples have none, as nobody asks for it.
+        """
+        own, validation = self.schema(), self.validation_schema()
+        chosen = validation if split == "validation" else own
+        if not self.names_clusters or (chosen is own and own != validation):
+            return chosen
+        return SampleSchema((*chosen.fields, Field(CLUSTER, "int64")))
 
     # -- training half ----------------------------------------------------------------------------------------------
 
     def model_arguments(self) -> dict[str, Any]:
         """What the model must know of the task: `vocab_size`, `num_classes` …; JSON. By default nothing."""
         return {}
+
+    @property
+    def window(self) -> Window | None:
+        """How a training split that is one stream, in rows of no shape, is cut into samples. By default it is none."""
+        return None
+
+    def rows(self, sample: Mapping[str, Any]) -> Arrays | None:
+        """The rows `[k, *shape]`, one at least, that one validation sample is, as `decode` and `batch` get them.
+
+        `sample`: field name -> its one row. By default None: each sample is one row as it is.
+        """
+        return None
 
     def decode(self, sample: Arrays, generator: np.random.Generator | None) -> Arrays:
         """One row as it is stored, as `count_terms` and `batch` get it: field name -> `[*shape]`.
@@ -135,10 +221,12 @@ class Task(ABC):
 
         Args:
             sample: Field name -> `[*field shape]`, read only.
-            generator: In training, one for this sample at this place of the training order, the same on any number of
-                processes and after a restart. None in evaluation and `predict`: nothing is random there.
+            generator: In training, for this call only: its numbers are a function of the seed, the epoch and the place
+                in the training order, the same for any number of processes and workers and after a restart. None in
+                evaluation and `predict`: nothing is random there.
 
-        Returns arrays of the same shapes for each row.
+        Returns arrays of numbers, of the same names, types and shapes for each row. Several threads call it at once,
+        or processes of their own (`data.workers`, `data.worker_kind`). Raises DataError for a bad sample.
         """
         return sample
 
@@ -148,11 +236,16 @@ class Task(ABC):
         return type(self).decode is not Task.decode
 
     def count_terms(self, arrays: Arrays) -> np.ndarray:
-        """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one."""
+        """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one.
+
+        Called where rows are read, on the CPU, while a step before is computed.
+        """
         return np.ones(len(next(iter(arrays.values()))), dtype=np.int64)
 
     def batch(self, arrays: Arrays) -> Batch:
         """Tensors on the CPU for `inputs`, `loss` and `statistics`, from rows stacked to `[rows, *shape]`.
+
+        Called while a step before is computed, unless it draws torch's random numbers.
 
         By default every field of the schema by its name; unsigned integers of more than 8 bits become int64.
         """

@@ -64,9 +64,11 @@ class Classification(Task):
             return np.array(self.label_of(record), dtype=field.dtype)
         return super().encode_field(record, field)
 
-    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
         """Always answering the most frequent class, and answering the share of each class as its probability."""
-        counts = np.bincount([self.label_of(record) for record in records], minlength=self.num_classes)
+        counts = np.zeros(self.num_classes, np.int64)
+        for arrays in samples:
+            counts += np.bincount(arrays["label"].astype(np.int64), minlength=self.num_classes)
         if not counts.sum():
             return {}
         share = counts[counts > 0] / counts.sum()

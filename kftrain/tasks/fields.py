@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,10 @@ def as_field(record: Record, field: Field) -> np.ndarray:
     Raises DataError where it is missing, no number, of another shape or not finite, and where the format would change
     it beyond rounding.
     """
+    if field.is_encoded:
+        return as_object(_file_of(record, field))
     if record.fields.get(field.name) is None:
-        raise DataError(f"the record has no field '{field.name}'", where=record.key, value=sorted(record.fields))
+        raise _missing(record, field)
     found = as_array(record.fields[field.name])
     if found is None or found.dtype.kind not in "biuf":
         raise DataError(f"field '{field.name}' is not made of numbers", where=record.key, value=f"{found!r:.80}")
@@ -39,6 +42,40 @@ def as_field(record: Record, field: Field) -> np.ndarray:
     return converted
 
 
+def extensions_of(record: Record, fields: Iterable[Field]) -> dict[str, str]:
+    """Of the encoded fields for which the record has a file: the file's extension."""
+    found = {field.name: extension_of(record, field) for field in fields if field.is_encoded}
+    return {name: extension for name, extension in found.items() if extension}
+
+
+def extension_of(record: Record, field: Field) -> str:
+    """The first of the field's extensions that the record has a file for; '' where it has none."""
+    return next((extension for extension in field.extensions if extension in record.files), "")
+
+
+def as_object(value: Any) -> np.ndarray:
+    """An array without dims of `object` that holds the value."""
+    found = np.empty((), object)
+    found[()] = value
+    return found
+
+
+def _file_of(record: Record, field: Field) -> bytes:
+    extension = extension_of(record, field)
+    if extension:
+        return record.files[extension]
+    content = record.fields.get(field.name)
+    if content is None:
+        raise _missing(record, field)
+    if not isinstance(content, bytes):
+        raise DataError(f"field '{field.name}' is not the bytes of a file", where=record.key, value=f"{content!r:.80}")
+    return content
+
+
+def _missing(record: Record, field: Field) -> DataError:
+    return DataError(f"the record has no field '{field.name}'", where=record.key, value=sorted(record.fields))
+
+
 def as_array(value: Any) -> np.ndarray | None:
     """A value as an array, also where a data frame holds arrays of arrays; None where it is not rectangular."""
     try:
@@ -50,17 +87,25 @@ def as_array(value: Any) -> np.ndarray | None:
 def rows_of(task: Task, frame: pandas.DataFrame) -> Arrays:
     """The samples of a data frame, encoded as records are; zeros in the place of targets, and one row if it is empty.
 
+    An encoded field without a file has None.
+
     Raises DataError where columns are missing, or a row cannot be encoded.
     """
     fields = task.schema().fields
-    rows = {field.name: np.zeros((max(1, len(frame)), *field.shape), field.dtype) for field in fields}
+    rows = {field.name: _blank(field, max(1, len(frame))) for field in fields}
     given = [field for field in fields if field.name not in task.targets]
     columns = _columns(given, frame.drop(columns=[name for name in task.targets if name in frame]))
     for number, index in enumerate(frame.index):
         record = Record(f"row {index}", {name: column[number] for name, column in columns.items()})
         for field in given:
-            rows[field.name][number] = task.encode_field(record, field)
+            rows[field.name][number] = task.encode_field(record, field)[()]  # of an encoded field: what it holds
     return rows
+
+
+def _blank(field: Field, num_rows: int) -> np.ndarray:
+    if field.is_encoded:
+        return np.full(num_rows, None, object)
+    return np.zeros((num_rows, *field.shape), field.dtype)
 
 
 def _columns(fields: list[Field], frame: pandas.DataFrame) -> dict[str, Any]:

@@ -1,30 +1,38 @@
 """One label for each image. Pixels are normalised with figures from the configuration, never from the data of a batch.
 
-Each image is a block and thus a group of its own, in either split.
+Each image is a block and thus a group of its own, in either split. Shards hold its pixels, all images in one size, or
+its file as it came, which is decoded each time that it is read: then a training image may be cut out anew every epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field as Limits
 
-from kftrain.data.schema import Arrays, Field, Record, SampleSchema
+from kftrain.data import images
+from kftrain.data.schema import BYTES, Arrays, Block, Field, Record, SampleSchema
 from kftrain.data.sources.decoding import load_library
 from kftrain.errors import ConfigError, DataError
 from kftrain.settings.section import Count
+from kftrain.tasks.augment import Augment
 from kftrain.tasks.classification import Classification
-from kftrain.tasks.fields import as_array
+from kftrain.tasks.fields import as_array, as_field, as_object, extension_of
 
 if TYPE_CHECKING:
     import torch
 
     from kftrain.tasks.base import Batch
 
-_PILLOW_MODES = {1: "L", 3: "RGB"}
-"""Channels of a resized image -> what Pillow calls it."""
+_CHANNELS = (1, 3)
+"""Of an image whose colours are made to fit."""
+
+Figures = float | list[float]
+"""One number for all channels, or one for each."""
 
 
 class ImageClassification(Classification):
@@ -35,15 +43,20 @@ class ImageClassification(Classification):
         num_channels: Channels; 1 also accepts images without a channel dim.
         num_classes: Classes; labels are 0 to `num_classes` - 1.
         max_value: Pixel value that becomes 1.0.
-        mean: Subtracted from pixels after scaling to 0 … 1.
-        std: Divides them after that.
+        mean: Subtracted from pixels after scaling to 0 … 1; one number, or one for each channel.
+        std: Divides them after that; likewise.
         labels: Names of the classes; empty: their numbers.
         resize: `none` refuses images of another shape. `crop` fits them: colours become grey or RGB as
             `num_channels` (1 or 3) says, transparency is dropped, the middle square is kept and scaled
             bilinearly.
+        storage: What shards hold: `pixels`, or `files`, each as it came (JPEG, PNG, WebP, BMP, PPM, TIFF, GIF) and
+            decoded when it is read, upright and in the colours that `num_channels` says. Another size needs no new
+            shards then.
+        augment: What is random in training: `crop_scale`, `crop_ratio`, `flip`; see `tasks/augment.py`.
     """
 
     input_column = "image"
+    reading_options = frozenset({"max_value", "mean", "std", "augment"})
     loss_unit = "nats per image"
 
     def __init__(
@@ -53,10 +66,12 @@ class ImageClassification(Classification):
         num_classes: Annotated[int, Limits(ge=2)],
         num_channels: Count = 1,
         max_value: Annotated[float, Limits(gt=0)] = 255.0,
-        mean: float = 0.5,
-        std: Annotated[float, Limits(gt=0)] = 0.5,
+        mean: Figures = 0.5,
+        std: Annotated[float, Limits(gt=0)] | list[Annotated[float, Limits(gt=0)]] = 0.5,
         labels: list[str] | None = None,
         resize: Literal["none", "crop"] = "none",
+        storage: Literal["pixels", "files"] = "pixels",
+        augment: Augment | None = None,
     ) -> None:
         super().__init__(num_classes=num_classes, labels=labels)
         self.image_size = image_size
@@ -65,10 +80,30 @@ class ImageClassification(Classification):
         self.mean = mean
         self.std = std
         self.resize = resize
-        if resize == "crop" and num_channels not in _PILLOW_MODES:
-            raise ConfigError(
-                "resize=crop makes grey or RGB images", where="task.num_channels", value=num_channels, fix="1 or 3"
-            )
+        self.storage = storage
+        self.augment = augment
+        self._check()
+
+    def _check(self) -> None:
+        for name, is_set in (
+            ("resize=crop", self.resize == "crop"),
+            ("storage=files", self.storage == "files"),
+            ("augment", self.augment is not None),
+        ):
+            if is_set and self.num_channels not in _CHANNELS:
+                raise ConfigError(
+                    f"{name} makes grey or RGB images",
+                    where="task.num_channels",
+                    value=self.num_channels,
+                    fix="1 or 3",
+                )
+        for name, figures in (("mean", self.mean), ("std", self.std)):
+            if isinstance(figures, list) and len(figures) != self.num_channels:
+                raise ConfigError(
+                    f"needs one number, or {self.num_channels}, one for each channel",
+                    where=f"task.{name}",
+                    value=figures,
+                )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -76,11 +111,15 @@ class ImageClassification(Classification):
         return (self.image_size, self.image_size, self.num_channels)
 
     def schema(self) -> SampleSchema:
-        """`image` `[height, width, channels]` uint8 and `label`."""
-        return SampleSchema((Field("image", "uint8", self.image_shape), Field("label", "int64")))
+        """`image`, `[height, width, channels]` uint8 or a file, and `label`."""
+        files = Field("image", BYTES, extensions=images.EXTENSIONS)
+        image = files if self.storage == "files" else Field("image", "uint8", self.image_shape)
+        return SampleSchema((image, Field("label", "int64")))
 
     def settings(self) -> dict[str, Any]:
-        """What the encoded bytes depend on; normalisation happens later."""
+        """What the encoded bytes depend on; normalisation happens later, and so does decoding of files."""
+        if self.storage == "files":
+            return {"task": "image_classification", "storage": "files", "num_classes": self.num_classes}
         return {
             "task": "image_classification",
             "image_shape": list(self.image_shape),
@@ -88,21 +127,57 @@ class ImageClassification(Classification):
             **({"resize": self.resize} if self.resize != "none" else {}),
         }
 
+    def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
+        """Each image with its label. Raises DataError for what is no image, as far as a file's header shows."""
+        return super().encode(map(self._with_file, records) if self.storage == "files" else records, split)
+
     def encode_field(self, record: Record, field: Field) -> np.ndarray:
         """The image and its label. Raises DataError for a wrong shape, pixel or label."""
-        return self._image(record) if field.name == "image" else super().encode_field(record, field)
+        if field.name != "image":
+            return super().encode_field(record, field)
+        if self.storage == "files" and (extension_of(record, field) or isinstance(record.fields.get("image"), bytes)):
+            file = as_field(record, field)
+            images.check_image(file.item(), record.key)
+            return file
+        pixels = self._image(record)
+        return as_object(pixels) if self.storage == "files" else pixels
 
     def model_arguments(self) -> dict[str, Any]:
         """Sizes of images and the number of classes."""
         return {"image_size": self.image_size, "num_channels": self.num_channels, **super().model_arguments()}
+
+    @property
+    def decodes(self) -> bool:
+        """Whether samples are files, or augmented."""
+        return self.storage == "files" or self.augment is not None
+
+    def decode(self, sample: Arrays, generator: np.random.Generator | None) -> Arrays:
+        """`image` as `[height, width, channels]` uint8: in training a random part of it, elsewhere the middle square.
+
+        Raises DataError where it cannot be decoded, or has another size where the task does not resize.
+        """
+        image = sample["image"]
+        if image is None:  # the row of an empty data frame
+            pixels = np.zeros(self.image_shape, np.uint8)
+        elif generator is None or self.augment is None:
+            pixels = self._decoded(image, images.middle_square)
+        else:
+            pixels = self._decoded(image, partial(self.augment.choose, generator))
+            if self.augment.flips(generator):
+                pixels = pixels[:, ::-1]
+        return {**sample, "image": pixels}
 
     def batch(self, arrays: Arrays) -> Batch:
         """`image` `[rows, channels, height, width]` fp32, normalised, and `label` `[rows]`."""
         import torch
 
         pixels = np.ascontiguousarray(arrays["image"].transpose(0, 3, 1, 2), dtype=np.float32)
+        mean, std = (
+            torch.tensor(figures).view(-1, 1, 1) if isinstance(figures, list) else figures
+            for figures in (self.mean, self.std)
+        )
         return {
-            "image": torch.from_numpy(pixels).div_(self.max_value).sub_(self.mean).div_(self.std),
+            "image": torch.from_numpy(pixels).div_(self.max_value).sub_(mean).div_(std),
             "label": torch.from_numpy(arrays["label"].astype(np.int64)),
         }
 
@@ -113,6 +188,34 @@ class ImageClassification(Classification):
         shown = super().examples(model, arrays, batch)
         return [{"picture": picture, **each} for picture, each in zip(pictures, shown, strict=True)]
 
+    def _with_file(self, record: Record) -> Record:
+        """The same record, with the bytes that a user's source gives as a file with an extension."""
+        if extension_of(record, self.schema().fields[0]):
+            return record
+        content = record.fields.get("image")
+        if not isinstance(content, bytes):
+            raise DataError("the record has no image file", where=record.key, fix="set task.storage=pixels")
+        extension = images.image_extension(content)
+        if not extension:
+            raise DataError("the image is of no known kind", where=record.key, value=f"{content[:16]!r}")
+        return replace(record, files={**record.files, extension: content})
+
+    def _decoded(self, image: Any, choose: images.ChooseBox) -> np.ndarray:
+        """The part of a file or of pixels, in the task's size and colours."""
+        if not isinstance(image, np.ndarray):
+            return images.decode_part(image, self.image_size, self.num_channels, partial(self._part, choose), "")
+        height, width = image.shape[:2]
+        return images.scaled(images.from_pixels(image), self.image_size, self.num_channels, choose(width, height))
+
+    def _part(self, choose: images.ChooseBox, width: int, height: int) -> images.Box:
+        if self.resize == "none" and (width, height) != (self.image_size, self.image_size):
+            raise DataError(
+                f"the image is not {self.image_size} x {self.image_size} pixels",
+                value=f"{width} x {height}",
+                fix="task.resize=crop fits images of any size",
+            )
+        return choose(width, height)
+
     def _image(self, record: Record) -> np.ndarray:
         """`[height, width, channels]` uint8."""
         if record.fields.get("image") is None:
@@ -122,7 +225,8 @@ class ImageClassification(Classification):
                 value=sorted(record.fields),
                 fix="name a source of images; beside text files they are left out",
             )
-        image = as_array(record.fields["image"])
+        given = record.fields["image"]
+        image = images.decode_image(given, record.key) if isinstance(given, bytes) else as_array(given)
         if image is None:
             raise DataError("the image is not rectangular", where=record.key)
         if image.shape == self.image_shape[:2] and self.num_channels == 1:
@@ -141,15 +245,13 @@ class ImageClassification(Classification):
 
 def _fitted(image: np.ndarray, shape: tuple[int, int, int], key: str) -> np.ndarray:
     """The middle square of an image of 1 to 4 channels, in the size and colours of `shape`."""
-    pillow, operations = (load_library(name, "task.resize") for name in ("PIL.Image", "PIL.ImageOps"))
+    load_library("PIL.Image", "task.resize")
     if image.ndim not in (2, 3) or 0 in image.shape or (image.ndim == 3 and image.shape[2] > 4):
         raise DataError(
             "not an image [height, width] or [height, width, 1 to 4 channels]", where=key, value=list(image.shape)
         )
-    pixels = image[..., 0] if image.shape[2:] == (1,) else image
-    converted = pillow.fromarray(np.ascontiguousarray(pixels)).convert(_PILLOW_MODES[shape[2]])
-    fitted = operations.fit(converted, shape[:2], method=pillow.Resampling.BILINEAR)
-    return np.asarray(fitted).reshape(shape)
+    height, width = image.shape[:2]
+    return images.scaled(images.from_pixels(image), shape[0], shape[2], images.middle_square(width, height))
 
 
 def _whole_pixels(image: np.ndarray, key: str) -> np.ndarray:

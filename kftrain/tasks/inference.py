@@ -42,8 +42,9 @@ def map_rows(
     parts: list[dict[str, np.ndarray]] = []
     with evaluating(model), torch.inference_mode():
         for start in range(0, num_rows, size):
+            numbers = range(num_rows)[start : start + size]
             arrays = {name: array[start : start + size] for name, array in rows.items()}
-            batch, arguments = prepare(task, decoded(task, arrays), device)
+            batch, arguments = prepare(task, decoded(task, arrays, numbers, "row {}".format), device)
             found = compute(output_of(model, arguments), batch)
             parts.append({name: tensor.cpu().numpy() for name, tensor in found.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

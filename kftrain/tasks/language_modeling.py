@@ -1,35 +1,35 @@
 """Next-token prediction over documents of text.
 
-Training packs: documents are joined into one stream and cut into rows of `sequence_length` + 1 tokens that
-overlap by one, so that every token but the stream's first is a target exactly once and nothing is dropped;
-only the last row has padding.
+Training packs: documents are joined into one stream of tokens, which the shards hold. It is cut when it is read, into
+rows of `sequence_length` + 1 tokens that overlap by one, so that every token but the stream's first is a target exactly
+once and nothing is dropped; only the last row has padding.
 
-Validation does not pack: each document is a block of its own, cut the same way, its last row padded. A
-document's bits then depend on that document alone, which makes documents the independent units that the
-bootstrap resamples.
+Validation does not pack: each document stays text, becomes tokens when it is read, and is cut the same way, its last
+row padded. A document's bits then depend on that document alone, which makes documents the independent units that the
+bootstrap resamples; and models of any tokenizer are measured on the same documents.
 
-Bits are counted over bytes only (not over the ids that start documents), so figures compare across tokenizers
-and models.
+Bits and guesses are counted per byte of text (the ids that start documents have none), so figures compare across
+tokenizers and models.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from math import log
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
-from kftrain.errors import DataError
+from kftrain.data.schema import BYTES, Arrays, Block, Field, Record, SampleSchema, Window
+from kftrain.errors import ConfigError, DataError
 from kftrain.models.output import output_of
 from kftrain.settings.section import Count
+from kftrain.tasks import tokenizer_json
 from kftrain.tasks.base import Task
 from kftrain.tasks.compression import MAX_BYTES, compression_baselines
-from kftrain.tasks.tokenizers import build_tokenizer
+from kftrain.tasks.tokenizers import Tokenizer, UntrainedTokenizer, build_tokenizer, parse_option
 
 if TYPE_CHECKING:
     import pandas
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from kftrain.tasks.base import Batch
 
-ROWS_PER_BLOCK = 256
-"""Rows of a training block: large enough that a tar's headers do not count, small enough to shuffle."""
+TOKENS_PER_BLOCK = 1 << 16
+"""Of a training block: large enough that a tar's headers do not count, and few samples cross a block's end."""
 
 MAX_CONTINUED_TOKENS = 32
 """How far `examples` lets the model write; each token is one forward pass of a few rows."""
@@ -55,62 +55,147 @@ class LanguageModeling(Task):
 
     Args:
         sequence_length: Tokens that the model sees at once.
-        tokenizer: `bytes`.
+        tokenizer: `bytes`; the URI of a `tokenizer.json`; or `{train: {vocab_size: 4096}}`, which trains a byte-level
+            BPE on the training split in the shard step.
+        attention: `rows`: to all tokens before it in its row; `documents`: to those of its own document, where
+            positions begin anew. The model must know it, as the built-in transformer does.
     """
 
     input_column = "text"
+    reading_options = frozenset({"sequence_length", "tokenizer", "attention"})
     predict_batch_rows = 32
     sequence_dims = MappingProxyType({"inputs": 1, "targets": 1})
     loss_unit = "nats per token"
     loss_metric = "bits_per_byte"
 
-    def __init__(self, *, sequence_length: Count = 256, tokenizer: str = "bytes") -> None:
+    def __init__(
+        self,
+        *,
+        sequence_length: Count = 256,
+        tokenizer: str | dict[str, Any] = "bytes",
+        attention: Literal["rows", "documents"] = "rows",
+    ) -> None:
         self.sequence_length = sequence_length
-        self.tokenizer = build_tokenizer(tokenizer)
+        self.attention = attention
+        self._wanted = parse_option(tokenizer)
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back: that of the dataset or the export, or else the one that the options ask for.
+
+        Raises ConfigError where that is a file that cannot be read.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = build_tokenizer(self._wanted)
+        return self._tokenizer
 
     def schema(self) -> SampleSchema:
-        """`tokens` `[sequence_length + 1]`: inputs are all but the last, targets all but the first."""
-        return SampleSchema((Field("tokens", self.tokenizer.dtype, (self.sequence_length + 1,)),))
+        """`tokens`: one of a stream, of which `window` says how it is cut."""
+        return SampleSchema((Field("tokens", self.tokenizer.dtype),))
+
+    def validation_schema(self) -> SampleSchema:
+        """`text`: a document in UTF-8."""
+        return SampleSchema((Field("text", BYTES, (), ("txt",)),))
+
+    def former_schemas(self) -> tuple[SampleSchema, ...]:
+        """Rows of `sequence_length` + 1 bytes in both splits, as before version 0.3."""
+        rows = SampleSchema((Field("tokens", self.tokenizer.dtype, (self.sequence_length + 1,)),))
+        return (rows,) if self._wanted is None else ()
+
+    @property
+    def window(self) -> Window:
+        """Rows `[sequence_length + 1]`: inputs are all but the last, targets all but the first."""
+        return Window(self.sequence_length + 1, self.sequence_length, {"tokens": self.tokenizer.padding})
 
     def settings(self) -> dict[str, Any]:
-        """What the encoded bytes depend on."""
+        """What the encoded bytes depend on: not how long the model's inputs are."""
         return {
             "task": "language_modeling",
-            "sequence_length": self.sequence_length,
-            "rows_per_block": ROWS_PER_BLOCK,
+            "tokens_per_block": TOKENS_PER_BLOCK,
             "tokenizer": self.tokenizer.to_dict(),
             "tokenizer_digest": self.tokenizer.digest,
         }
 
+    def learn(self, records: Iterable[Record]) -> None:
+        """Trains the tokenizer, where that is asked for and there is none yet. Raises DataError without a text."""
+        options = self._wanted.train if self._wanted else None
+        if options is None or self.assets():
+            return
+        from kftrain.tasks.bpe import train
+
+        self._tokenizer = train(map(text_of, records), options.vocab_size, options.sample_bytes)
+
+    @property
+    def asset_names(self) -> tuple[str, ...]:
+        """The tokenizer's file, unless it is bytes."""
+        return () if self._wanted is None else (tokenizer_json.FILE_NAME,)
+
+    def assets(self) -> dict[str, bytes]:
+        """The tokenizer's file, unless it is bytes or yet to be trained."""
+        is_known = self._wanted is not None and not isinstance(self.tokenizer, UntrainedTokenizer)
+        return {tokenizer_json.FILE_NAME: self.tokenizer.content} if is_known else {}
+
+    def restore(self, assets: Mapping[str, bytes]) -> None:
+        """Takes the tokenizer of a dataset or an export. Raises ConfigError where it is none."""
+        if self._wanted is None:
+            return
+        if tokenizer_json.FILE_NAME not in assets:
+            raise ConfigError(f"there is no {tokenizer_json.FILE_NAME}", where="task.tokenizer", fix="shard again")
+        from kftrain.tasks.bpe import BytePairTokenizer
+
+        self._tokenizer = BytePairTokenizer(assets[tokenizer_json.FILE_NAME])
+
+    def export_files(self) -> dict[str, bytes]:
+        """What `transformers.AutoTokenizer` loads; it gives the ids of a document, the one that starts it included."""
+        content = self.tokenizer.content
+        configuration = tokenizer_json.configuration(content, self.sequence_length)
+        return {tokenizer_json.FILE_NAME: content, tokenizer_json.CONFIG_NAME: configuration}
+
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
-        """Training: blocks `block-000000` … of packed rows. Validation: one block per non-empty document.
+        """Training: blocks of a stream of tokens. Validation: one block per non-empty document.
 
         Raises DataError for a record without text.
         """
         if split == "train":
-            yield from self._pack(records)
+            yield from self._stream(records)
             return
         for record in records:
             text = text_of(record)
             if text:
-                yield Block(record.key, {"tokens": self._rows_of_document(text)})
+                content = np.empty(1, object)
+                content[0] = text
+                yield Block(record.key, {"text": content})
 
-    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    def rows(self, sample: Mapping[str, Any]) -> Arrays | None:
+        """A document as rows `[k, sequence_length + 1]`; None for samples of before, which are rows."""
+        return {"tokens": self._rows_of_document(bytes(sample["text"]))} if "text" in sample else None
+
+    def content_fields(self) -> tuple[str, ...]:
+        """The text."""
+        return ("text",)
+
+    def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
         """Bits per byte of zlib and of an adaptive order-2 context model on the same documents, joined."""
         joined = bytearray()
-        for record in records:
-            joined += text_of(record)
+        for arrays in samples:
+            joined += bytes(arrays["text"][0])
             if len(joined) >= MAX_BYTES:
                 break
         figures = compression_baselines(bytes(joined))
         return {"bits_per_byte": figures} if figures else {}
 
+    def show(self, block: Arrays) -> Mapping[str, Any]:
+        """How the text begins."""
+        return {"text": self._shown(block["tokens"].ravel())} if "tokens" in block else super().show(block)
+
     def model_arguments(self) -> dict[str, Any]:
-        """Vocabulary, longest input and the id that starts a document."""
+        """Vocabulary, longest input, the id that starts a document, and attention where it keeps to documents."""
         return {
             "vocab_size": self.tokenizer.vocab_size,
             "sequence_length": self.sequence_length,
             "document_token": self.tokenizer.document,
+            **({} if self.attention == "rows" else {"attention": self.attention}),
         }
 
     def count_terms(self, arrays: Arrays) -> np.ndarray:
@@ -139,16 +224,19 @@ class LanguageModeling(Task):
         )
 
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per row: `bits` of its bytes, their number `bytes`, and how many were guessed right, `correct`."""
+        """Per row: `bits` of its bytes, their number `bytes`, and how many of those were guessed right, `correct`.
+
+        A token counts as the bytes that it stands for.
+        """
         import torch
 
         targets = batch["targets"]
-        is_byte = targets < self.tokenizer.num_bytes
+        num_bytes = torch.from_numpy(self.tokenizer.bytes_per_id).to(targets.device)[targets]
         logits = output.float()
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        bits = -log_probabilities.double().masked_fill(~is_byte, 0.0).sum(dim=1) / log(2)
-        correct = ((logits.argmax(dim=-1) == targets) & is_byte).sum(dim=1)
-        return {"bits": bits, "bytes": is_byte.sum(dim=1).double(), "correct": correct.double()}
+        bits = -log_probabilities.double().masked_fill(num_bytes == 0, 0.0).sum(dim=1) / log(2)
+        correct = ((logits.argmax(dim=-1) == targets) * num_bytes).sum(dim=1)
+        return {"bits": bits, "bytes": num_bytes.sum(dim=1).double(), "correct": correct.double()}
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Bits per byte and accuracy; not a number where there are no bytes."""
@@ -171,18 +259,19 @@ class LanguageModeling(Task):
         return [folder if folder in named else "other" for folder in folders]
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """Text of each row up to its middle, how it goes on, and how the model does, always with the likeliest byte."""
+        """Text of each row up to its middle, how it goes on, and how the model does, always with the likeliest text."""
         import torch
 
         num_continued = max(1, min(MAX_CONTINUED_TOKENS, self.sequence_length // 2))
         num_tokens = (arrays["tokens"] != self.tokenizer.padding).sum(axis=1)
         starts = np.clip(num_tokens // 2, 1, max(1, self.sequence_length // 2))
         tokens = torch.cat([batch["inputs"], batch["targets"][:, -1:]], dim=1)
+        is_special = torch.from_numpy(self.tokenizer.bytes_per_id == 0).to(tokens.device)
         rows, places = torch.arange(len(tokens), device=tokens.device), torch.from_numpy(starts).to(tokens.device)
         tokens[torch.arange(tokens.shape[1], device=tokens.device) >= places.unsqueeze(1)] = self.tokenizer.padding
         for _ in range(num_continued):
             logits = output_of(model, (tokens[:, :-1],))[rows, places - 1]
-            tokens[rows, places] = logits[:, : self.tokenizer.num_bytes].float().argmax(dim=-1)
+            tokens[rows, places] = logits.float().masked_fill(is_special, -torch.inf).argmax(dim=-1)
             places = places + 1
         return [
             {
@@ -218,31 +307,34 @@ class LanguageModeling(Task):
             index=inputs.index,
         )
 
-    def _pack(self, records: Iterable[Record]) -> Iterator[Block]:
-        rows = self._packed_rows(self.tokenizer.encode_document(text_of(record)) for record in records)
-        for number in range(1 << 62):
-            block = list(islice(rows, ROWS_PER_BLOCK))
-            if not block:
-                return
-            yield Block(f"block-{number:06d}", {"tokens": np.stack(block)})
+    def _stream(self, records: Iterable[Record]) -> Iterator[Block]:
+        """Blocks of `TOKENS_PER_BLOCK`, but for the last; memory for one document and one block."""
+        waiting: list[np.ndarray] = []
+        num_waiting = number = 0
+        for record in records:
+            waiting.append(self._encoded(record))
+            num_waiting += len(waiting[-1])
+            if num_waiting < TOKENS_PER_BLOCK:
+                continue
+            joined = np.concatenate(waiting)
+            num_waiting %= TOKENS_PER_BLOCK
+            waiting = [joined[len(joined) - num_waiting :].copy()]
+            for block in joined[: len(joined) - num_waiting].reshape(-1, TOKENS_PER_BLOCK):
+                yield Block(f"block-{number:06d}", {"tokens": block})
+                number += 1
+        if num_waiting:
+            yield Block(f"block-{number:06d}", {"tokens": np.concatenate(waiting)})
 
-    def _packed_rows(self, documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Rows `[sequence_length + 1]` of the joined stream; memory for one document and one row."""
-        rest = np.empty(0, dtype=self.tokenizer.dtype)
-        for document in documents:
-            stream = np.concatenate([rest, document])
-            num_rows = max(0, len(stream) - 1) // self.sequence_length
-            yield from self._cut(stream[: num_rows * self.sequence_length + 1]) if num_rows else ()
-            rest = stream[num_rows * self.sequence_length :]
-        if len(rest) > 1:
-            yield from self._cut(rest)
+    def _encoded(self, record: Record) -> np.ndarray:
+        try:
+            return self.tokenizer.encode_document(text_of(record))
+        except DataError as error:
+            raise DataError(error.what, where=record.key, value=error.value, fix=error.fix) from error
 
     def _rows_of_document(self, text: bytes) -> np.ndarray:
-        return self._cut(self.tokenizer.encode_document(text))
-
-    def _cut(self, stream: np.ndarray) -> np.ndarray:
         """Rows `[rows, sequence_length + 1]` that overlap by one token, the last one padded."""
-        num_rows = -(-(len(stream) - 1) // self.sequence_length)
+        stream = self.tokenizer.encode_document(text)
+        num_rows = max(1, -(-(len(stream) - 1) // self.sequence_length))
         padded = np.full(num_rows * self.sequence_length + 1, self.tokenizer.padding, dtype=stream.dtype)
         padded[: len(stream)] = stream
         starts = np.arange(num_rows)[:, np.newaxis] * self.sequence_length

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kftrain.data.decoding import DecodeRow, at_place
 from kftrain.data.schema import Arrays
-from kftrain.errors import UserCodeError
+from kftrain.errors import DataError, UserCodeError
 from kftrain.plugins import user_code
 
 if TYPE_CHECKING:
@@ -18,35 +18,55 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import Batch, Task
 
 
-def decoded(task: Task, arrays: Arrays, generators: Iterable[np.random.Generator | None] = repeat(None)) -> Arrays:
-    """These rows as `task.decode` gives them, where it has one of its own. Raises UserCodeError."""
+def decoded(task: Task, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
+    """These rows as `task.decode` gives them outside of training, where it has one of its own.
+
+    `numbers`: of the rows; `place_of`: what one of that number is called in errors. Raises DataError and UserCodeError.
+    """
     if not task.decodes:
         return arrays
-    num_rows = len(next(iter(arrays.values())))
+    rows = []
+    for row, number in enumerate(numbers):
+        try:
+            with user_code("task.decode"):
+                rows.append(task.decode({name: array[row] for name, array in arrays.items()}, None))
+        except (DataError, UserCodeError) as error:
+            raise at_place(error, place_of(number)) from error
     with user_code("task.decode"):
-        rows = [
-            task.decode({name: array[row] for name, array in arrays.items()}, generator)
-            for row, generator in zip(range(num_rows), generators, strict=False)
-        ]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def decoded_in_training(task: Task, seed: int, arrays: Arrays, positions: np.ndarray) -> Arrays:
-    """The same for the samples at these positions of the training order, counted on through all epochs."""
-    return decoded(task, arrays, (np.random.default_rng([seed, int(position)]) for position in positions))
+def decode_row(task: Task) -> DecodeRow:
+    """The task's own `decode`, for training: what it raises is a UserCodeError, or an error of ours as it is."""
+
+    def decode(sample: Arrays, generator: np.random.Generator) -> Arrays:
+        with user_code("task.decode"):
+            return task.decode(sample, generator)
+
+    return decode
 
 
 def prepare(task: Task, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
     """A batch of these rows on the device, and the arguments of the model. Raises UserCodeError."""
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors_of(task, arrays).items()}
+    return batch, arguments_of(task, batch)
+
+
+def tensors_of(task: Task, arrays: Arrays) -> Batch:
+    """A batch of these rows on the CPU. Raises UserCodeError."""
     with user_code("task.batch"):
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in task.batch(arrays).items()}
+        return dict(task.batch(arrays))
+
+
+def arguments_of(task: Task, batch: Batch) -> tuple[Any, ...]:
+    """The arguments of the model. Raises UserCodeError."""
     with user_code("task.inputs"):
         inputs = task.inputs(batch)
     if not isinstance(inputs, tuple | list):  # a tensor would be taken apart, row by row
         raise UserCodeError(
             f"must return a tuple, got {type(inputs).__name__}", where="task.inputs", fix="return (tensor,)"
         )
-    return batch, tuple(inputs)
+    return tuple(inputs)
 
 
 def require_sequence_dims(task: Task, batch: Batch) -> None:

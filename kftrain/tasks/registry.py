@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
-from kftrain.errors import ConfigError
+from kftrain.data.assets import read_assets, root_of
+from kftrain.errors import ConfigError, DataError
 from kftrain.models import options
+from kftrain.plugins import is_plugin, user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.settings import TaskConfig
 
@@ -19,6 +23,22 @@ BUILT_IN = {
 MAX_NAME_CHARACTERS = 80
 
 METHODS = tuple(name for name, found in vars(Task).items() if inspect.isfunction(found))
+
+
+def build_task_of(config: TaskConfig, manifest_uri: str, settings: Mapping[str, Any]) -> Task:
+    """The task of a `task` section, with the files that a dataset was encoded with.
+
+    `settings`: of the dataset, as its manifest has them. Raises DataError, too, where they are gone.
+    """
+    task = build_task(config)
+    if task.asset_names:
+        found = read_assets(root_of(manifest_uri), settings)
+        if missing := [name for name in task.asset_names if name not in found]:
+            what = f"the shards were written without {missing[0]}, which the task needs"
+            raise DataError(what, where=manifest_uri, fix="run the shard step again")
+        with user_code("task.restore") if is_plugin(config.kind) else contextlib.nullcontext():
+            task.restore(found)
+    return task
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -35,6 +55,7 @@ def build_task(config: TaskConfig) -> Task:
     hidden = [name for name in METHODS if not callable(getattr(task, name))]
     if hidden:
         raise ConfigError("an attribute of its own hides a method", where="task.kind", value=hidden, fix="rename it")
+    task.built_from = config
     task.options = options.with_defaults(target, config.options())
     for name in ("loss_unit", "loss_metric"):
         _require_text(name, getattr(task, name), config.kind)

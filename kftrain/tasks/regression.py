@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field as Limits
 
-from kftrain.data.schema import Arrays, Record
+from kftrain.data.schema import Arrays
 from kftrain.models.output import output_of
 from kftrain.tasks.base import Task
 
@@ -43,9 +43,9 @@ class Regression(Task):
         """All options but those of the normalisation, which happens later."""
         return {name: value for name, value in self.options.items() if name not in ("target_mean", "target_std")}
 
-    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
-        """Always answering the mean of these records."""
-        targets = np.array([record.fields["target"] for record in records], dtype=np.float64)
+    def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
+        """Always answering the mean of these samples."""
+        targets = np.concatenate([np.empty(0), *(arrays["target"].astype(np.float64) for arrays in samples)])
         return {"rmse": {"mean of the targets": float(targets.std())}} if len(targets) else {}
 
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:

@@ -1,45 +1,133 @@
-"""Text to token ids and back. Bytes need no vocabulary file and lose nothing."""
+"""Text to token ids and back, losing no byte. Which tokenizer it is says `task.tokenizer`.
+
+Every id stands for a number of bytes of text, the special ones for none, so that bits and guesses are counted per byte
+whatever the vocabulary is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kftrain import storage
 from kftrain.errors import ConfigError
 from kftrain.models.options import suggest
+from kftrain.plain import MAX_INTEGER
+from kftrain.settings.section import Section
+from kftrain.tasks import tokenizer_json
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is rounded up to a multiple of this, for whole tiles in matrix products."""
 
+MIN_VOCAB_SIZE = 256 + tokenizer_json.NUM_SPECIAL
+"""Of a vocabulary that has each byte."""
 
-class ByteTokenizer:
-    """UTF-8 bytes are their own ids; two more mark the start of a document and padding."""
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Of a `tokenizer.json`: what is read as JSON takes many times its size."""
 
-    name = "bytes"
-    num_bytes = 256
-    document = 256
+
+class TrainTokenizer(Section):
+    """How a byte-level BPE is trained on the training split."""
+
+    vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=1 << 20)] = 4096
+    """Ids, the two special ones among them; fewer where the text has no more pairs that come twice."""
+    sample_bytes: Annotated[int, Field(ge=1, le=MAX_INTEGER)] = 16 << 20
+    """Text that it is trained on: the first documents of the training split."""
+
+
+class TokenizerOption(Section):
+    """`task.tokenizer`, where it is more than a name."""
+
+    uri: str = ""
+    document_token: str = ""
+    train: TrainTokenizer | None = None
+
+
+class Tokenizer(ABC):
+    """What each of them has; ids are 0 to `num_ids` - 1."""
+
+    document: int
     """Id that starts every document."""
-    padding = 257
+    padding: int
     """Id that fills a row behind its last token; never a target."""
-    dtype = "uint16"
+
+    @property
+    @abstractmethod
+    def num_ids(self) -> int:
+        """Ids that there are."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Hex digest: equal digests encode equally."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """All that encoding depends on."""
+
+    @abstractmethod
+    def encode(self, text: bytes) -> np.ndarray:
+        """The ids of a text, `[tokens]` of `dtype`."""
+
+    @abstractmethod
+    def decode(self, tokens: np.ndarray) -> bytes:
+        """The text of ids; special ones have none."""
+
+    @property
+    @abstractmethod
+    def bytes_per_id(self) -> np.ndarray:
+        """Bytes of text that each id stands for, int64 `[vocab_size]`; 0 for special ones."""
+
+    @property
+    @abstractmethod
+    def content(self) -> bytes:
+        """As a `tokenizer.json`, which gives the same ids."""
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, rounded up."""
-        return -(-(self.padding + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return -(-self.num_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def dtype(self) -> str:
+        """What ids are stored as."""
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     def encode_document(self, text: bytes) -> np.ndarray:
-        """The document id and the bytes, `[1 + len(text)]` uint16."""
-        tokens = np.empty(1 + len(text), dtype=self.dtype)
-        tokens[0] = self.document
-        tokens[1:] = np.frombuffer(text, dtype=np.uint8)
-        return tokens
+        """The document id and the text's, `[1 + tokens]` of `dtype`."""
+        return np.concatenate([np.array([self.document], self.dtype), self.encode(text)])
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes are their own ids; two more mark the start of a document and padding."""
+
+    name = "bytes"
+    document = 256
+    padding = 257
+    num_ids = 258
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes."""
+        return np.frombuffer(text, dtype=np.uint8).astype(self.dtype)
 
     def decode(self, tokens: np.ndarray) -> bytes:
         """The bytes among `tokens`."""
-        return np.asarray(tokens)[np.asarray(tokens) < self.num_bytes].astype(np.uint8).tobytes()
+        return np.asarray(tokens)[np.asarray(tokens) < self.document].astype(np.uint8).tobytes()
+
+    @functools.cached_property
+    def bytes_per_id(self) -> np.ndarray:
+        """One for each byte."""
+        return (np.arange(self.vocab_size) < self.document).astype(np.int64)
+
+    @property
+    def content(self) -> bytes:
+        """A BPE without merges, whose vocabulary is the bytes in order."""
+        return tokenizer_json.of_bytes()
 
     def to_dict(self) -> dict[str, Any]:
         """All that encoding depends on."""
@@ -52,15 +140,98 @@ class ByteTokenizer:
 
     @property
     def digest(self) -> str:
-        """Hex digest of `to_dict`: equal digests encode equally."""
+        """Hex digest of `to_dict`."""
         return storage.digest_json(self.to_dict())
 
 
-TOKENIZERS = {"bytes": ByteTokenizer}
+class UntrainedTokenizer(Tokenizer):
+    """One that is yet to be trained: sizes are the largest that it may have, and nothing can be encoded."""
+
+    def __init__(self, options: TrainTokenizer) -> None:
+        self.options = options
+        self.document = options.vocab_size - 2
+        self.padding = options.vocab_size - 1
+
+    @property
+    def num_ids(self) -> int:
+        """As many as are asked for."""
+        return self.options.vocab_size
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of how it will be trained."""
+        return storage.digest_json(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """How it will be trained."""
+        return {"train": self.options.model_dump(mode="json")}
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Raises ConfigError."""
+        raise _untrained()
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        """Raises ConfigError."""
+        raise _untrained()
+
+    @property
+    def bytes_per_id(self) -> np.ndarray:
+        """Raises ConfigError."""
+        raise _untrained()
+
+    @property
+    def content(self) -> bytes:
+        """Raises ConfigError."""
+        raise _untrained()
 
 
-def build_tokenizer(name: str) -> ByteTokenizer:
-    """The tokenizer of that name. Raises ConfigError with the nearest for an unknown one."""
-    if name not in TOKENIZERS:
-        raise ConfigError("unknown tokenizer", where="task.tokenizer", value=name, fix=suggest(name, TOKENIZERS))
-    return TOKENIZERS[name]()
+def parse_option(option: str | Mapping[str, Any]) -> TokenizerOption | None:
+    """`task.tokenizer` as what it asks for; None for bytes. Raises ConfigError."""
+    if isinstance(option, str):
+        if option == ByteTokenizer.name:
+            return None
+        if "/" not in option and not option.endswith(".json"):
+            fix = suggest(option, [ByteTokenizer.name], "the URI of a tokenizer.json, or {train: {vocab_size: 4096}}")
+            raise ConfigError("unknown tokenizer", where="task.tokenizer", value=option, fix=fix)
+        return TokenizerOption(uri=option)
+    try:
+        found = TypeAdapter(TokenizerOption).validate_python(dict(option))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["task.tokenizer", *map(str, first["loc"])])
+        raise ConfigError(first["msg"].lower(), where=where, value=first["input"]) from error
+    if bool(found.uri) == bool(found.train) or (found.train and found.document_token):
+        fix = "{uri: …/tokenizer.json, document_token: …} or {train: {vocab_size: 4096}}"
+        raise ConfigError("needs either uri or train", where="task.tokenizer", value=dict(option), fix=fix)
+    return found
+
+
+def build_tokenizer(option: TokenizerOption | None) -> Tokenizer:
+    """The tokenizer that is asked for, fetched where it is a file. Raises ConfigError."""
+    if option is None:
+        return ByteTokenizer()
+    if option.train is not None:
+        return UntrainedTokenizer(option.train)
+    from kftrain.tasks.bpe import BytePairTokenizer
+
+    content = tokenizer_json.kept(_fetched(option.uri), option.document_token, where=option.uri)
+    return BytePairTokenizer(content)
+
+
+def _fetched(uri: str) -> bytes:
+    try:
+        with storage.plain_errors(uri):
+            if (size := storage.size_bytes(uri)) > MAX_TOKENIZER_BYTES:
+                raise ConfigError(f"larger than {MAX_TOKENIZER_BYTES} bytes", where=uri, value=size)
+            return storage.read_bytes(uri)
+    except OSError as error:
+        fix = "give the URI of a tokenizer.json"
+        raise ConfigError(f"cannot be read: {error}", where="task.tokenizer", value=uri, fix=fix) from error
+
+
+def _untrained() -> ConfigError:
+    return ConfigError(
+        "the tokenizer is trained in the shard step, and is not at hand here",
+        where="task.tokenizer",
+        fix="build the task with the tokenizer of its dataset",
+    )

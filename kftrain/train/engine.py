@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kftrain.data.dataset import ShardedDataset
+from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import StepBatch
 from kftrain.evaluate.score import Statistics
 from kftrain.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Computes steps and evaluations on a mesh. All but the properties and `count_terms` is collective."""
+    """Computes steps and evaluations on a mesh. All but the properties is collective."""
 
     @property
     def mesh(self) -> Mesh:
@@ -48,9 +48,6 @@ class Engine(Protocol):
     def state(self) -> Parts:
         """All that a checkpoint must hold."""
 
-    def count_terms(self, batch: StepBatch) -> int:
-        """Loss terms in this process's share of a step."""
-
     def set_learning_rate(self, rate: float) -> None:
         """Of the steps that follow."""
 
@@ -61,7 +58,7 @@ class Engine(Protocol):
         """
 
     def evaluate(
-        self, dataset: ShardedDataset, batch_size: int, max_samples: int, on_batch: Callable[[], None]
+        self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
     ) -> Statistics:
         """Statistics of the first `max_samples` samples of a dataset (0: all), the same on every process."""
 

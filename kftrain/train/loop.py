@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter
 from kftrain.config import Config
-from kftrain.data.dataset import ShardedDataset
+from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import StepBatch, TrainLoader
 from kftrain.errors import DivergedError, FailureClass, Preempted
 from kftrain.evaluate.score import total_metrics
@@ -24,7 +24,9 @@ from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import fix_of
+from kftrain.train.data_metrics import DataMetrics
 from kftrain.train.engine import Engine, Measured
+from kftrain.train.left_out import LeftOut
 from kftrain.train.optimizer import learning_rate
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
@@ -63,7 +65,7 @@ class Loop:
         world: World,
         engine: Engine,
         loader: TrainLoader,
-        validation: ShardedDataset,
+        validation: ValidationRows,
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
@@ -78,6 +80,9 @@ class Loop:
         self._stop = stop
         self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
         self._liveness = liveness
+        self._left_out = LeftOut(world, config.data.max_bad_samples)
+        writer.bad_samples = self._left_out.numbers
+        self._data_metrics = DataMetrics(loader.counters, world)
         self._num_nonfinite = 0
         self._last_recorded = 0
         self._pending: tuple[int, Measured] | None = None
@@ -93,6 +98,7 @@ class Loop:
         state = self._engine.state.save()
         load.load_into(state, loaded.uri, loaded.manifest.files)
         self._engine.state.load(state)
+        self._left_out.resume(loaded.manifest.bad_samples)
         return loaded.manifest.step
 
     def run(self, first_step: int) -> int:
@@ -122,9 +128,12 @@ class Loop:
     def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[Ahead, list[float]]:
         """The next step, agreed on by all processes; and the sums of `values` over them."""
         batch, saves = next(batches, None), self._saves
-        own = self._engine.count_terms(batch) if batch is not None and self._engine.mesh.counts_loss else 0
-        flags = (self._stop.requested, saves.busy, saves.overdue)
-        terms, stop, busy, overdue, *sums = self._world.sum([own, *map(float, flags), *values])
+        own = batch.num_terms if batch is not None and self._engine.mesh.counts_loss else 0
+        bad_samples = [] if batch is None else batch.bad_samples
+        flags = (self._stop.requested, saves.busy, saves.overdue, bad_samples)
+        terms, stop, busy, overdue, bad, *sums = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
+        if bad:
+            self._left_out.take(bad_samples)
         return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0)), sums
 
     def _take(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
@@ -177,10 +186,13 @@ class Loop:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
         rate = learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
+        if self._left_out.numbers:
+            values["bad_samples"] = len(self._left_out.numbers)
+        data = self._data_metrics.since_last()
         if self._world.is_main:
             num_steps = done - self._last_recorded
             finite = {name: value for name, value in values.items() if math.isfinite(value)}
-            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size)
+            self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size, data)
         self._last_recorded = done
 
     def _validate(self, done: int) -> None:

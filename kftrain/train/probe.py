@@ -44,6 +44,8 @@ class Seen:
     """Of the model and the candidates for its blocks, while the loss was computed."""
     changed: dict[str, str]
     """Names of the buffers that the loss has changed -> digests of what they became."""
+    draws: bool = False
+    """Whether `task.batch` draws torch's random numbers: they are seeded for each step, so it must be called there."""
 
 
 def look(
@@ -63,7 +65,9 @@ def look(
     """
     micro = first_rows(micro)
     terms_of(task, micro)
+    before = torch.default_generator.get_state()
     require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
+    draws = not torch.equal(before, torch.default_generator.get_state())
     log = blocks.CallLog(model, names)
     try:
         with _isolated(seed, device), _copied(model, device, torch.float32, lender) as buffers:
@@ -75,7 +79,7 @@ def look(
                 statistics_of(model, task, micro.arrays, device)
     finally:
         log.close()
-    return Seen(calls, changed)
+    return Seen(calls, changed, draws)
 
 
 def rehearse(

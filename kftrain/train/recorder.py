@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from kftrain.progress import to_log
@@ -14,6 +15,9 @@ MAX_POINTS = 4096
 
 VALIDATION = "validation/"
 """How the names of a quick evaluation's metrics begin."""
+
+SHOWN_STALL_SHARE = 0.01
+"""How much of the time waiting for data must take to stand in the log."""
 
 Point = dict[str, Any]
 
@@ -26,23 +30,37 @@ class Recorder:
         self._tracker = tracker
         self._num_steps = num_steps
         self._before_seconds = float(history[-1]["seconds"]) if history else 0.0
-        self._start = self._mark = time.monotonic()
+        self._start = time.monotonic()
+        self._mark = self._start
 
     @property
     def seconds(self) -> float:
         """Training time of all attempts that led here."""
         return self._before_seconds + time.monotonic() - self._start
 
-    def record(self, step: int, values: dict[str, float], num_steps: int, num_samples: int) -> None:
-        """A point after `step` steps; `num_steps` were taken and `num_samples` consumed since the point before."""
+    def record(
+        self,
+        step: int,
+        values: dict[str, float],
+        num_steps: int,
+        num_samples: int,
+        data: Mapping[str, float] | None = None,
+    ) -> None:
+        """A point after `step` steps; `num_steps` were taken and `num_samples` consumed since the point before.
+
+        `data`: what reading has cost since then, with `data_stall_seconds`; for the tracker only, the history is short.
+        """
         now = time.monotonic()
         elapsed_seconds = max(now - self._mark, 1e-9)
         self._mark = now
         rate = num_samples / elapsed_seconds
+        stall_share = min(1.0, data["data_stall_seconds"] / elapsed_seconds) if data else 0.0
         self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
+        self._log({**data, "data_stall_share": stall_share} if data else {}, step)
         eta_seconds = (self._num_steps - step) * elapsed_seconds / num_steps
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
-        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s, {_duration(eta_seconds)} left")
+        waited = f", {stall_share:.0%} waiting for data" if stall_share >= SHOWN_STALL_SHARE else ""
+        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{waited}, {_duration(eta_seconds)} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
         """A quick evaluation after `step` steps; the time that it took does not count as training speed.

@@ -1,17 +1,18 @@
 """One attempt of a training on one process: what `rank.py` runs for the task `train`.
 
-In order: verify the shards, claim the attempt, find the checkpoint to go on from, build and distribute the model, run
-the loop, agree that all are done, export, and last of all write COMPLETE.json.
+In order: see that all shards are there, claim the attempt, find the checkpoint to go on from, build and distribute the
+model, run the loop, agree that all are done, export, and last of all write COMPLETE.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +24,11 @@ from kftrain import storage, tracking
 from kftrain.checkpoint import export, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import MicroBatch, TrainLoader
-from kftrain.data.order import BatchPlan, TrainingOrder
-from kftrain.data.shards.manifest import Manifest, read_manifest, verify_shards
+from kftrain.data.shards.cache import first_use_of
+from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, UserCodeError, error_from_dict
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
-from kftrain.models import build_model
 from kftrain.models.modes import begin_training
 from kftrain.parallel import blocks, buffers
 from kftrain.parallel.formats import DTYPES
@@ -37,25 +36,26 @@ from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World, join_world
-from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
-from kftrain.progress import VERIFYING, to_log
+from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.completion import find_completion
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
-from kftrain.tasks.prepare import decoded_in_training
 from kftrain.train import probe
+from kftrain.train.carrier import Carrier
+from kftrain.train.described import Described, describe_export, model_arguments
 from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
 from kftrain.train.model import build_empty
 from kftrain.train.optimizer import build_optimizer
+from kftrain.train.reading import Training, new_loader, read_training, training_samples, validation_rows
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
-from kftrain.trust import read_shards
+from kftrain.train.step import terms_of
 from kftrain.worker.error_report import leave
 
 T = TypeVar("T")
@@ -71,31 +71,6 @@ TRACKER_GRACE_SECONDS = 0.0
 
 MAX_LOOKS = 8
 """Of how many processes the first one looks at the rows, where it alone has the weights."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained: the same for every attempt of the run."""
-
-    paths: RunPaths
-    config: Config
-    manifest_uri: str
-    manifest: Manifest
-    identity: dict[str, Any]
-    task: Task
-
-    @property
-    def digest(self) -> str:
-        """The training digest."""
-        return storage.digest_json(self.identity)
-
-
-@dataclass(frozen=True)
-class Described:
-    """What stands beside exported weights; known before the first step, so that nothing is trained in vain."""
-
-    description: export.Description
-    model_config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,10 +90,11 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     Returns at once where that file and the export are there already. Where only the export is gone, no step is taken.
     """
     start = time.monotonic()
-    training = _read_training(paths, config)
+    training = read_training(paths, config)
     if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
         return
+    commit.refuse_old_order(training.identity, paths.uri)
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
     with (
         join_world(timeout_seconds, config.launch.gpus_per_node) as world,
@@ -130,31 +106,24 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
         _complete(training, finished, time.monotonic() - start)
 
 
-def _read_training(paths: RunPaths, config: Config) -> Training:
-    shards = read_shards(paths)
-    return Training(
-        paths=paths,
-        config=config,
-        manifest_uri=shards.manifest_uri,
-        manifest=read_manifest(shards.manifest_uri),
-        identity=config.training_identity(shards.dataset_digest),
-        task=build_task(config.task),
-    )
-
-
 def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path) -> Finished:
-    """Verifies, claims, trains to the last step. Collective."""
+    """Claims, verifies, trains to the last step. Collective."""
     paths, config = training.paths, training.config
-    if world.is_main:
-        to_log(f"{VERIFYING} of {training.manifest_uri}")
-    _verify(training.manifest_uri, config, world)
     load.refuse_another_training(paths, world, training.identity)
-    # Claimed before it is chosen: the attempt before is fenced, but for what it is publishing at this moment.
+    # Claimed before a checkpoint is chosen: the attempt before is fenced, but for what it is publishing at this moment.
+    # Claimed before the data is verified: the claim tells the launcher that all have met, and that takes long.
     attempt = world.from_main(_claim(paths, world.size) if world.is_main else None)
+    if world.is_main:
+        to_log(f"verifying the shards of {training.manifest_uri}")
+    _verify(training, world)
     loaded = load.choose(paths, world, training.identity)
     first_step = loaded.manifest.step if loaded else 0
     mesh = Mesh(config.parallel.shape(world.size), world)
-    loader, validation = _data(training, mesh)
+    first_use = first_use_of(config.data, training.manifest.dataset_digest)
+    training = dataclasses.replace(training, uses=first_use)
+    count, carrier = functools.partial(terms_of, training.task), Carrier.to(world.device, training.task)
+    loader = new_loader(training, mesh.num_data_ranks, mesh.data_rank, count, carrier.send)
+    validation = validation_rows(training, world.gather_slowly, (world.rank, world.size))
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with liveness.watched():
         engine, described = build(config, training.task, loader, mesh)
@@ -165,7 +134,9 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
         attempt, training.manifest.dataset_digest, training.digest, training.identity, engine.state.versions
     )
     saving = config.checkpoint
-    writer = CheckpointWriter(paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds)
+    writer = CheckpointWriter(
+        paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, first_use.so_far
+    )
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
     loop = Loop(config, world, engine, loader, validation, writer, recorder, stop, liveness)
@@ -180,6 +151,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     finally:
         liveness.close()
         writer.close()
+        loader.close()
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)
     _require_agreement(world, last_step, writer.committed_step, config.train.steps)
@@ -192,16 +164,10 @@ def _claim(paths: RunPaths, world_size: int) -> int:
     return attempts.claim(paths, commit.last_step(paths), world_size)
 
 
-def _verify(manifest_uri: str, config: Config, world: World) -> None:
-    """Every shard is checked once, by one process; all processes agree on the outcome."""
-    try:
-        verify_shards(manifest_uri, config.data.verify, (world.rank, world.size))
-        problem = None
-    except KftrainError as error:
-        problem = error.to_dict()
-    first = next((p for p in world.gather_slowly(problem) if p), None)
-    if first is not None:
-        raise error_from_dict(first)
+def _verify(training: Training, world: World) -> None:
+    """What can be checked before the first step; all processes agree on the outcome."""
+    level = training.config.data.verify
+    world.agree(lambda: verify_before_start(training.manifest_uri, training.manifest, level, world.rank, world.size))
 
 
 def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[SpmdEngine, Described]:
@@ -210,15 +176,15 @@ def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[
     Collective. Raises ConfigError and UserCodeError.
     """
     world = mesh.world
-    arguments = _model_arguments(task)
+    arguments = model_arguments(task)
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
-    described = _describe(model, config, arguments)
+    described = describe_export(model, config, task, arguments)
     kept = begin_training(model)
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
     combined = buffers.CombinedBuffers(model, world)
-    names, calls = _probe(model, weights, config, loader, mesh)
+    names, calls = _probe(model, weights, config, task.assets(), loader, mesh)
     recompute = config.train.activation_checkpointing == "blocks"
     strategy = strategy_of(config.parallel, config.precision, recompute, mesh.shape)
     distributed = distribute(model, strategy, mesh, names)
@@ -228,12 +194,14 @@ def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[
 
 
 def _probe(
-    model: nn.Module, weights: Weights, config: Config, loader: TrainLoader, mesh: Mesh
+    model: nn.Module, weights: Weights, config: Config, assets: Mapping[str, bytes], loader: TrainLoader, mesh: Mesh
 ) -> tuple[list[str], blocks.Calls]:
     """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training."""
     world = mesh.world
     buffers.require_global_statistics(model, world)
     found, task = blocks.candidates(model), build_task(config.task)
+    if assets:
+        task.restore(assets)
     units = found.names if found.declared and isinstance(weights, Drawn) else []
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = probe.first_rows(next(steps).micro_batches[0])
@@ -252,6 +220,8 @@ def _probe(
         probe.rehearse(model, task, rows, names, world.device, seed, dtype, lender)
 
     seen = _of_all_rows(mesh, weights, micro, look)
+    if any(each.draws for each in seen):
+        loader.send_nothing()
     names = blocks.choose(found, [each.calls for each in seen])
     probe.require_equal_buffers(seen, buffers.declared(model))
     dtype = DTYPES[config.precision.compute]
@@ -285,40 +255,6 @@ def _on_all(world: World, work: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in answers]
 
 
-def _model_arguments(task: Task) -> dict[str, Any]:
-    with user_code("task.model_arguments"):
-        return task.model_arguments()
-
-
-def _describe(model: nn.Module, config: Config, arguments: dict[str, Any]) -> Described:
-    """Raises UserCodeError where the model cannot say what it is."""
-    describe = getattr(model, "export_config", None)
-    model_config: dict[str, Any] = {"kind": config.model.kind, **config.model.options()}
-    with user_code("model.export_config"):
-        model_config = describe() if callable(describe) else model_config
-        storage.dump_json({"config": model_config, "arguments": arguments})
-    description = export.Description(
-        model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments
-    )
-    return Described(description, model_config)
-
-
-def _data(training: Training, mesh: Mesh) -> tuple[TrainLoader, ShardedDataset]:
-    config = training.config
-    dataset = ShardedDataset.open(training.manifest_uri, "train")
-    order = TrainingOrder(
-        dataset.samples_per_shard,
-        training.manifest.dataset_digest,
-        config.run.seed,
-        config.data.shuffle_window_shards,
-    )
-    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
-    task = training.task
-    decode = functools.partial(decoded_in_training, task, config.run.seed) if task.decodes else None
-    loader = TrainLoader(dataset, order, plan, mesh.data_rank, config.data.prefetch_batches, decode)
-    return loader, ShardedDataset.open(training.manifest_uri, "validation")
-
-
 def _open_tracker(paths: RunPaths, config: Config, scratch: Path) -> tracking.Tracker | None:
     """A tracker whose spool lies in the run's folder where that is local: the next attempt sends what is left in it."""
     mlflow_run_id = os.environ.get(MLFLOW_RUN_ID_ENV, "")
@@ -349,7 +285,7 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
     checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     described = finished.described
     export_uri, export_digest = export.export_checkpoint(
-        paths, checkpoint_uri, described.description, described.model_config
+        paths, checkpoint_uri, described.description, described.model_config, described.task_files
     )
     completion = Completion(
         run_id=paths.run_id,
@@ -367,17 +303,11 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
         metrics=_last_values(finished.history),
         seconds=seconds,
         loss_unit=training.task.loss_unit,
+        num_training_samples=training_samples(training).num_samples,
     )
     attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())
     to_log(f"complete: step {completion.step}, exported to {export_uri}")
-
-
-def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: str) -> tuple[str, str]:
-    """Exports a committed checkpoint of a run; returns the export's URI and digest."""
-    arguments = _model_arguments(task)
-    described = _describe(build_model(config.model, arguments), config, arguments)
-    return export.export_checkpoint(paths, checkpoint_uri, described.description, described.model_config)
 
 
 def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:

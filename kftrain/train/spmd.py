@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kftrain.data.dataset import ShardedDataset
+from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
@@ -28,7 +28,7 @@ from kftrain.tasks.base import Task
 from kftrain.train.engine import Agree, StepResult
 from kftrain.train.optimizer import set_learning_rate
 from kftrain.train.parts import Parts, model_part, optimizer_part
-from kftrain.train.step import after_step, count_terms, has_hook, loss_of
+from kftrain.train.step import after_step, has_hook, loss_of
 
 
 class SpmdEngine:
@@ -65,10 +65,6 @@ class SpmdEngine:
         self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None
 
-    def count_terms(self, batch: StepBatch) -> int:
-        """Loss terms in this process's share of the step."""
-        return count_terms(self.task, batch)
-
     def set_learning_rate(self, rate: float) -> None:
         """Of the steps that follow."""
         set_learning_rate(self.optimizer, rate)
@@ -95,7 +91,7 @@ class SpmdEngine:
         return StepResult(loss_sum, norm)
 
     def evaluate(
-        self, dataset: ShardedDataset, batch_size: int, max_samples: int, on_batch: Callable[[], None]
+        self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
     ) -> Statistics:
         """Statistics of the first samples of a dataset; see `Engine.evaluate`."""
         with self._distributed.computing():
@@ -127,6 +123,6 @@ class SpmdEngine:
     def _update(self, norm: torch.Tensor) -> None:
         """Updates the parameters where the norm is finite, and forgets the gradients."""
         optimizer: Any = self.optimizer
-        optimizer.found_inf = (norm - norm).ne(0.0).float()  # 0 where it is finite; else not a number, which is no 0
+        optimizer.found_inf = (norm - norm).ne_(0.0)  # 0 where it is finite; else not a number, which is no 0: 1
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -8,17 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from kftrain.data.loader import MicroBatch, StepBatch
+from kftrain.data.loader import MicroBatch
 from kftrain.errors import UserCodeError
 from kftrain.models.output import split_output
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
-from kftrain.tasks.prepare import prepare
-
-
-def count_terms(task: Task, batch: StepBatch) -> int:
-    """Loss terms in one process's share of a step."""
-    return int(sum(float(terms_of(task, micro).sum()) for micro in batch.micro_batches))
+from kftrain.tasks.prepare import arguments_of
+from kftrain.train.carrier import Tensors, built, to_device
 
 
 def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
@@ -34,16 +30,25 @@ def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
     return weighted
 
 
+def received(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
+    """The tensors that were sent to the device, or else are made now."""
+    if micro.sent is None:
+        return to_device(built(task, micro, terms_of(task, micro)), device)
+    sent: Tensors = micro.sent.receive()
+    return sent
+
+
 def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> torch.Tensor:
     """The sum of the loss terms, fp32, auxiliary ones among them.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
-    batch, inputs = prepare(task, micro.arrays, device)
+    tensors = received(task, micro, device)
+    inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
         found = split_output(model(*inputs), len(micro.weight))
     with user_code("task.loss"):
-        loss = task.loss(found.output, batch, torch.from_numpy(micro.weight).to(device, non_blocking=True))
+        loss = task.loss(found.output, tensors.batch, tensors.weight)
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
@@ -51,8 +56,7 @@ def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.devic
         raise UserCodeError("depends on no parameter that is trained", where="task.loss")
     if found.auxiliary is None:
         return loss.float()
-    terms = torch.from_numpy(terms_of(task, micro).astype(np.float32)).to(device, non_blocking=True)
-    return loss.float() + (found.auxiliary.float() * terms).sum()
+    return loss.float() + (found.auxiliary.float() * tensors.terms).sum()
 
 
 def has_hook(model: nn.Module) -> bool:

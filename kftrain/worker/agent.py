@@ -19,14 +19,14 @@ import time
 from collections.abc import Mapping
 
 from kftrain import storage
-from kftrain.launch.spec import RENDEZVOUS_PORT
+from kftrain.launch.spec import ERROR_FILE_ENV, RENDEZVOUS_PORT
 from kftrain.process import store_socket
 from kftrain.process.imports import imports_for_good
 from kftrain.process.kept import Reporter
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import shell_code
+from kftrain.run.error import read_error
 from kftrain.worker import rank, root_cause
-from kftrain.worker.error_report import ERROR_FILE_ENV
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import Failure
 
@@ -146,10 +146,10 @@ def _explained(failures: list[Failure]) -> int:
     if not failures:
         return 0
     error_file = os.environ[ERROR_FILE_ENV]
-    found, document = root_cause.cause(failures, storage.read_json_if_exists(error_file))
+    found, document = root_cause.cause(failures, read_error(error_file))
     if document is not None:
         with contextlib.suppress(OSError):  # the disk is full: the exit code says enough
-            storage.publish_json(error_file, document)
+            storage.publish_json(error_file, document.to_dict())
     return shell_code(found.returncode)
 
 

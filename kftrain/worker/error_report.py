@@ -16,13 +16,11 @@ from kftrain.errors import (
     RetryableError,
     StorageAwayError,
     UserCodeError,
-    error_to_dict,
 )
+from kftrain.launch.spec import ERROR_FILE_ENV
 from kftrain.run.advice import fix_of
-from kftrain.worker.root_cause import LOST_PEER, Document
-
-ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
-"""Where the first failing process of a node writes its error."""
+from kftrain.run.error import ErrorDocument
+from kftrain.worker.root_cause import LOST_PEER
 
 _TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
 """torch's own wording, which no message of a user's code has by chance."""
@@ -31,13 +29,13 @@ _LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (clos
 """What a RuntimeError outside of a user's code says where a connection to a peer broke."""
 
 
-def leave(error: Exception) -> tuple[KftrainError | None, Document]:
-    """Writes an error for the supervisor, unless there is one; returns it as `classify` and as plain data."""
+def leave(error: Exception) -> tuple[KftrainError | None, ErrorDocument]:
+    """Writes an error for the supervisor, unless there is one; returns it as `classify` and as its document."""
     known = classify(error)
-    document = {**error_to_dict(known or error), "rank": int(os.environ.get("RANK", "0"))}
+    document = ErrorDocument.of(known or error, rank=int(os.environ.get("RANK", "0")))
     if ERROR_FILE_ENV in os.environ:
         with contextlib.suppress(OSError):  # it exists; or the disk is full, and the exit code says enough
-            storage.create_json(os.environ[ERROR_FILE_ENV], document)
+            storage.create_json(os.environ[ERROR_FILE_ENV], document.to_dict())
     return known, document
 
 

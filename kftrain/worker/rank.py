@@ -14,11 +14,11 @@ import sys
 from kftrain import outages
 from kftrain.config import Config
 from kftrain.errors import BUG_CODE, print_traceback
+from kftrain.process import output
 from kftrain.process.imports import imports_for_good
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.config import read_job_config
 from kftrain.run.paths import RunPaths
-from kftrain.worker import output
 from kftrain.worker.error_report import leave
 
 
@@ -65,5 +65,5 @@ def report(error: Exception) -> int:
     known, document = leave(error)
     if known is None:
         print_traceback(error)
-    sys.stderr.write(f"kftrain: error: {document['line']}\n")
+    sys.stderr.write(f"kftrain: error: {document.line}\n")
     return known.exit_code if known else BUG_CODE

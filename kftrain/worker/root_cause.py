@@ -1,20 +1,15 @@
-"""Which error a node of a job ended with, and which of several is the cause. All of it is pure.
-
-Errors are plain data here, as they lie in `error.json`: they come from other processes.
-"""
+"""Which error a node of a job ended with, and which of several is the cause. All of it is pure."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, LostPeerError, Preempted, RetryableError
-from kftrain.process.signals import shell_code
+from kftrain.process.signals import named_end, shell_code
+from kftrain.run.error import ErrorDocument
 from kftrain.worker.node import NodeSpec
-
-Document = dict[str, Any]
 
 STOPPED = {
     "train": "stopped before the first step: there was nothing to commit",
@@ -52,20 +47,19 @@ class Stop:
     """They did not stop."""
 
 
-def silent_end(returncode: int, rank: int | None = None) -> Document:
+def silent_end(returncode: int, rank: int | None = None) -> ErrorDocument:
     """The error of a process that left none; of the node's agent where no rank is named."""
     name = "the agent" if rank is None else f"rank {rank}"
-    how = _signal_name(-returncode) if returncode < 0 else f"exit code {returncode}"
-    document = {"kind": "", "exit_code": shell_code(returncode), "line": f"{name} ended by {how} without a word"}
-    return document if rank is None else {**document, "rank": rank}
+    line = f"{name} ended by {named_end(returncode)} without a word"
+    return ErrorDocument.received({"exit_code": shell_code(returncode), "line": line, "rank": rank})
 
 
-def only_lost_a_peer(document: Document) -> bool:
+def only_lost_a_peer(document: ErrorDocument) -> bool:
     """Whether a process failed only because another one was gone."""
-    return document.get("kind") == LostPeerError.__name__
+    return document.kind == LostPeerError.__name__
 
 
-def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, Document | None]:
+def cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Failure, ErrorDocument | None]:
     """The process that failed first, and its error where it left none itself.
 
     Args:
@@ -81,60 +75,53 @@ def cause(failures: Sequence[Failure], left: Document | None) -> tuple[Failure, 
     return first, None
 
 
-def may_be_complete(error: Document | None, stop: Stop) -> bool:
+def may_be_complete(error: ErrorDocument | None, stop: Stop) -> bool:
     """Whether processes that ended like this may have completed their job: those that failed by themselves have not."""
-    return error is None or error["exit_code"] == Preempted.exit_code or stop.killed
+    return error is None or error.exit_code == Preempted.exit_code or stop.killed
 
 
-def of_node(error: Document | None, stop: Stop, node: NodeSpec) -> Document | None:
+def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDocument | None:
     """The error of a node whose job is not complete, from what its processes left.
 
     None where they all ended with 0: only the first node has to prove that the job is complete.
     """
     if error is None:
         what = "all processes ended with 0, but the job is not complete"
-        return RetryableError(what, where=node.run_uri).to_dict() if node.is_first else None
+        return ErrorDocument.of(RetryableError(what, where=node.run_uri)) if node.is_first else None
     if stop.silent_seconds:
         return of_silent_launcher(error, stop.silent_seconds, stop.killed)
     return of_stopped_node(error, node.task) if stop.asked else error
 
 
-def of_stopped_node(document: Document, task: str) -> Document:
+def of_stopped_node(document: ErrorDocument, task: str) -> ErrorDocument:
     """The error of a node that was asked to stop: a process that could not say why it ended was preempted."""
-    if document["exit_code"] == Preempted.exit_code and not document["kind"]:
-        return Preempted(STOPPED[task]).to_dict()
+    if document.exit_code == Preempted.exit_code and not document.kind:
+        return ErrorDocument.of(Preempted(STOPPED[task]))
     return document
 
 
-def of_silent_launcher(document: Document, timeout_seconds: float, killed: bool) -> Document:
+def of_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: bool) -> ErrorDocument:
     """The error of a node that was stopped because its launcher had been silent for so long.
 
     An error that has nothing to do with the stop is kept. `killed`: the processes did not stop when they were asked to.
     """
     if killed:
         how = "the processes did not stop and were killed"
-    elif document["exit_code"] == Preempted.exit_code or only_lost_a_peer(document):
+    elif document.exit_code == Preempted.exit_code or only_lost_a_peer(document):
         how = "stopped after a commit"
     else:
         return document
     what = f"the launcher has been silent for {timeout_seconds:g} s; {how}"
-    return LauncherGoneError(what, fix="resume the run").to_dict()
+    return ErrorDocument.of(LauncherGoneError(what, fix="resume the run"))
 
 
-def outranks(document: Document, published: Document) -> bool:
+def outranks(document: ErrorDocument, published: ErrorDocument) -> bool:
     """Whether a node's error takes the place of another's that came first."""
     if only_lost_a_peer(published):
         return not only_lost_a_peer(document)
-    return bool(published["exit_code"] >= FIRST_RETRYABLE_CODE > document["exit_code"])
+    return published.exit_code >= FIRST_RETRYABLE_CODE > document.exit_code
 
 
 def _was_killed(failure: Failure) -> bool:
     """By a signal that is not the agent's way to end the others."""
     return failure.returncode < 0 and failure.returncode != -signal.SIGTERM
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

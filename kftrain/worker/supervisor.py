@@ -21,22 +21,24 @@ from types import FrameType
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.errors import KftrainError, LostPeerError, Preempted
+from kftrain.launch.spec import ERROR_FILE_ENV
 from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.liveness import LIVENESS_ENV
+from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import INTERRUPT, handled
 from kftrain.progress import to_log
 from kftrain.run.best_effort import best_effort, retryable
 from kftrain.run.completion import is_complete
 from kftrain.run.config import read_job_config
+from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import LauncherWatch
+from kftrain.run.logs import logs_uri, next_attempt, publish_log
 from kftrain.worker import root_cause
-from kftrain.worker.error_report import ERROR_FILE_ENV
 from kftrain.worker.node import NodeSpec, first_node_answers
-from kftrain.worker.node_report import announce, logs_uri, next_attempt, publish_error, publish_log
-from kftrain.worker.output import OUTPUT_ENV, Output
+from kftrain.worker.node_report import announce, publish_error
 from kftrain.worker.ranks import Ranks
-from kftrain.worker.root_cause import Document, Stop
+from kftrain.worker.root_cause import Stop
 from kftrain.worker.watchdog import LOOK_SECONDS, Watchdog
 
 AGENT_MODULE = "kftrain.worker.agent"
@@ -99,7 +101,7 @@ class Supervisor:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)
                 complete = is_complete(self._node.task, self._paths, config)
-                self._attempt = next_attempt(self._node)  # now: its claim would change the answer
+                self._attempt = next_attempt(self._paths, self._node.task)  # now: its claim would change the answer
             if (
                 complete
             ):  # asked before any rendezvous: a pod that is started once more would wait for nodes that are gone
@@ -109,23 +111,24 @@ class Supervisor:
             if error is None and not self._node.is_first:
                 self._wait_for_first_node(config)
         except KftrainError as found:
-            error = found.to_dict()
+            error = ErrorDocument.of(found)
             announce(self._node, error, self._attempt)
-        return int(error["exit_code"]) if error else 0
+        return error.exit_code if error else 0
 
-    def _run_processes(self, config: Config) -> Document | None:
+    def _run_processes(self, config: Config) -> ErrorDocument | None:
         """Runs the ranks to their end; leaves error and logs behind, the error first: there may be little time."""
         if self._stop.asked:
             raise Preempted("stopped before it had started")
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
             error_file = Path(folder) / "error.json"
-            with Output(Path(folder), self._node.ranks, named=self._node.world_size > 1) as output:
+            names = [f"rank-{rank}" for rank in self._node.ranks]
+            with Output(Path(folder), names, named=self._node.world_size > 1) as output:
                 returncode = self._run_ranks(output.folder, error_file, config.launch.timeout_seconds)
             error = self._explained(returncode, error_file, config)
             if error is not None:
                 announce(self._node, error, self._attempt)
             for path in output.logs.values():
-                publish_log(path, storage.join(logs_uri(self._node, self._attempt), path.name))
+                publish_log(path, storage.join(logs_uri(self._paths, self._attempt), path.name))
         return error
 
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
@@ -147,9 +150,9 @@ class Supervisor:
         finally:
             self._ended.set()
 
-    def _explained(self, returncode: int, error_file: Path, config: Config) -> Document | None:
+    def _explained(self, returncode: int, error_file: Path, config: Config) -> ErrorDocument | None:
         """The error of this node's processes; None where there is none, which only the first node has to prove."""
-        error = storage.read_json_if_exists(str(error_file))
+        error = read_error(str(error_file))
         if error is None and returncode:
             error = root_cause.silent_end(returncode)
         if root_cause.may_be_complete(error, self._stop) and self._is_complete(config):
@@ -207,7 +210,7 @@ class Supervisor:
             hang = watchdog.look()
             if hang is not None and before is not None:
                 # The error first: the ranks that are killed leave none, and one that now loses its peer comes too late.
-                publish_error(str(error_file), {**hang.error.to_dict(), "rank": hang.rank})
+                publish_error(str(error_file), ErrorDocument.of(hang.error, rank=hang.rank))
                 self._ranks.end_with_stacks()
                 return
             before = hang

@@ -81,14 +81,15 @@ def test_metrics_equal_those_of_a_plain_loop_over_the_validation_samples(trained
     evaluation = documents.read(Evaluation, str(tmp_path / "out" / "metrics.json"))
     loaded = load_export(completion.export_uri, completion.export_digest)
     dataset = ShardedDataset.open(storage.read_json(paths.shards)["manifest_uri"], "validation")
-    arrays, _ = dataset.read_range(0, dataset.num_samples)
-    batch = loaded.task.batch(arrays)
+    documents_, _ = dataset.read_range(0, dataset.num_samples)
+    tokens = np.concatenate([loaded.task.rows({"text": text})["tokens"] for text in documents_["text"]])
+    batch = loaded.task.batch({"tokens": tokens})
     statistics = loaded.task.statistics(loaded.model(*loaded.task.inputs(batch)), batch)
     sums = {name: np.asarray(value.double().sum().item()) for name, value in statistics.items()}
     for name, value in loaded.task.metrics(sums).items():
         assert evaluation.metrics[name].value == pytest.approx(float(value), rel=1e-6)
         assert evaluation.metrics[name].low <= evaluation.metrics[name].value <= evaluation.metrics[name].high
-    assert evaluation.num_samples == dataset.num_samples
+    assert evaluation.num_samples == len(tokens) and evaluation.num_groups == dataset.num_samples
 
 
 def test_the_launcher_returns_what_was_asked_for_and_does_not_score_twice(trained, tmp_path, monkeypatch):

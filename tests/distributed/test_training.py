@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers import jobs
+from helpers.toy_data import shard_folder
 from safetensors.torch import load_file
 
 from kftrain import storage
@@ -118,7 +119,7 @@ def test_a_model_of_other_parts_on_each_process_is_refused(tmp_path):
 def test_a_torn_shard_is_found_before_the_first_step(tmp_path):
     paths, resolved = jobs.make_run(tmp_path)
     manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
-    shard = next(storage.local_path(manifest_uri).parent.glob("train-*.tar"))
+    shard = next(shard_folder(manifest_uri).glob("train-*.tar"))
     shard.chmod(0o644)
     shard.write_bytes(shard.read_bytes()[:-1024])
     done = jobs.run_worker(paths, resolved)

@@ -154,6 +154,7 @@ def faulty(settings, faulty_image, monkeypatch, tmp_path):
         "launch.nodes": 1,
         "launch.processes_per_node": 1,
         "task.kind": "faulty.task:Faulty",
+        "task.tokenizer": "bytes",
         "launch.kubernetes.trainer_image": faulty_image,
         "launch.max_restarts_without_progress": 1,
         "launch.kubernetes.memory": "1Gi",

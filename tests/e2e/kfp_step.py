@@ -117,7 +117,9 @@ class Steps:
 
     def __init__(self, namespace, compiled):
         self.name = f"e2e-{secrets.token_hex(3)}"
-        self.namespace, self._compiled, self._count = namespace, compiled, 0
+        self.namespace = namespace
+        self._compiled = compiled
+        self._count = 0
         self.workflow = create_workflow(namespace, self.name)
 
     @classmethod

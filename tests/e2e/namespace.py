@@ -38,7 +38,8 @@ class Namespace:
 
     def __init__(self, name):
         self.name = name
-        self.core, self.custom = connect(), client.CustomObjectsApi()
+        self.core = connect()
+        self.custom = client.CustomObjectsApi()
 
     @classmethod
     @contextlib.contextmanager

@@ -12,7 +12,8 @@ class Operator:
     """The operator's deployment, wherever it is installed."""
 
     def __init__(self):
-        self._core, self._apps = connect(), client.AppsV1Api()
+        self._core = connect()
+        self._apps = client.AppsV1Api()
         found = self._apps.list_deployment_for_all_namespaces(field_selector=f"metadata.name={NAME}").items
         self._namespace = found[0].metadata.namespace
         self._labels = ",".join(f"{k}={v}" for k, v in found[0].spec.selector.match_labels.items())

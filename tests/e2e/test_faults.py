@@ -49,7 +49,6 @@ def test_a_passing_fault_costs_one_attempt(fault, faulty, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "code", "failure_class", "part"),
     [
-        ({"model.dimm": 3}, 10, "configuration", "model.dimm: unknown option"),
         ({"task.fault": "diverge"}, 19, "diverged", "not finite"),
         ({"task.fault": "retryable"}, 13, "lost connection between workers", "a passing fault"),
         ({"task.fault": "freeze", "launch.timeout_seconds": 10}, 13, "hang", "rank 0: stopped or blocked"),
@@ -68,7 +67,7 @@ def test_a_torn_shard_is_the_data(faulty, tmp_path):
     root = f"{faulty['run.storage_root']}-torn"
     run_uri = start({**faulty, "run.storage_root": root}, tmp_path)
     manifest_uri = storage.read_json(RunPaths(run_uri).shards)["manifest_uri"]
-    shard = shard_uri(manifest_uri, read_manifest(manifest_uri).splits["train"].shards[0].name)
+    shard = shard_uri(manifest_uri, read_manifest(manifest_uri).splits["train"].shards[0])
     storage.publish(shard, storage.read_bytes(shard)[:-1000])
     with running("train", run_uri, folder=tmp_path) as command:
         command.finish(code=11)

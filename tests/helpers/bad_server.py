@@ -20,7 +20,9 @@ class BadServer:
     """
 
     def __init__(self, **plan):
-        self.plan, self.requests, self.objects = {"HEAD": "answer", **plan}, [], None
+        self.plan = {"HEAD": "answer", **plan}
+        self.requests = []
+        self.objects = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._closed = threading.Event()
         port = self._listener.getsockname()[1]

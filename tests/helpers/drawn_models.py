@@ -27,7 +27,8 @@ class FromNowhere(Transformer):
     def __init__(self, **options):
         super().__init__(**options)
         drawn = torch.from_numpy(np.random.default_rng().normal(size=4).astype(np.float32))
-        self.first, self.second = nn.Parameter(drawn.clone()), nn.Parameter(drawn.clone())
+        self.first = nn.Parameter(drawn.clone())
+        self.second = nn.Parameter(drawn.clone())
 
 
 class ByRank(Transformer):

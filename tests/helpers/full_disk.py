@@ -9,7 +9,8 @@ class FullFile:
     """A file on a disk that has room for so many bytes."""
 
     def __init__(self, stream, num_bytes):
-        self._stream, self._left = stream, num_bytes
+        self._stream = stream
+        self._left = num_bytes
 
     def write(self, content):
         """As a file writes: what there is room for, then the error."""

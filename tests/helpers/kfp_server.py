@@ -51,8 +51,12 @@ class Server:
     """The server and what it knows. Use as a context manager; `script` is what reading the run gives, one by one."""
 
     def __init__(self, multi_user=False, certificate=None):
-        self.multi_user, self._certificate = multi_user, certificate
-        self.pipelines, self.versions, self.experiments, self.runs = [], [], [], []
+        self.multi_user = multi_user
+        self._certificate = certificate
+        self.pipelines = []
+        self.versions = []
+        self.experiments = []
+        self.runs = []
         self.requests = []
         self.script = []
         self.races = set()

@@ -63,7 +63,8 @@ class Launch:
     def __init__(self, resolved, job_spec, capsys):
         self.launcher = build_launcher(resolved)
         self.paths = RunPaths(job_spec.run_uri)
-        self._capsys, self._output = capsys, ""
+        self._capsys = capsys
+        self._output = ""
         self._result = []
         self._thread = threading.Thread(target=self._run, args=(job_spec,), daemon=True)
         self._thread.start()

@@ -20,7 +20,9 @@ class Server:
         with socket.socket() as free:
             free.bind((listen, 0))
             self._port = free.getsockname()[1]
-        self._folder, self._listen, self._process = folder, listen, None
+        self._folder = folder
+        self._listen = listen
+        self._process = None
         self.uri = f"http://{host}:{self._port}"
 
     def start(self):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kftrain import tasks
-from kftrain.data.loader import MicroBatch, StepBatch
+from kftrain.data.loader import Counters, MicroBatch, StepBatch
 from kftrain.data.schema import Field, SampleSchema
 from kftrain.models import ModelOutput
 
@@ -32,14 +32,17 @@ class Loader:
     """Steps of `ROWS` rows, a share for each rank: rows of the first half are positive, of the second negative."""
 
     def __init__(self, world, num_micro=1):
-        self.world, self.num_micro = world, num_micro
+        self.world = world
+        self.num_micro = num_micro
+        self.counters = Counters()
 
     def steps(self, first, count):
         for step in range(first, first + count):
             x = np.abs(np.random.default_rng(step).normal(size=(ROWS, DIM))).astype(np.float32)
             x[ROWS // 2 :] *= -1
             parts = np.split(np.array_split(x, self.world.size)[self.world.rank], self.num_micro)
-            yield StepBatch(step, [MicroBatch({"x": part}, np.ones(len(part), np.float32)) for part in parts])
+            micro_batches = [MicroBatch({"x": part}, np.ones(len(part), np.float32)) for part in parts]
+            yield StepBatch(step, micro_batches, sum(map(len, parts)))
 
 
 def linears(count):
@@ -51,7 +54,9 @@ class Stack(nn.Module):
 
     def __init__(self, count=3):
         super().__init__()
-        self.enter, self.layers, self.leave = nn.Linear(DIM, DIM), linears(count), nn.Linear(DIM, DIM)
+        self.enter = nn.Linear(DIM, DIM)
+        self.layers = linears(count)
+        self.leave = nn.Linear(DIM, DIM)
 
     def forward(self, x):
         x = self.enter(x)

@@ -96,7 +96,9 @@ class Network(nn.Module):
 class Residual(nn.Module):
     def __init__(self, dim, dropout):
         super().__init__()
-        self.norm, self.linear, self.dropout = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(dim)
+        self.linear = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden):
         return hidden + self.dropout(torch.tanh(self.linear(self.norm(hidden))))
@@ -105,7 +107,9 @@ class Residual(nn.Module):
 def read_split(manifest_uri, split):
     """Field name -> rows of a split in stored order, by `tarfile` alone."""
     columns = {}
-    for path in sorted(Path(manifest_uri).parent.glob(f"{split}-*.tar")):
+    folder = Path(manifest_uri).parent
+    for shard in json.loads(Path(manifest_uri).read_text())["splits"][split]["shards"]:
+        path = folder / shard["folder"] / shard["name"]
         with tarfile.open(path) as archive:
             for member in archive:
                 field = member.name.split(".")[-2]
@@ -123,8 +127,12 @@ class BareLoop:
     """What a training of so many steps gives; the settings are those of the tests' configuration."""
 
     def __init__(self, model, split, *, steps, peak, warmup, floor, clip, betas, epsilon, decay):
-        self.model, self.steps, self.peak, self.warmup = model, steps, peak, warmup
-        self.floor, self.clip = floor, clip
+        self.model = model
+        self.steps = steps
+        self.peak = peak
+        self.warmup = warmup
+        self.floor = floor
+        self.clip = clip
         self.row_of = {int(number): row for row, number in enumerate(split["id"])}
         self.split = {name: torch.from_numpy(values) for name, values in split.items()}
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from kftrain.data.settings import DataConfig
 from kftrain.data.sharding import shard_dataset
 from kftrain.data.sources import resolve_source
 from kftrain.tasks.base import Task
-from kftrain.tasks.tokenizers import ByteTokenizer
 
 
 def resolve(source: object, **settings: Any) -> resolve_source.Source:
@@ -25,7 +25,8 @@ def resolve(source: object, **settings: Any) -> resolve_source.Source:
 
 
 def records(source: object, **settings: Any) -> list[Record]:
-    return list(resolve(source, **settings).records())
+    """All records, with every field made, the pixels of images, too."""
+    return [replace(record, fields=dict(record.fields)) for record in resolve(source, **settings).records()]
 
 
 def texts(found: list[Record]) -> dict[str, bytes]:
@@ -53,8 +54,8 @@ class Sharded:
         return {key: (block["image"][0], int(block["label"][0])) for key, block in self.blocks(split).items()}
 
     def documents(self) -> dict[str, bytes]:
-        """Of the validation split of language modelling: key -> text, for documents of a single row."""
-        return {key: ByteTokenizer().decode(block["tokens"]) for key, block in self.blocks("validation").items()}
+        """Of the validation split of language modelling: key -> text."""
+        return {key: bytes(block["text"][0]) for key, block in self.blocks("validation").items()}
 
 
 _READ = """
@@ -71,6 +72,7 @@ def memory():
 source = resolve_source.resolve(DataConfig(source=sys.argv[1]))
 before, peak, kept, count = memory(), 0, [], 0
 for count, record in enumerate(source.records(), start=1):
+    dict(record.fields)
     if sys.argv[2] == "keep":
         kept.append(record)
     if count % 50 == 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kftrain.data.schema import Block, Field, Record, SampleSchema
+from kftrain.data.schema import Arrays, Block, Field, Record, SampleSchema
 from kftrain.tasks import Task
 
 
@@ -32,8 +32,11 @@ class ToyTask(Task):
             length = np.minimum(self.width, text.size - self.width * np.arange(num_rows, dtype=np.int64))
             yield Block(record.key, {"data": data.reshape(num_rows, self.width), "length": length})
 
-    def baselines(self, records: Iterable[Record]) -> dict[str, dict[str, float]]:
-        lengths = [len(record.fields["text"]) for record in records]
+    def content_fields(self) -> tuple[str, ...]:
+        return ("text",)
+
+    def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
+        lengths = [int(arrays["length"].sum()) for arrays in samples]
         return {"length": {"mean": float(np.mean(lengths))}}
 
     def loss(self, output, batch, weight):

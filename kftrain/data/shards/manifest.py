@@ -4,6 +4,8 @@
                                    train-000000.tar        train-000000.index.npy
                                    validation-000000.tar   validation-000000.index.npy
 
+Adopted shards stay where others have written them: the manifest says where that is, their indexes lie beside it.
+
 The dataset digest is the sha256 of content alone: format version, sample schema, task settings (which say how
 to read the bytes) and the digests of all shards and indexes. Neither the source's listing nor a time is part
 of it, so equal input and settings give the equal digest on any machine; of two sources with equal content,
@@ -15,25 +17,23 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from array import array
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kftrain import storage
 from kftrain.data import schema as schemas
 from kftrain.data.schema import SPLITS, SampleSchema
-from kftrain.data.shards.keys import decode_key
-from kftrain.data.shards.npy_header import npy_header, stored_dtype
-from kftrain.data.sources import tar_reader
-from kftrain.data.sources.listing import list_files
+from kftrain.data.shards.npy_header import stored_dtype
 from kftrain.errors import DataError
 from kftrain.run import documents
 
-FORMAT_VERSION = 1
-"""Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again."""
+FORMAT_VERSION = 2
+"""Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again.
+
+Shards of version 1, which knew no encoded fields, are read as they are.
+"""
 
 MANIFEST_NAME = "manifest.json"
 
@@ -47,8 +47,17 @@ MAX_ROW_BYTES = (1 << 31) - 1
 """Largest row of a field: what numpy can hold as one item."""
 
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
-_SHARD_AGAIN = "shard the data again: kftrain shard"
+_EXTENSION = re.compile(r"[a-z0-9_]{1,20}(\.[a-z0-9_]{1,20})*")
+SHARD_AGAIN = "shard the data again: kftrain shard"
+"""What to do about damaged shards."""
+
 _DIGEST = r"^[0-9a-f]{64}$"
+
+_OWN_NAME = re.compile(r"(train|validation)-\d{6,}\.tar")
+_OWN_FOLDER = re.compile(r"(\.\./(parts/)?[0-9a-f]{64})?")
+_ABSOLUTE = re.compile(r"/|[a-z0-9+.-]+://")
+ADOPT_AGAIN = "adopt the shards again: kftrain shards adopt"
+"""What to do where somebody has changed shards that are not ours."""
 
 
 class Shard(BaseModel):
@@ -56,12 +65,34 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^(train|validation)-\d{6,}\.tar$")
+    name: str = Field(pattern=r"^[^\x00-\x1f\x7f]+\.[tT][aA][rR]$")
+    """Of an adopted one its path in `folder`."""
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=_DIGEST)
     num_blocks: int = Field(ge=1)
     num_samples: int = Field(ge=1)
     index_sha256: str = Field(pattern=_DIGEST)
+    folder: str = ""
+    """Where it lies, from the manifest's own folder; empty: there. Of an adopted one an absolute path or URI."""
+    index: str = Field("", pattern=r"^((train|validation)-\d{6,}\.index\.npy)?$")
+    """Of an adopted one the name of its index, which lies beside the manifest."""
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether somebody else has written it, and it is read where it is."""
+        return bool(self.index)
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Shard:
+        """Whoever can write a manifest names no file that it may not."""
+        if self.is_adopted:
+            if not _ABSOLUTE.match(self.folder) or "::" in self.folder or _climbs(self.folder.split("://", 1)[-1]):
+                raise ValueError(f"no absolute folder: {self.folder}")
+            if _climbs(self.name) or self.name.startswith("/"):
+                raise ValueError(f"a name that leaves its folder: {self.name}")
+        elif not _OWN_NAME.fullmatch(self.name) or not _OWN_FOLDER.fullmatch(self.folder):
+            raise ValueError(f"no name of ours: {self.folder} {self.name}")
+        return self
 
 
 class Split(BaseModel):
@@ -87,6 +118,18 @@ class Split(BaseModel):
         return sum(shard.bytes for shard in self.shards)
 
 
+class Component(BaseModel):
+    """One dataset of a mixture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    source: str
+    dataset_digest: str = Field(pattern=_DIGEST)
+    num_shards: dict[str, int]
+    """Of each split; they follow those of the component before."""
+
+
 class Manifest(documents.Document):
     """What the shards of a dataset are."""
 
@@ -102,6 +145,45 @@ class Manifest(documents.Document):
     """Digest of the source's listing at that time."""
     baselines: dict[str, dict[str, float]]
     """On the validation records: metric name -> baseline name -> value."""
+    parent: str = ""
+    """Digest of the dataset whose shards this one holds, too, because input was added to its source; else empty."""
+    findings: dict[str, Any] = Field(default_factory=dict)
+    """What was noticed while writing: how many samples of a kind there are, and the names of the first ones."""
+    statistics: dict[str, Any] = Field(default_factory=dict)
+    """Of the records of each split, for reports; empty where nobody has counted them."""
+    components: list[Component] = Field(default_factory=list)
+    """Of a mixture; empty for a dataset of one source."""
+    validation_schema: SampleSchema | None = None
+    """Of the validation split, where its samples have other fields than those of `sample_schema`."""
+
+    def of_components(self) -> list[Manifest]:
+        """What it says of each dataset of a mixture, from where it lies itself; of one source it is the whole."""
+        if not self.components:
+            return [self]
+        found, starts = [], dict.fromkeys(SPLITS, 0)
+        for component in self.components:
+            stops = {split: starts[split] + component.num_shards[split] for split in SPLITS}
+            splits = {split: Split(shards=self.splits[split].shards[starts[split] : stops[split]]) for split in SPLITS}
+            found.append(self.model_copy(update={"splits": splits, "components": []}))
+            starts = stops
+        return found
+
+    def schema_of(self, split: str) -> SampleSchema:
+        """The fields of a split's samples."""
+        return self.validation_schema if self.validation_schema and split == "validation" else self.sample_schema
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the shards are those of others, read where they are."""
+        return any(shard.is_adopted for split in self.splits.values() for shard in split.shards)
+
+
+def counted(manifest: Manifest) -> str:
+    """How much there is in the splits, for people."""
+    train, validation = (manifest.splits[split].num_samples for split in ("train", "validation"))
+    is_stream = [(field.name, field.shape) for field in manifest.sample_schema.fields] == [("tokens", ())]
+    units = ("tokens", "documents") if is_stream else ("samples", "")
+    return f"{train:,} {units[0]} for training, {validation:,} {units[1]} for validation".replace("  ", " ")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -114,16 +196,27 @@ def index_name(shard: str) -> str:
     return shard.removesuffix(".tar") + ".index.npy"
 
 
-def content_digest(schema: SampleSchema, task_settings: dict[str, Any], splits: dict[str, list[Shard]]) -> str:
+def content_digest(
+    schema: SampleSchema,
+    task_settings: dict[str, Any],
+    splits: dict[str, list[Shard]],
+    format_version: int = FORMAT_VERSION,
+    components: Sequence[Component] = (),
+    validation_schema: SampleSchema | None = None,
+) -> str:
     """The dataset digest."""
+    parts = [[component.name, component.num_shards] for component in components]
+    own = {"validation_schema": validation_schema.to_dict()} if validation_schema else {}
     return storage.digest_json(
         {
-            "format_version": FORMAT_VERSION,
+            "format_version": format_version,
             "sample_schema": schema.to_dict(),
+            **own,
             "task_settings": task_settings,
             "splits": {
                 name: [[shard.sha256, shard.index_sha256] for shard in shards] for name, shards in splits.items()
             },
+            **({"components": parts} if parts else {}),
         }
     )
 
@@ -131,26 +224,58 @@ def content_digest(schema: SampleSchema, task_settings: dict[str, Any], splits: 
 def read_manifest(uri: str) -> Manifest:
     """The manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
     manifest = documents.read(Manifest, uri)
-    if manifest.format_version != FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
-        raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=_SHARD_AGAIN)
+    if not 1 <= manifest.format_version <= FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
+        raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=SHARD_AGAIN)
     shards = {name: manifest.splits[name].shards for name in SPLITS}
-    expected = content_digest(manifest.sample_schema, manifest.task_settings, shards)
-    check_schema(manifest.sample_schema, uri)
+    schema, settings, version = manifest.sample_schema, manifest.task_settings, manifest.format_version
+    own = manifest.validation_schema
+    expected = content_digest(schema, settings, shards, version, manifest.components, own)
+    for name in SPLITS:
+        check_schema(manifest.schema_of(name), uri)
     if manifest.dataset_digest != expected:
-        raise DataError("the manifest does not match its own digest", where=uri, value=expected, fix=_SHARD_AGAIN)
+        raise DataError("the manifest does not match its own digest", where=uri, value=expected, fix=SHARD_AGAIN)
     return manifest
 
 
-def shard_uri(manifest_uri: str, name: str) -> str:
-    """URI of a file beside the manifest."""
-    return storage.join(manifest_uri.rsplit("/", 1)[0], name)
+def shard_uri(manifest_uri: str, shard: Shard) -> str:
+    """URI of a shard's tar."""
+    return _beside(manifest_uri, shard, shard.name)
+
+
+def index_uri(manifest_uri: str, shard: Shard) -> str:
+    """URI of a shard's index."""
+    if shard.is_adopted:
+        return storage.join(manifest_uri.rsplit("/", 1)[0], shard.index)
+    return _beside(manifest_uri, shard, index_name(shard.name))
+
+
+def again(shard: Shard) -> str:
+    """What to do where a shard is missing or damaged."""
+    return ADOPT_AGAIN if shard.is_adopted else SHARD_AGAIN
+
+
+def _climbs(path: str) -> bool:
+    return any(part in ("", ".", "..") for part in path.strip("/").split("/"))
+
+
+def _beside(manifest_uri: str, shard: Shard, name: str) -> str:
+    """Parts are two folders away; stores know no `..`."""
+    if shard.is_adopted:
+        return storage.join(shard.folder, name)
+    folder = manifest_uri.rsplit("/", 1)[0]
+    if shard.folder:
+        folder = storage.join(folder.rsplit("/", 1)[0], shard.folder.removeprefix("../"))
+    return storage.join(folder, name)
 
 
 def check_schema(schema: SampleSchema, where: str) -> None:
     """Refuses with a DataError what shards cannot hold: fields of strange names, of objects, of empty rows."""
     names = [field.name for field in schema.fields]
+    suffixes = [suffix for field in schema.fields for suffix in field.suffixes]
     if not names or len(set(names)) < len(names):
         raise DataError("a sample schema needs fields of different names", where=where, value=names)
+    if len(set(suffixes)) < len(suffixes):
+        raise DataError("two fields have files of one extension", where=where, value=suffixes)
     for field in schema.fields:
         if not _FIELD_NAME.fullmatch(field.name):
             raise DataError(
@@ -158,11 +283,27 @@ def check_schema(schema: SampleSchema, where: str) -> None:
                 where=where,
                 value=field.name,
             )
-        shown = f"{field.dtype} {list(field.shape)}"
-        if field.dtype not in DTYPES or not all(length >= 1 for length in field.shape):
-            raise DataError(f"field {field.name} has no fixed numeric format", where=where, value=shown)
-        if row_bytes(field) > MAX_ROW_BYTES:
-            raise DataError(f"a row of field {field.name} is larger than 2 GiB", where=where, value=shown, fix="cut it")
+        (_check_encoded if field.is_encoded else _check_array)(field, where)
+
+
+def _check_array(field: schemas.Field, where: str) -> None:
+    shown = f"{field.dtype} {list(field.shape)}"
+    if field.dtype not in DTYPES or not all(length >= 1 for length in field.shape) or field.extensions:
+        raise DataError(f"field {field.name} has no fixed numeric format", where=where, value=shown)
+    if row_bytes(field) > MAX_ROW_BYTES:
+        raise DataError(f"a row of field {field.name} is larger than 2 GiB", where=where, value=shown, fix="cut it")
+
+
+def _check_encoded(field: schemas.Field, where: str) -> None:
+    if field.shape:
+        raise DataError(f"field {field.name} is a file and has no shape", where=where, value=list(field.shape))
+    if not field.extensions:
+        raise DataError(f"field {field.name} is a file and needs its extensions", where=where, fix="e.g. ('jpg',)")
+    for extension in field.extensions:
+        if not _EXTENSION.fullmatch(extension):
+            raise DataError("not an extension of lower-case letters and digits", where=where, value=extension)
+        if extension.rsplit(".", 1)[-1] in schemas.PICKLES:
+            raise DataError("reading such a file could run code", where=where, value=extension)
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
@@ -171,7 +312,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "dataset_digest": manifest.dataset_digest,
         "source": manifest.source,
         "task": manifest.task_kind,
-        "fields": {f.name: f"{f.dtype} {list(f.shape)}" for f in manifest.sample_schema.fields},
+        "fields": {f.name: _shown(f) for name in SPLITS for f in manifest.schema_of(name).fields},
         "splits": {
             name: {
                 "shards": len(split.shards),
@@ -182,104 +323,21 @@ def describe(manifest: Manifest) -> dict[str, Any]:
             for name, split in manifest.splits.items()
         },
         "baselines": manifest.baselines,
+        "components": {component.name: component.source for component in manifest.components},
     }
 
 
-def verify_shards(uri: str, level: Literal["sha256", "size"] = "sha256", share: tuple[int, int] = (0, 1)) -> None:
-    """Compares shards i, i + n, … of the manifest at `uri` with it, for `share` = (i, n); returns if all is well.
-
-    `size` looks at lengths only, `sha256` reads everything. That no key comes twice was seen when the shards were
-    written, and equal content is equal keys. Raises DataError that names the first shard which is missing, truncated
-    or changed.
-    """
-    manifest = read_manifest(uri)
-    chosen = [shard for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
-    for shard in chosen:
-        _verify_size(shard_uri(uri, shard.name), shard.bytes)
-        _verify_size(shard_uri(uri, index_name(shard.name)), index_bytes(shard, manifest.sample_schema))
-        if level == "sha256":
-            _verify_content(shard_uri(uri, shard.name), shard.sha256)
-            _verify_content(shard_uri(uri, index_name(shard.name)), shard.index_sha256)
-
-
-def check_listing(uri: str, manifest: Manifest) -> None:
-    """Raises DataError that names the first file of the dataset that is missing or has another length: one listing."""
-    found = {entry.name: entry.size_bytes for entry in list_files(uri.rsplit("/", 1)[0], lambda _: True)}
-    for shard in (shard for name in SPLITS for shard in manifest.splits[name].shards):
-        expected = {shard.name: shard.bytes, index_name(shard.name): index_bytes(shard, manifest.sample_schema)}
-        for name, num_bytes in expected.items():
-            if name not in found:
-                raise DataError("missing", where=shard_uri(uri, name), fix=_SHARD_AGAIN)
-            if found[name] != num_bytes:
-                raise _truncated(shard_uri(uri, name), found[name], num_bytes)
-
-
-def verify_keys(uri: str) -> None:
-    """Raises DataError where a key comes twice in a split of the dataset at `uri`: somebody else wrote these shards."""
-    manifest = read_manifest(uri)
-    for split in manifest.splits.values():
-        refuse_duplicate_keys([shard_uri(uri, shard.name) for shard in split.shards], manifest.sample_schema)
-
-
-def refuse_duplicate_keys(shard_uris: list[str], schema: SampleSchema, fix: str = _SHARD_AGAIN) -> None:
-    """Raises DataError that names the key and both shards where a key comes twice. Memory: 8 bytes per block."""
-    suspects = repeated(array("q", (hash(key) for uri in shard_uris for key in block_keys(uri, schema))))
-    first_seen: dict[str, str] = {}
-    for uri in shard_uris if suspects else []:
-        name = uri.rsplit("/", 1)[-1]
-        for key in block_keys(uri, schema):
-            if key in first_seen:
-                raise DataError(f"a key comes twice, first in {first_seen[key]}", where=name, value=key, fix=fix)
-            if hash(key) in suspects:
-                first_seen[key] = name
-
-
-def repeated(values: array[int]) -> set[int]:
-    """The values of an int64 array that come more than once."""
-    ordered = np.sort(np.frombuffer(values, np.int64))
-    return set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-
-
-def block_keys(uri: str, schema: SampleSchema) -> Iterator[str]:
-    """The keys of a shard's blocks, in order, from the tar's own headers. Raises DataError."""
-    suffix = f".{schema.fields[0].name}.npy"
-    with storage.open_read(uri) as stream:
-        for member in tar_reader.walk(stream, uri):
-            if member.name.endswith(suffix):
-                yield decode_key(member.name.removesuffix(suffix))
+def _shown(field: schemas.Field) -> str:
+    return f"files ({', '.join(field.extensions)})" if field.is_encoded else f"{field.dtype} {list(field.shape)}"
 
 
 def row_bytes(field: schemas.Field) -> int:
-    """Size of one row of a field."""
+    """Size of one row of a field of numbers."""
     return stored_dtype(field.dtype).itemsize * math.prod(field.shape)
 
 
-def index_bytes(shard: Shard, schema: SampleSchema) -> int:
-    """Size of a shard's index file, which follows from its shape."""
-    shape = (shard.num_blocks, 1 + len(schema.fields))
-    return len(npy_header("<i8", shape)) + 8 * shape[0] * shape[1]
-
-
-def _verify_size(uri: str, expected: int) -> None:
-    with reading(uri):
-        found = storage.size_bytes(uri)
-    if found != expected:
-        raise _truncated(uri, found, expected)
-
-
-def _truncated(uri: str, found: int, expected: int) -> DataError:
-    return DataError(f"truncated or changed: it has {found} bytes, not {expected}", where=uri, fix=_SHARD_AGAIN)
-
-
-def _verify_content(uri: str, expected: str) -> None:
-    with reading(uri):
-        found = storage.sha256_file(uri)
-    if found != expected:
-        raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=_SHARD_AGAIN)
-
-
 @contextlib.contextmanager
-def reading(uri: str) -> Iterator[None]:
+def reading(uri: str, fix: str = SHARD_AGAIN) -> Iterator[None]:
     """Makes what goes wrong while reading a shard or its index a DataError that names it.
 
     Storage that is away for now is a StorageError: another attempt may find it.
@@ -288,6 +346,6 @@ def reading(uri: str) -> Iterator[None]:
         with storage.plain_errors(uri):
             yield
     except FileNotFoundError as error:
-        raise DataError("missing", where=uri, fix=_SHARD_AGAIN) from error
+        raise DataError("missing", where=uri, fix=fix) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=uri, fix="check the storage and its permissions") from error

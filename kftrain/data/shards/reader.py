@@ -1,26 +1,34 @@
 """Reads rows of one shard by number: the index says where each lies, the tar is mapped (or read in ranges, remotely).
 
-A row of a field is a fixed number of bytes at a known offset. Seen as an array of such byte strings, one starting at
+A row of an array is a fixed number of bytes at a known offset. Seen as an array of such byte strings, one starting at
 every byte of the tar, the shard is gathered with one indexing operation per field: no header is parsed and no row is
-handled in Python.
+handled in Python. Encoded files have lengths of their own; of a mapped tar they are views, not copies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import mmap
-from typing import Any, Protocol
+import os
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from kftrain import storage
 from kftrain.data.schema import Arrays, SampleSchema
-from kftrain.data.shards.manifest import Shard, index_name, reading, row_bytes, shard_uri
+from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
+from kftrain.data.shards.npy_header import npy_header
+from kftrain.data.shards.tar_writer import BLOCK_BYTES
+from kftrain.data.shards.verified import File, Uses
 from kftrain.errors import DataError
 
 MAX_GAP_BYTES = 1 << 16
 """Remote rows that lie closer than this are fetched with one request."""
+
+NAME_BYTES = 100
+"""Of a member's base name in the header of a tar."""
 
 _FIX = "verify the shards, or shard the data again"
 
@@ -28,56 +36,132 @@ _FIX = "verify the shards, or shard the data again"
 class ShardReader:
     """An open shard."""
 
-    def __init__(self, manifest_uri: str, shard: Shard, schema: SampleSchema) -> None:
-        """Checks the size of the tar and all of the index. Raises DataError that names what is missing or damaged."""
-        uri = shard_uri(manifest_uri, shard.name)
+    def __init__(self, manifest_uri: str, shard: Shard, schema: SampleSchema, uses: Uses | None = None) -> None:
+        """Checks the size of the tar and all of the index. Raises DataError that names what is missing or damaged.
+
+        `uses`: knows whether the node has a copy of a remote shard.
+        """
+        uri = shard_uri(manifest_uri, shard)
         self._schema = schema
         self._index = read_index(manifest_uri, shard, schema)
         self._row_starts = np.cumsum(self._index[:, 0]) - self._index[:, 0]
         with reading(uri):
-            found = storage.size_bytes(uri)
-            if found != shard.bytes:
-                raise DataError(f"truncated or changed: it has {found} bytes, not {shard.bytes}", where=uri, fix=_FIX)
-            self._bytes: _Bytes = _MappedBytes(uri) if storage.is_local(uri) else _RemoteBytes(uri)
+            self.file, self._bytes = _open(uri, shard, uses)
 
     def gather(self, rows: np.ndarray) -> Arrays:
-        """Field name -> the rows, in that order, as byte strings: dtype `V<bytes per row>`, `[rows]`."""
+        """Field name -> the rows, in that order, as byte strings: `[rows]` of `V<bytes per row>`, or of `object`."""
         blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
         within = rows - self._row_starts[blocks]
         gathered = {}
-        for number, field in enumerate(self._schema.fields, start=1):
-            num_bytes = row_bytes(field)
-            gathered[field.name] = self._bytes.gather(self._index[blocks, number] + within * num_bytes, num_bytes)
+        for number, field in enumerate(self._schema.fields):
+            offsets, lengths = self._index[blocks, 1 + 2 * number], self._index[blocks, 2 + 2 * number]
+            if field.is_encoded:
+                gathered[field.name] = self._bytes.files(offsets, lengths)
+            else:
+                num_bytes = row_bytes(field)
+                gathered[field.name] = self._bytes.gather(offsets + within * num_bytes, num_bytes)
         return gathered
+
+    def gather_runs(self, rows: np.ndarray, length: int) -> Arrays:
+        """Field name -> of each row that and those after it, `length` within one block: `[rows]` of byte strings."""
+        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        within = rows - self._row_starts[blocks]
+        gathered = {}
+        for number, field in enumerate(self._schema.fields):
+            offsets = self._index[blocks, 1 + 2 * number] + within * row_bytes(field)
+            gathered[field.name] = self._bytes.gather(offsets, length * row_bytes(field))
+        return gathered
+
+    def rows_left(self, rows: np.ndarray) -> np.ndarray:
+        """Rows from each of these to the end of its block, itself among them, int64 `[rows]`."""
+        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        left: np.ndarray = self._row_starts[blocks] + self._index[blocks, 0] - rows
+        return left
+
+    def member_names(self, rows: np.ndarray, field: str) -> list[str]:
+        """What the tar calls the files of an encoded field: a member's header stands right before its content."""
+        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        number = [each.name for each in self._schema.fields].index(field)
+        offsets = self._index[blocks, 1 + 2 * number] - BLOCK_BYTES
+        headers = self._bytes.files(offsets, np.full(len(offsets), BLOCK_BYTES))
+        return [bytes(header[:NAME_BYTES]).partition(b"\0")[0].decode("utf-8", "replace") for header in headers]
+
+    def sample_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Bytes of each of these rows over all fields, int64 `[rows]`: what the index says, nothing is read."""
+        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        sizes: np.ndarray = self._index[blocks, 2::2].sum(axis=1) // self._index[blocks, 0]
+        return sizes
+
+
+def _open(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
+    """What was opened. Raises DataError where it has another size."""
+    if not storage.is_local(uri):
+        file = _require_size(File(uri, *storage.size_and_version(uri), shard.sha256), shard)
+        return file, _RemoteBytes(uri) if uses is None else _CopiedBytes(file, uses)
+    with storage.open_read(uri) as stream:
+        file = File(uri, *storage.describe(os.fstat(stream.fileno())), shard.sha256)
+        return _require_size(file, shard), _MappedBytes(stream)
+
+
+def _require_size(file: File, shard: Shard) -> File:
+    if file.size_bytes != shard.bytes:
+        what = f"truncated or changed: it has {file.size_bytes} bytes, not {shard.bytes}"
+        raise DataError(what, where=file.uri, fix=_FIX)
+    return file
 
 
 def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndarray:
-    """The index of a shard, int64 `[blocks, 1 + fields]`. Raises DataError where it is not what the manifest says.
+    """The index of a shard, int64 `[blocks, 1 + 2 * fields]`. Raises DataError where it is not what the manifest says.
 
     All rows it speaks of lie within the shard: reading by a checked index never leaves the file.
     """
-    uri = shard_uri(manifest_uri, index_name(shard.name))
+    uri = index_uri(manifest_uri, shard)
     with reading(uri):
         content = storage.read_bytes(uri)
     if hashlib.sha256(content).hexdigest() != shard.index_sha256:
         raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=_FIX)
     try:
-        index = np.load(io.BytesIO(content), allow_pickle=False)
+        index = _array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
     except (ValueError, EOFError) as error:
         raise DataError(f"not an array: {error}", where=uri, fix=_FIX) from error
+    index = _with_lengths(index, schema)
     if not _is_sound(index, shard, schema):
         raise DataError("the index does not fit its shard", where=uri, fix=_FIX)
-    return np.asarray(index)
+    return index
+
+
+def _array(content: bytes, usual_shape: tuple[int, int]) -> np.ndarray:
+    """A `.npy` file; one of the usual shape without parsing its header, which takes longer than all the rest."""
+    header = npy_header("<i8", usual_shape)
+    if content.startswith(header) and len(content) == len(header) + 8 * math.prod(usual_shape):
+        return np.frombuffer(content, "<i8", offset=len(header)).reshape(usual_shape)
+    found: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+    return found
+
+
+def _with_lengths(index: np.ndarray, schema: SampleSchema) -> np.ndarray:
+    """An index of format 1, which has rows and offsets alone, in the shape of today's; any other as it is."""
+    num_fields = len(schema.fields)
+    if index.dtype != np.dtype("<i8") or index.ndim != 2 or index.shape[1] != 1 + num_fields:
+        return index
+    whole = np.empty((len(index), 1 + 2 * num_fields), np.int64)
+    whole[:, 0], whole[:, 1::2] = index[:, 0], index[:, 1:]
+    for number, field in enumerate(schema.fields):
+        whole[:, 2 + 2 * number] = index[:, 0] * (0 if field.is_encoded else row_bytes(field))
+    return whole
 
 
 def _is_sound(index: np.ndarray, shard: Shard, schema: SampleSchema) -> bool:
-    if index.dtype != np.dtype("<i8") or index.shape != (shard.num_blocks, 1 + len(schema.fields)):
+    if index.dtype != np.dtype("<i8") or index.shape != (shard.num_blocks, 1 + 2 * len(schema.fields)):
         return False
-    rows, offsets = index[:, :1], index[:, 1:]
-    sizes = np.array([row_bytes(field) for field in schema.fields])
-    if (index < 0).any() or (rows < 1).any() or (rows > shard.bytes // sizes).any() or rows.sum() != shard.num_samples:
+    rows, offsets, lengths = index[:, 0], index[:, 1::2], index[:, 2::2]
+    if (index < 0).any() or (rows < 1).any() or (rows > shard.num_samples).any() or rows.sum() != shard.num_samples:
         return False
-    return bool((offsets <= shard.bytes - rows * sizes).all())
+    for number, field in enumerate(schema.fields):
+        expected = rows * (0 if field.is_encoded else row_bytes(field))
+        if (rows > 1).any() if field.is_encoded else (lengths[:, number] != expected).any():
+            return False
+    return bool((lengths <= shard.bytes).all() and (offsets <= shard.bytes - lengths).all())
 
 
 class _Bytes(Protocol):
@@ -85,16 +169,25 @@ class _Bytes(Protocol):
         """The byte strings of one length at these offsets, dtype `V<num_bytes>`."""
         ...
 
+    def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Those of any length, `[k]` of `object`: bytes, or views of them."""
+        ...
+
 
 class _MappedBytes:
     """A file of this machine, mapped: rows are copied once, from the page cache into the batch."""
 
-    def __init__(self, uri: str) -> None:
-        with storage.open_read(uri) as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, stream: BinaryIO) -> None:
+        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
         return _strings_at(self._map, len(self._map), offsets, num_bytes)
+
+    def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        view, found = memoryview(self._map), np.empty(len(offsets), object)
+        for number, (start, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+            found[number] = view[start : start + length]
+        return found
 
 
 class _RemoteBytes:
@@ -105,18 +198,52 @@ class _RemoteBytes:
 
     def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
         ordered, places = np.unique(offsets, return_inverse=True)
-        first_of_run = np.append(True, np.diff(ordered) > num_bytes + MAX_GAP_BYTES)
-        starts = ordered[first_of_run]
-        stops = ordered[np.append(first_of_run[1:], True)] + num_bytes
+        content, local = self._fetch(ordered, ordered + num_bytes)
+        return _strings_at(content, len(content), local[places], num_bytes)
+
+    def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        ordered, first, places = np.unique(offsets, return_index=True, return_inverse=True)
+        content, local = self._fetch(ordered, ordered + lengths[first])
+        found = np.empty(len(offsets), object)
+        for number, (start, length) in enumerate(zip(local[places].tolist(), lengths.tolist(), strict=True)):
+            found[number] = content[start : start + length]
+        return found
+
+    def _fetch(self, starts: np.ndarray, stops: np.ndarray) -> tuple[bytes, np.ndarray]:
+        """The content of ascending ranges, and where each of them begins in it."""
+        first_of_run = np.append(True, starts[1:] - stops[:-1] > MAX_GAP_BYTES)
+        run_starts = starts[first_of_run]
+        run_stops = stops[np.append(first_of_run[1:], True)]
         with reading(self._uri):
-            chunks = storage.read_ranges(self._uri, starts.tolist(), stops.tolist())
-        content = np.frombuffer(b"".join(chunks), np.uint8)
-        if content.size != (stops - starts).sum():
+            content = b"".join(storage.read_ranges(self._uri, run_starts.tolist(), run_stops.tolist()))
+        sizes = run_stops - run_starts
+        if len(content) != sizes.sum():
             raise DataError("truncated while it was read", where=self._uri, fix=_FIX)
-        run_positions = np.cumsum(stops - starts) - (stops - starts)
         runs = np.cumsum(first_of_run) - 1
-        local = ordered - starts[runs] + run_positions[runs]
-        return _strings_at(content, content.size, local[places], num_bytes)
+        return content, starts - run_starts[runs] + (np.cumsum(sizes) - sizes)[runs]
+
+
+class _CopiedBytes:
+    """An object of a store, until this node has a copy of it; then the copy, which stays as long as this."""
+
+    def __init__(self, file: File, uses: Uses) -> None:
+        self._file = file
+        self._uses = uses
+        self._bytes: _RemoteBytes | _MappedBytes = _RemoteBytes(file.uri)
+
+    def gather(self, offsets: np.ndarray, num_bytes: int) -> np.ndarray:
+        return self._nearest().gather(offsets, num_bytes)
+
+    def files(self, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return self._nearest().files(offsets, lengths)
+
+    def _nearest(self) -> _Bytes:
+        if isinstance(self._bytes, _RemoteBytes):
+            stream = self._uses.copy_of(self._file)
+            if stream is not None:
+                with stream:  # the mapping keeps the copy's lock
+                    self._bytes = _MappedBytes(stream)
+        return self._bytes
 
 
 def _strings_at(buffer: Any, size_bytes: int, offsets: np.ndarray, num_bytes: int) -> np.ndarray:

@@ -57,6 +57,7 @@ def _rename(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
         os.chmod(path, storage.PUBLISHED_MODE)
         _sync_file(path)
     storage.sync_folder(content)
+    storage.make_folder(target.parent)
     with contextlib.suppress(FileNotFoundError):
         os.rename(target, content.parent / "replaced")
     try:

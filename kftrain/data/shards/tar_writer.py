@@ -1,24 +1,31 @@
 """Writes uncompressed USTAR archives fast: headers of 512 bytes built by hand, content hashed while it is written.
 
 All that could differ between two machines is fixed: mtime 0, owner 0, mode 0444, plain USTAR without
-extensions. So equal members are equal bytes. Written in chunks of a few MiB; a second thread hashes the chunk
-before while the next one is built (hashing releases the interpreter lock), so that the digest costs no extra
-pass.
+extensions. So equal members are equal bytes.
+
+Content is copied once, into one of a few buffers that are used in turns and stay in the processor's cache; from there
+it is written and hashed. Hashing is the larger part of the work and releases the interpreter lock: a second thread does
+it, unless other processes need that processor (`hash_in_line`).
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+import io
+import threading
+import zlib
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 
 BLOCK_BYTES = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 MAX_MEMBER_BYTES = 8**11 - 1
 """Eleven octal digits: what a USTAR header can say."""
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 19
+"""What is written and hashed at once: small enough for the cache of a processor."""
+NUM_BUFFERS = 4
+"""Chunks that may wait to be hashed, and the one that is filled."""
 
 _OWNER = b"0000444\0" + b"0000000\0" * 2
 _MTIME = b"00000000000\0"
@@ -33,10 +40,13 @@ def member_header(folder: bytes, base: bytes, size_bytes: int) -> bytes:
 
     At most 155 and 100 bytes; the checksum is a sum of partial sums.
     """
-    after_name, known_sum = _owner_to_time(size_bytes)
-    checksum = b"%06o\0 " % (known_sum + sum(base) + sum(folder))
-    after_checksum = _TYPE_TO_DEVICE + folder.ljust(167, b"\0") if folder else _AFTER_CHECKSUM
-    return b"".join((base.ljust(100, b"\0"), after_name, checksum, after_checksum))
+    assert size_bytes <= MAX_MEMBER_BYTES, size_bytes
+    size = b"%011o\0" % size_bytes
+    sum_ = _FIXED_SUM + _byte_sum(size) + _byte_sum(base)
+    if not folder:
+        return b"".join((base.ljust(100, b"\0"), _OWNER, size, _MTIME, b"%06o\0 " % sum_, _AFTER_CHECKSUM))
+    checksum, after = b"%06o\0 " % (sum_ + _byte_sum(folder)), _TYPE_TO_DEVICE + folder.ljust(167, b"\0")
+    return b"".join((base.ljust(100, b"\0"), _OWNER, size, _MTIME, checksum, after))
 
 
 def padding(size_bytes: int) -> bytes:
@@ -44,30 +54,25 @@ def padding(size_bytes: int) -> bytes:
     return _PADDING[-size_bytes % BLOCK_BYTES]
 
 
-@functools.lru_cache(maxsize=4096)
-def _owner_to_time(size_bytes: int) -> tuple[bytes, int]:
-    """Mode, owner, size and time, with the sum of all bytes of the header but the name's."""
-    assert size_bytes <= MAX_MEMBER_BYTES, size_bytes
-    size = b"%011o\0" % size_bytes
-    return _OWNER + size + _MTIME, _FIXED_SUM + sum(size)
+def _byte_sum(text: bytes) -> int:
+    """The sum of at most 256 bytes: the lower half of Adler-32 is one more, modulo 65521."""
+    return (zlib.adler32(text) & 0xFFFF) - 1
 
 
 class TarWriter:
     """One archive.
 
-    `append` blocks of bytes that are whole members, then `finish`. As a context manager it closes its file.
+    `append` whole members, then `finish`. As a context manager it closes its file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hash_in_line: bool = False) -> None:
+        """`hash_in_line`: hash in the calling thread, where processors are busy with other writers."""
         self.path = path
         self.num_bytes = 0
         """Bytes of the members so far."""
         self._stream = path.open("xb", buffering=0)
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-sha256")
-        self._digest = hashlib.sha256()
-        self._hashing: Future[None] | None = None
-        self._parts: list[bytes] = []
-        self._pending_bytes = 0
+        self._hasher = _Hasher() if hash_in_line else _ThreadedHasher()
+        self._buffer = self._hasher.free_buffer()
 
     def __enter__(self) -> TarWriter:
         return self
@@ -75,34 +80,87 @@ class TarWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hasher.shutdown()
+        self._hasher.close()
         self._stream.close()
 
-    def append(self, parts: list[bytes], num_bytes: int) -> None:
-        """Adds members: headers, contents and paddings in order, `num_bytes` in all."""
-        self._parts += parts
+    def append(self, parts: list[bytes | memoryview], num_bytes: int) -> None:
+        """Adds members: headers, contents and paddings in order, `num_bytes` in all; views must be contiguous.
+
+        The parts are copied before this returns.
+        """
         self.num_bytes += num_bytes
-        self._pending_bytes += num_bytes
-        if self._pending_bytes >= CHUNK_BYTES:
-            self._flush()
+        if num_bytes <= CHUNK_BYTES - self._buffer.tell():
+            self._buffer.writelines(parts)
+        else:
+            for part in parts:
+                self._append_in_pieces(memoryview(part).cast("B"))
 
     def finish(self) -> str:
         """Ends the archive and gives the sha256 of the file."""
         self.append([END_OF_ARCHIVE], len(END_OF_ARCHIVE))
         self._flush()
-        self._wait_for_hash()
-        return self._digest.hexdigest()
+        self._hasher.close()
+        return self._hasher.digest.hexdigest()
+
+    def _append_in_pieces(self, part: memoryview) -> None:
+        while part:
+            room = CHUNK_BYTES - self._buffer.tell()
+            self._buffer.write(part[:room])
+            part = part[room:]
+            if self._buffer.tell() == CHUNK_BYTES:
+                self._flush()
 
     def _flush(self) -> None:
-        chunk = b"".join(self._parts)
-        self._parts = []
-        self._pending_bytes = 0
-        self._wait_for_hash()
-        self._hashing = self._hasher.submit(self._digest.update, chunk)
-        view = memoryview(chunk)
-        while view:
-            view = view[self._stream.write(view) :]
+        view = self._buffer.getbuffer()[: self._buffer.tell()]
+        left = view
+        while left:
+            left = left[self._stream.write(left) :]
+        left.release()
+        self._hasher.update(self._buffer, view)
+        self._buffer = self._hasher.free_buffer()
 
-    def _wait_for_hash(self) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
+
+class _Hasher:
+    """Hashes chunks as they come; one buffer is enough."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._free: SimpleQueue[io.BytesIO] = SimpleQueue()
+        self._free.put(io.BytesIO(bytes(CHUNK_BYTES)))
+
+    def free_buffer(self) -> io.BytesIO:
+        """A buffer of CHUNK_BYTES, at its beginning."""
+        return self._free.get()
+
+    def update(self, buffer: io.BytesIO, view: memoryview) -> None:
+        """Takes a buffer back and hashes what the view of it shows."""
+        self.digest.update(view)
+        view.release()
+        buffer.seek(0)
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """Ends when everything has been hashed; may be called again."""
+
+
+class _ThreadedHasher(_Hasher):
+    """Hashes while the next chunks are filled and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(NUM_BUFFERS - 1):
+            self._free.put(io.BytesIO(bytes(CHUNK_BYTES)))
+        self._filled: SimpleQueue[tuple[io.BytesIO, memoryview] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="shard-sha256", daemon=True)
+        self._thread.start()
+
+    def update(self, buffer: io.BytesIO, view: memoryview) -> None:
+        self._filled.put((buffer, view))
+
+    def close(self) -> None:
+        self._filled.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (filled := self._filled.get()) is not None:
+            super().update(*filled)

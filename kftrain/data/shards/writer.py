@@ -1,16 +1,18 @@
 """Writes the blocks of one split into shards: `train-000000.tar` … with an index each.
 
-A block becomes one WebDataset sample: members `<encoded key>.<field>.npy`, one per field, in the order of the
-schema.
+A block becomes one WebDataset sample: one member per field, in the order of the schema, `<encoded key>.<field>.npy`
+for an array and `<encoded key>.<extension>` for an encoded file.
 
 `train-000000.index.npy` is an int64 matrix with one line per block of the shard:
 
-    column 0       rows of the block column 1 + f   where the data of field f starts in the tar, in bytes
-    (after the member's header and the `.npy` header)
+    column 0           rows of the block
+    columns 1 + 2 f    where the data of field f starts in the tar, in bytes: behind the member's header, and behind the
+                       header of a `.npy`
+    columns 2 + 2 f    how many bytes it has
 
-Rows of one field follow each other without gaps, so row r of the block lies at `offset + r * bytes per row`:
-a reader needs no header of the tar. Blocks stand in the order of the tar, and the first header of a block
-follows the padded end of the block before.
+Rows of one array follow each other without gaps, so row r of the block lies at `offset + r * bytes per row`: a reader
+needs no header of the tar. Blocks stand in the order of the tar, and the first header of a block follows the padded end
+of the block before.
 
 Memory: a few MiB of tar, the index of the open shard, and 8 bytes per block of the split, to notice keys that
 come twice.
@@ -25,9 +27,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kftrain.data.schema import Block, SampleSchema
+from kftrain.data.schema import Block, Field, SampleSchema
 from kftrain.data.shards.keys import encode_key, split_name
-from kftrain.data.shards.manifest import Shard, index_name, repeated, shard_name
+from kftrain.data.shards.manifest import Shard, index_name, shard_name
 from kftrain.data.shards.npy_header import npy_bytes, npy_header, stored_dtype
 from kftrain.data.shards.tar_writer import (
     BLOCK_BYTES,
@@ -37,6 +39,7 @@ from kftrain.data.shards.tar_writer import (
     member_header,
     padding,
 )
+from kftrain.data.shards.verify import repeated
 from kftrain.errors import DataError
 
 
@@ -46,17 +49,22 @@ class SplitWriter:
     `write` blocks, then `finish`. As a context manager it closes its files.
     """
 
-    def __init__(self, folder: Path, split: str, schema: SampleSchema, shard_size_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, split: str, schema: SampleSchema, shard_size_bytes: int, hash_in_line: bool = False
+    ) -> None:
+        """`hash_in_line`: hash in the calling thread, where processors are busy with other writers."""
         self.shards: list[Shard] = []
         """The finished ones."""
         self._folder = folder
         self._split = split
         self._shard_size_bytes = shard_size_bytes
+        self._hash_in_line = hash_in_line
         self._encoder = _BlockEncoder(schema)
-        self._num_columns = 1 + len(schema.fields)
+        self._num_columns = 1 + 2 * len(schema.fields)
         self._key_hashes = array("q")
         self._tar: TarWriter | None = None
         self._index = array("q")
+        self._block_starts = array("q")
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -74,9 +82,8 @@ class SplitWriter:
         """
         parts, line, num_bytes = self._encoder.encode(block)
         tar = self._tar_for(num_bytes)
-        start = tar.num_bytes
-        self._index.append(line[0])
-        self._index.extend([start + offset for offset in line[1:]])
+        self._block_starts.append(tar.num_bytes)
+        self._index.extend(line)
         self._key_hashes.append(hash(block.key))
         tar.append(parts, num_bytes)
 
@@ -97,13 +104,14 @@ class SplitWriter:
         if self._tar is not None and self._tar.num_bytes + num_bytes + len(END_OF_ARCHIVE) > self._shard_size_bytes:
             self._finish_shard(self._tar)
         if self._tar is None:
-            self._tar = TarWriter(self._folder / shard_name(self._split, len(self.shards)))
+            self._tar = TarWriter(self._folder / shard_name(self._split, len(self.shards)), self._hash_in_line)
         return self._tar
 
     def _finish_shard(self, tar: TarWriter) -> None:
         with tar:
             sha256 = tar.finish()
-        index = np.frombuffer(self._index, np.int64).reshape(-1, self._num_columns)
+        index = np.array(self._index, np.int64).reshape(-1, self._num_columns)
+        index[:, 1::2] += np.frombuffer(self._block_starts, np.int64)[:, None]
         content = npy_bytes(index)
         (self._folder / index_name(tar.path.name)).write_bytes(content)
         self.shards.append(
@@ -118,41 +126,35 @@ class SplitWriter:
         )
         self._tar = None
         self._index = array("q")
+        self._block_starts = array("q")
 
 
 class _BlockEncoder:
     """Blocks to tar members, under one schema."""
 
     def __init__(self, schema: SampleSchema) -> None:
-        dtypes = [stored_dtype(f.dtype) for f in schema.fields]
-        self._fields = [
-            (f.name, f".{f.name}.npy".encode("ascii"), dtype, dtype.str, f.shape)
-            for f, dtype in zip(schema.fields, dtypes, strict=True)
-        ]
-        self._names = {f.name for f in schema.fields}
-        self._max_suffix_bytes = max(len(suffix) for _, suffix, *_ in self._fields)
+        self._members = [_FileMember(field) if field.is_encoded else _ArrayMember(field) for field in schema.fields]
+        self._names = {field.name for field in schema.fields}
+        self._max_suffix_bytes = max(len(suffix) for field in schema.fields for suffix in field.suffixes)
 
-    def encode(self, block: Block) -> tuple[list[bytes], list[int], int]:
+    def encode(self, block: Block) -> tuple[list[bytes | memoryview], list[int], int]:
         """The block's members in parts, its line of the index with offsets from its start, and its size in bytes."""
         num_rows = self._num_rows(block)
         names = split_name(encode_key(block.key, self._max_suffix_bytes), self._max_suffix_bytes)
         assert names is not None, block.key
-        folder, base = (name.encode("ascii") for name in names)
-        parts: list[bytes] = []
+        folder, base = names[0].encode("ascii"), names[1].encode("ascii")
+        parts: list[bytes | memoryview] = []
         line, position = [num_rows], 0
-        for name, suffix, dtype, descr, shape in self._fields:
-            array_ = np.asarray(block.arrays[name])
-            if array_.dtype != dtype or array_.shape != (num_rows, *shape):
-                found = f"{array_.dtype} {list(array_.shape)}"
-                raise _mismatch(block, f"field {name} is {found}, not {dtype} {[num_rows, *shape]}")
-            head, data = npy_header(descr, array_.shape), array_.tobytes()
-            size_bytes = len(head) + len(data)
+        for member in self._members:
+            suffix, head, data, num_bytes = member.encode(block, num_rows)
+            size_bytes = len(head) + num_bytes
             if size_bytes > MAX_MEMBER_BYTES:
-                raise _mismatch(block, f"field {name} exceeds the 8 GiB of a tar member")
+                raise _mismatch(block, f"field {member.name} exceeds the 8 GiB of a tar member")
             end = padding(size_bytes)
             parts += (member_header(folder, base + suffix, size_bytes), head, data, end)
-            line.append(position + BLOCK_BYTES + len(head))
-            position += BLOCK_BYTES + size_bytes + len(end)
+            position += BLOCK_BYTES
+            line += (position + len(head), num_bytes)
+            position += size_bytes + len(end)
         return parts, line, position
 
     def _num_rows(self, block: Block) -> int:
@@ -160,10 +162,50 @@ class _BlockEncoder:
             raise _mismatch(block, "a block has an empty key")
         if block.arrays.keys() != self._names:
             raise _mismatch(block, f"a block has the fields {sorted(block.arrays)}, not {sorted(self._names)}")
-        first = np.asarray(block.arrays[self._fields[0][0]])
+        first = np.asarray(block.arrays[self._members[0].name])
         if not first.ndim or not len(first):
             raise _mismatch(block, "a block has no rows")
         return len(first)
+
+
+class _ArrayMember:
+    """The rows of a field of numbers, as a `.npy`."""
+
+    def __init__(self, field: Field) -> None:
+        self.name = field.name
+        self._suffix = field.suffixes[0].encode("ascii")
+        self._dtype = stored_dtype(field.dtype)
+        self._descr = self._dtype.str
+        self._shape = field.shape
+
+    def encode(self, block: Block, num_rows: int) -> tuple[bytes, bytes, memoryview, int]:
+        """The end of the member's name, the `.npy` header, the rows, and their size in bytes."""
+        rows = np.asarray(block.arrays[self.name], order="C")
+        shape = rows.shape
+        if rows.dtype != self._dtype or shape != (num_rows, *self._shape):
+            found = f"{rows.dtype} {list(shape)}"
+            raise _mismatch(block, f"field {self.name} is {found}, not {self._dtype} {[num_rows, *self._shape]}")
+        return self._suffix, npy_header(self._descr, shape), rows.data, rows.nbytes
+
+
+class _FileMember:
+    """A file that stays as it is."""
+
+    def __init__(self, field: Field) -> None:
+        self.name = field.name
+        self._suffixes = {extension: f".{extension}".encode("ascii") for extension in field.extensions}
+        self._usual = field.extensions[0]
+
+    def encode(self, block: Block, num_rows: int) -> tuple[bytes, bytes, bytes, int]:
+        """The end of the member's name, nothing, the content, and its size in bytes."""
+        extension = block.extensions.get(self.name, self._usual)
+        if extension not in self._suffixes:
+            raise _mismatch(block, f"field {self.name} is a .{extension}, not one of {sorted(self._suffixes)}")
+        files = block.arrays[self.name]
+        content = files[0] if len(files) == 1 else None
+        if not isinstance(content, bytes):
+            raise _mismatch(block, f"field {self.name} is not the bytes of one file")
+        return self._suffixes[extension], b"", content, len(content)
 
 
 def _mismatch(block: Block, what: str) -> DataError:

@@ -1,15 +1,11 @@
-"""What sources share in reading records: text as UTF-8, JSON, images, and libraries that are installed on demand."""
+"""What sources share in reading records: text as UTF-8, JSON, and libraries that are installed on demand."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
-import struct
 from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from kftrain.errors import ConfigError, DataError
 
@@ -18,18 +14,6 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".ti
 
 HELD_OUT_NAMES = ("validation", "val", "test")
 """What a data set that is split already calls the part that is not trained on; the first that is there counts."""
-
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Content that is decoded, whatever the suffix says. Pillow knows more, one of which runs other programs (EPS)."""
-
-_MODES = {
-    **{mode: mode for mode in ("L", "LA", "RGB", "RGBA")},
-    **{"1": "L", "PA": "RGBA", "RGBX": "RGB", "CMYK": "RGB", "YCbCr": "RGB"},
-}
-"""Pillow's mode of an image -> the one its pixels are taken in; a palette (`P`) depends on the image."""
-
-_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, struct.error)
-"""What Pillow's decoders raise for content that is not an image, or only a part of one."""
 
 
 def load_library(name: str, where: str = "data.source") -> Any:
@@ -89,46 +73,7 @@ def with_text(fields: Any, text_field: str, where: str) -> dict[str, Any]:
         raise DataError(f"not Unicode text: {error}", where=where, fix="correct or delete it") from error
 
 
-def decode_image(content: bytes, where: str) -> np.ndarray:
-    """Pixels `[height, width, channels]`, uint8, upright; 1 channel is grey, 3 are RGB, a last one more is alpha.
-
-    Palettes, CMYK and YCbCr become RGB; of several frames the first counts. Raises DataError for what is
-    damaged, no image of a known format, deeper than 8 bits, or larger than Pillow's limit against
-    decompression bombs.
-    """
-    pillow, operations = load_library("PIL.Image"), load_library("PIL.ImageOps")
-    try:
-        with pillow.open(io.BytesIO(content), formats=_FORMATS) as opened:
-            _refuse_bomb(opened.size, pillow.MAX_IMAGE_PIXELS, where)
-            operations.exif_transpose(opened, in_place=True)
-            pixels = np.asarray(opened.convert(_mode_of(opened, where)))
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise _bomb(str(error), where) from error
-    except _DAMAGED as error:
-        raise DataError(f"the image cannot be decoded: {error}", where=where, fix="replace or delete it") from error
-    return pixels if pixels.ndim == 3 else pixels[..., np.newaxis]
-
-
 def _instead_of_text(fields: Any, text_field: str) -> Any:
     if not isinstance(fields, dict):
         return type(fields).__name__
     return fields[text_field] if text_field in fields else sorted(fields)
-
-
-def _refuse_bomb(size: tuple[int, int], max_pixels: int | None, where: str) -> None:
-    """Pillow itself only warns up to twice its limit."""
-    if max_pixels is not None and size[0] * size[1] > max_pixels:
-        raise _bomb(f"{size[0]} x {size[1]} pixels, the limit is {max_pixels}", where)
-
-
-def _bomb(reason: str, where: str) -> DataError:
-    return DataError(f"the image is too large: {reason}", where=where, fix="scale it down or delete it")
-
-
-def _mode_of(image: Any, where: str) -> str:
-    mode = ("RGBA" if "transparency" in image.info else "RGB") if image.mode == "P" else _MODES.get(image.mode)
-    if mode is None:
-        raise DataError(
-            "the image does not have 8 bits per channel", where=where, value=f"mode {image.mode}", fix="convert it"
-        )
-    return mode

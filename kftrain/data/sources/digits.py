@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kftrain.data.schema import Record
+from kftrain.data.schema import Record, SourcePart
 from kftrain.errors import ConfigError
 
 
@@ -24,6 +24,14 @@ class DigitsSource:
         version, images, labels = _load()
         digest = hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
         return [{"name": "digits", "version": version, "sha256": digest}]
+
+    def parts(self, target_bytes: int) -> list[SourcePart]:
+        """One part."""
+        return [SourcePart(tuple(self.listing()))]
+
+    def read(self, part: SourcePart) -> Iterator[Record]:
+        """All images in the package's order."""
+        return self.records()
 
     def records(self) -> Iterator[Record]:
         """All images in the package's order."""

@@ -1,16 +1,19 @@
-"""What the sources that read files have in common: which files, and how they are listed."""
+"""What the sources that read files have in common: which files, how they are listed, and how they make parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from kftrain.data.schema import Record, SourcePart
 from kftrain.data.sources.listing import SourceFile, list_files
+from kftrain.data.sources.pieces import Piece, group, whole
 from kftrain.errors import DataError
 
 
 class FileSource:
-    """The files of one kind below a folder, or one such file. What they hold is a subclass's matter."""
+    """The files of one kind below a folder, or one such file. What they hold is a subclass's matter: `read_piece`."""
 
     def __init__(
         self, uri: str, wanted: Callable[[str], bool], what: str, skipped_folders: frozenset[str] = frozenset()
@@ -31,3 +34,25 @@ class FileSource:
         if not found:
             raise DataError(f"the source has no {self._what}", where=self.uri, fix="check data.source")
         return found
+
+    def parts(self, target_bytes: int) -> list[SourcePart]:
+        """The files, and ranges of those that are larger, in order. Raises DataError."""
+        return group((piece for file in self.entries() for piece in self.pieces(file, target_bytes)), target_bytes)
+
+    def read(self, part: SourcePart) -> Iterator[Record]:
+        """The records of a part. Raises DataError naming the file."""
+        for document in part.pieces:
+            yield from self.read_piece(Piece.from_dict(document))
+
+    def records(self) -> Iterator[Record]:
+        """The records of all files, in order. Raises DataError naming the file."""
+        for part in self.parts(sys.maxsize):
+            yield from self.read(part)
+
+    def pieces(self, file: SourceFile, target_bytes: int) -> Iterable[Piece]:
+        """A file's ranges of about `target_bytes`; the whole file where it can only be read from its beginning."""
+        return (whole(file),)
+
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
+        """The records of a file, or of a range of one. Raises DataError naming the file."""
+        raise NotImplementedError

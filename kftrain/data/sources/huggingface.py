@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kftrain import storage
-from kftrain.data.schema import Record
+from kftrain.data.schema import Record, SourcePart
 from kftrain.data.sources.decoding import held_out_name, load_library, parse_json
 from kftrain.data.sources.listing import SourceFile, list_files, reading_source
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
@@ -43,27 +44,47 @@ class HuggingFaceSource:
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files of all parts that are used. Raises DataError."""
         return [
-            replace(entry, name=f"{part.name}/{entry.name}" if part.name else entry.name).to_dict()
-            for part in self._parts
-            for entry in _files(part.uri)
+            replace(entry, name=f"{split.name}/{entry.name}" if split.name else entry.name).to_dict()
+            for split in self._splits.values()
+            for entry in _files(split.uri)
         ]
 
-    def records(self) -> Iterator[Record]:
+    def parts(self, target_bytes: int) -> list[SourcePart]:
+        """Ranges of rows: whoever adds rows saves all files again. Raises DataError."""
+        parts = []
+        for name, dataset in self._datasets.items():
+            files = storage.digest_json([entry.to_dict() for entry in _files(self._splits[name].uri)])
+            num_rows, num_bytes = max(1, len(dataset)), max(1, dataset.data.nbytes)
+            step = max(1, target_bytes * num_rows // num_bytes)
+            for start in range(0, num_rows, step):
+                stop = min(num_rows, start + step)
+                piece = {"split": name, "start": start, "stop": stop, "files": files}
+                parts.append(SourcePart((piece,), size_bytes=(stop - start) * num_bytes // num_rows))
+        return parts
+
+    def read(self, part: SourcePart) -> Iterator[Record]:
         """All columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
 
         Raises DataError naming the folder and the row.
         """
-        for part, dataset in self._datasets:
-            columns = find_columns(dataset.data.schema, self._text_field, part.uri)
-            for number, row in _rows(dataset, part.uri):
-                key = f"{part.name}:{number}" if part.name else f"{number}"
-                yield Record(key, columns.fields(row, f"{part.uri}:{number}"), part.split)
+        (piece,) = part.pieces
+        split, dataset = self._splits[piece["split"]], self._datasets[piece["split"]]
+        columns = find_columns(dataset.data.schema, self._text_field, split.uri)
+        for number, row in _rows(dataset, piece["start"], piece["stop"], split.uri):
+            key = f"{split.name}:{number}" if split.name else f"{number}"
+            yield columns.record(key, row, split.split, f"{split.uri}:{number}")
+
+    def records(self) -> Iterator[Record]:
+        """The records of all parts."""
+        for part in self.parts(sys.maxsize):
+            yield from self.read(part)
 
     @functools.cached_property
-    def _parts(self) -> list[_Part]:
+    def _splits(self) -> dict[str, _Split]:
+        """By the name that the data set gives them; '' for a `Dataset`."""
         uri = storage.join(self._uri, SPLITS_NAME)
         if not storage.exists(uri):
-            return [_Part(self._uri, "", "")]
+            return {"": _Split(self._uri, "", "")}
         with reading_source(uri):
             document = parse_json(storage.read_bytes(uri), uri)
         names = document.get("splits") if isinstance(document, dict) else None
@@ -71,17 +92,17 @@ class HuggingFaceSource:
             raise DataError("the saved data set has no split 'train'", where=uri, value=names, fix="rename one")
         held_out = held_out_name(names)
         if held_out is None:
-            return [_Part(storage.join(self._uri, "train"), "train", "")]
+            return {"train": _Split(storage.join(self._uri, "train"), "train", "")}
         splits = {"train": "train", held_out: "validation"}
-        return [_Part(storage.join(self._uri, name), name, split) for name, split in splits.items()]
+        return {name: _Split(storage.join(self._uri, name), name, split) for name, split in splits.items()}
 
     @functools.cached_property
-    def _datasets(self) -> list[tuple[_Part, Any]]:
+    def _datasets(self) -> dict[str, Any]:
         """Opened once: the library copies a remote data set each time."""
-        return [(part, _load(part.uri)) for part in self._parts]
+        return {name: _load(split.uri) for name, split in self._splits.items()}
 
 
-class _Part(NamedTuple):
+class _Split(NamedTuple):
     uri: str
     name: str
     """What the data set calls it; '' for a `Dataset`."""
@@ -106,11 +127,12 @@ def _load(uri: str) -> Any:
         raise DataError(f"cannot be read as a saved data set: {error}", where=uri, fix="save it again") from error
 
 
-def _rows(dataset: Any, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and values of each row. What is damaged is found before a value is taken from it."""
-    arrow, first = load_library("pyarrow"), 0
+def _rows(dataset: Any, start: int, stop: int, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and values of the rows start … stop - 1. What is damaged is found before a value is taken from it."""
+    arrow, first = load_library("pyarrow"), start
     size = batch_rows(dataset.data.nbytes, len(dataset))
-    for batch in dataset.with_format("arrow").iter(size):
+    chosen = dataset if (start, stop) == (0, len(dataset)) else dataset.select(range(start, stop))
+    for batch in chosen.with_format("arrow").iter(size):
         try:
             batch.validate(full=True)
         except arrow.ArrowInvalid as error:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from kftrain import storage
-from kftrain.data.schema import Record
-from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, decode_image, held_out_name, is_image
+from kftrain.data.images import decode_image
+from kftrain.data.schema import Lazy, LazyFields, Record, SourcePart
+from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, held_out_name, is_image
 from kftrain.data.sources.file_source import FileSource
 from kftrain.data.sources.listing import SourceFile, reading_source
+from kftrain.data.sources.pieces import Piece, group, whole
 from kftrain.errors import DataError
 
 _LAYOUT = "put each image below a folder that is named after its class"
@@ -31,30 +34,42 @@ class ImageFolderSource(FileSource):
 
         Raises DataError where there are none, and for an image without a class.
         """
-        return [image.entry for image in self._images()]
+        return [image.entry for image in self._images()[0]]
 
-    def records(self) -> Iterator[Record]:
+    def parts(self, target_bytes: int) -> list[SourcePart]:
+        """The images, sorted by name. A class that is new may give all classes other numbers: then each part changes.
+
+        Raises DataError.
+        """
+        images, splits = self._images()
+        context = {"splits": splits, "class_names": list(_class_names(images))}
+        return group((whole(image.entry) for image in images), target_bytes, context)
+
+    def read(self, part: SourcePart) -> Iterator[Record]:
         """`{"image": uint8 [height, width, channels], "label": int, "class_names": all of them}`, sorted by key.
 
-        Raises DataError naming the file.
+        With the file as it came; an image is decoded when its pixels are asked for. Raises DataError naming the file.
         """
-        images = self._images()
-        class_names = _class_names(images)
+        class_names = tuple(part.context["class_names"])
         numbers = {name: number for number, name in enumerate(class_names)}
-        for image in images:
+        for document in part.pieces:
+            image = _located(Piece.from_dict(document).file, part.context["splits"])
             with reading_source(image.entry.uri):
                 content = storage.read_bytes(image.entry.uri)
-            pixels = decode_image(content, image.entry.uri)
-            fields = {"image": pixels, "label": numbers[image.class_name], "class_names": class_names}
-            yield Record(image.entry.name, fields, image.split)
+            fields = LazyFields(
+                {"label": numbers[image.class_name], "class_names": class_names},
+                {"image": Lazy(content, partial(decode_image, where=image.entry.uri))},
+            )
+            extension = image.entry.name.rsplit(".", 1)[-1].lower()
+            yield Record(image.entry.name, fields, image.split, {extension: content})
 
-    def _images(self) -> list[_Image]:
+    def _images(self) -> tuple[list[_Image], dict[str, str]]:
+        """The images that are used, and the split that each of the first folders stands for: none where a hash does."""
         entries = super().entries()
         held_out = _held_out_folder({_top(entry.name) for entry in entries}, self.uri)
-        if held_out is None:
-            return [_located(entry, "") for entry in entries]
-        splits = {"train": "train", held_out: "validation"}
-        return [_located(entry, splits[_top(entry.name)]) for entry in entries if _top(entry.name) in splits]
+        splits = {} if held_out is None else {"train": "train", held_out: "validation"}
+        used = (entry for entry in entries if not splits or _top(entry.name) in splits)
+        return [_located(entry, splits) for entry in used], splits
 
 
 class _Image(NamedTuple):
@@ -79,7 +94,8 @@ def _held_out_folder(folders: set[str], where: str) -> str | None:
     return held_out_name(folders)
 
 
-def _located(entry: SourceFile, split: str) -> _Image:
+def _located(entry: SourceFile, splits: dict[str, str]) -> _Image:
+    split = splits.get(_top(entry.name), "")
     folders = entry.name.split("/")[bool(split) : -1]
     if not folders:
         raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)

@@ -11,6 +11,7 @@ from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import load_library
 from kftrain.data.sources.file_source import FileSource
 from kftrain.data.sources.listing import SourceFile, reading_source
+from kftrain.data.sources.pieces import Piece, whole
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
 from kftrain.errors import DataError
 
@@ -30,31 +31,49 @@ class ParquetSource(FileSource):
         super().__init__(uri, is_parquet, "Parquet files (*.parquet)")
         self._text_field = text_field
 
-    def records(self) -> Iterator[Record]:
+    def pieces(self, file: SourceFile, target_bytes: int) -> Iterator[Piece]:
+        """Ranges of row groups. Raises DataError naming the file."""
+        if file.size_bytes <= target_bytes:
+            yield whole(file)
+            return
+        with reading_source(file.uri), storage.open_read(file.uri, read_ahead=False) as stream, _decoding(file.uri):
+            metadata = load_library("pyarrow.parquet").read_metadata(stream)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        start = size = rows = 0
+        first = 1
+        for stop, row_group in enumerate(groups, start=1):
+            size += sum(row_group.column(n).total_compressed_size for n in range(row_group.num_columns))
+            rows += row_group.num_rows
+            if size >= target_bytes or stop == len(groups):
+                yield Piece(file, start, stop, first, size)
+                start, size, rows, first = stop, 0, 0, first + rows
+
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
         """All columns of each row, with `text` as UTF-8 bytes, or `image` as pixels and `label`.
 
         Raises DataError naming file and row.
         """
-        for entry in self.entries():
-            with reading_source(entry.uri), storage.open_read(entry.uri, read_ahead=False) as stream:
-                yield from self._records(entry, stream)
+        with reading_source(piece.file.uri), storage.open_read(piece.file.uri, read_ahead=False) as stream:
+            yield from self._records(piece, stream)
 
-    def _records(self, entry: SourceFile, stream: BinaryIO) -> Iterator[Record]:
+    def _records(self, piece: Piece, stream: BinaryIO) -> Iterator[Record]:
+        entry, first = piece.file, piece.first
+
         def where(number: int) -> str:
             return f"{entry.uri}:{number}"
 
         with _decoding(entry.uri):
             file, rows_per_batch = _parquet_file(stream)
-            schema, batches = file.schema_arrow, file.iter_batches(rows_per_batch, use_threads=False)
+            groups = range(piece.start, piece.stop) if piece.stop else None
+            schema, batches = file.schema_arrow, file.iter_batches(rows_per_batch, groups, use_threads=False)
         columns = find_columns(schema, self._text_field, entry.uri)
-        first = 1
         while True:
             with _decoding(where(first)):
                 batch = next(batches, None)
             if batch is None:
                 return
             for number, row in python_rows(batch, first, where):
-                yield Record(f"{entry.name}:{number}", columns.fields(row, where(number)))
+                yield columns.record(f"{entry.name}:{number}", row, "", where(number))
             first += batch.num_rows
 
 

@@ -51,13 +51,17 @@ class FileKind(NamedTuple):
 IMAGES = FileKind("images", is_image, lambda data: ImageFolderSource(data.source))
 TEXT = FileKind("text files", is_text, lambda data: TextFolderSource(data.source))
 
+SHARDS = FileKind("WebDataset shards", is_shard, lambda data: WebDatasetSource(data.source, data.text_field))
+
 FILE_KINDS = (
     FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field)),
     FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field)),
-    FileKind("WebDataset shards", is_shard, lambda data: WebDatasetSource(data.source, data.text_field)),
+    SHARDS,
     IMAGES,
     TEXT,
 )
+
+_USERS, _SAVED_DATASET = "a user's own", "a saved data set"
 
 KNOWN = "text files, .jsonl, .parquet, .tar, images in folders of their class, a saved Hugging Face data set"
 """What a path may lead to, for messages."""
@@ -68,19 +72,33 @@ def resolve(data: DataConfig) -> Source:
 
     Raises ConfigError for an unknown name, DataError for a path where nothing is, or nothing of one known kind.
     """
+    return open_kind(source_kind(data), data)
+
+
+def source_kind(data: DataConfig) -> str:
+    """What kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does."""
     name = data.source
     if name in BUILT_IN:
-        return BUILT_IN[name]()
+        return name
     if plugins.is_plugin(name):
-        return UserSource(name)
+        return _USERS
     if not storage.exists(name):
         if is_shard_pattern(name):
-            return WebDatasetSource(name, data.text_field)
+            return SHARDS.name
         raise _missing(name)
     names = [entry.name for entry in list_files(name, lambda _: True)]
-    if is_saved_dataset(names):
-        return HuggingFaceSource(name, data.text_field)
-    return _only_kind(names, name).open(data)
+    return _SAVED_DATASET if is_saved_dataset(names) else _only_kind(names, name).name
+
+
+def open_kind(kind: str, data: DataConfig) -> Source:
+    """The source of a kind that `source_kind` has found. Raises ConfigError, UserCodeError."""
+    if kind in BUILT_IN:
+        return BUILT_IN[kind]()
+    if kind == _USERS:
+        return UserSource(data.source)
+    if kind == _SAVED_DATASET:
+        return HuggingFaceSource(data.source, data.text_field)
+    return {each.name: each for each in FILE_KINDS}[kind].open(data)
 
 
 def split_of(record: Record, validation_fraction: float, name: str = "") -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kftrain.data.sources.decoding import decode_image, load_library, with_text
+from kftrain.data.images import decode_image, image_extension
+from kftrain.data.schema import Lazy, LazyFields, Record
+from kftrain.data.sources.decoding import load_library, with_text
 from kftrain.errors import DataError
 
 BATCH_BYTES = 4 << 20
@@ -29,13 +32,21 @@ class Columns:
     class_names: tuple[str, ...] = ()
     """Names of the labels, where the table knows them."""
 
-    def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """All columns of a row, with `text` as UTF-8 bytes, or `image` as pixels and `label`. Raises DataError."""
+    def record(self, key: str, row: dict[str, Any], split: str, where: str) -> Record:
+        """All columns of a row, with `text` as UTF-8 bytes, or `image` and `label`. Raises DataError.
+
+        An image is decoded when its pixels are asked for.
+        """
         if self.text:
-            return with_text(row, self.text, where)
+            return Record(key, with_text(row, self.text, where), split)
         names = {"class_names": self.class_names} if self.class_names else {}
-        image = decode_image(_image_bytes(row[self.image], where), where)
-        return {**row, "image": image, "label": row[self.label], **names}
+        content = _image_bytes(row[self.image], where)
+        values = {name: value for name, value in row.items() if name != "image"}
+        fields = LazyFields(
+            {**values, "label": row[self.label], **names}, {"image": Lazy(content, partial(decode_image, where=where))}
+        )
+        extension = image_extension(content)
+        return Record(key, fields, split, {extension: content} if extension else {})
 
 
 def find_columns(schema: Any, text_field: str, where: str) -> Columns:

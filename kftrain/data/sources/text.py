@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from kftrain import storage
 from kftrain.data.schema import Record
 from kftrain.data.sources.decoding import checked_text, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
 from kftrain.data.sources.listing import SourceFile, reading_source
+from kftrain.data.sources.pieces import Piece, whole
 
 TEXT_SUFFIXES = frozenset(
     (
@@ -51,10 +53,13 @@ class StdlibSource(FileSource):
             folder or sysconfig.get_paths()["stdlib"], _is_module, "modules (*.py)", STDLIB_SKIPPED_FOLDERS
         )
 
-    def records(self) -> Iterator[Record]:
-        """`{"text": bytes}` of each module, sorted."""
-        for entry in sorted(self.entries(), key=lambda entry: entry.name.removesuffix(".py")):
-            yield Record(entry.name.removesuffix(".py"), {"text": _read_text(entry)})
+    def entries(self) -> list[SourceFile]:
+        """The modules, sorted by their names without `.py`. Raises DataError where there are none."""
+        return sorted(super().entries(), key=lambda entry: entry.name.removesuffix(".py"))
+
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
+        """`{"text": bytes}` of a module."""
+        yield Record(piece.file.name.removesuffix(".py"), {"text": _read_text(piece.file)})
 
 
 class TextFolderSource(FileSource):
@@ -63,10 +68,9 @@ class TextFolderSource(FileSource):
     def __init__(self, uri: str) -> None:
         super().__init__(uri, is_text, f"text files ({' '.join(sorted(TEXT_SUFFIXES))})")
 
-    def records(self) -> Iterator[Record]:
-        """`{"text": bytes}` of each file, sorted."""
-        for entry in self.entries():
-            yield Record(entry.name, {"text": _read_text(entry)})
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
+        """`{"text": bytes}` of a file."""
+        yield Record(piece.file.name, {"text": _read_text(piece.file)})
 
 
 class JsonLinesSource(FileSource):
@@ -76,18 +80,28 @@ class JsonLinesSource(FileSource):
         super().__init__(uri, is_json_lines, "files of JSON lines (*.jsonl)")
         self._text_field = text_field
 
-    def records(self) -> Iterator[Record]:
+    def pieces(self, file: SourceFile, target_bytes: int) -> Iterator[Piece]:
+        """Ranges of lines. The lines of a file that is larger are counted: a record is known by its line's number."""
+        if file.size_bytes <= target_bytes:
+            yield whole(file)
+            return
+        start, first = 0, 1
+        for stop, num_lines in _line_ranges(file, target_bytes):
+            yield Piece(file, start, stop, first, stop - start)
+            start, first = stop, first + num_lines
+
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
         """All fields of each line, the text field as UTF-8 bytes under `text`.
 
         Raises DataError naming file and line.
         """
-        for entry in self.entries():
-            with reading_source(entry.uri), storage.open_read(entry.uri) as stream:
-                for number, line in enumerate(stream, start=1):
-                    if line.strip():
-                        where = f"{entry.uri}:{number}"
-                        fields = with_text(parse_json(line, where), self._text_field, where)
-                        yield Record(f"{entry.name}:{number}", fields)
+        file = piece.file
+        with reading_source(file.uri), storage.open_read(file.uri) as stream:
+            for number, line in enumerate(_lines(stream, piece), start=piece.first):
+                if line.strip():
+                    where = f"{file.uri}:{number}"
+                    fields = with_text(parse_json(line, where), self._text_field, where)
+                    yield Record(f"{file.name}:{number}", fields)
 
 
 def is_text(name: str) -> bool:
@@ -103,6 +117,30 @@ def is_json_lines(name: str) -> bool:
 
 def _is_module(name: str) -> bool:
     return name.endswith(".py") and not name.rsplit("/", 1)[-1].startswith(BUILD_RECORD_PREFIX)
+
+
+def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
+    position = stream.seek(piece.start)
+    for line in stream:
+        if piece.stop and position >= piece.stop:
+            return
+        position += len(line)
+        yield line
+
+
+def _line_ranges(file: SourceFile, target_bytes: int) -> Iterator[tuple[int, int]]:
+    """End and number of lines of each range: the first end of a line after every `target_bytes`."""
+    with reading_source(file.uri), storage.open_read(file.uri) as stream:
+        position, num_lines, wanted = 0, 0, target_bytes
+        while chunk := stream.read(storage.HASH_CHUNK_BYTES):
+            taken = 0
+            while position + len(chunk) > wanted and (end := chunk.find(b"\n", max(taken, wanted - position))) >= 0:
+                yield position + end + 1, num_lines + chunk.count(b"\n", taken, end + 1)
+                taken, num_lines, wanted = end + 1, 0, position + end + 1 + target_bytes
+            num_lines += chunk.count(b"\n", taken)
+            position += len(chunk)
+        if position > wanted - target_bytes:
+            yield position, num_lines + 1
 
 
 def _read_text(entry: SourceFile) -> bytes:

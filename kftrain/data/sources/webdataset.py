@@ -7,51 +7,40 @@ without a word; this one refuses them. Nothing is ever unpickled.
 from __future__ import annotations
 
 import io
-import itertools
 import re
-import tarfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from kftrain import storage
-from kftrain.data.schema import Record
-from kftrain.data.shards.tar_writer import BLOCK_BYTES
-from kftrain.data.sources.bounded import BoundedStream
-from kftrain.data.sources.decoding import IMAGE_SUFFIXES, checked_text, decode_image, parse_json, with_text
+from kftrain.data.images import decode_image
+from kftrain.data.schema import PICKLES, Lazy, LazyFields, Record
+from kftrain.data.sources import tar_samples
+from kftrain.data.sources.decoding import IMAGE_SUFFIXES, checked_text, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
 from kftrain.data.sources.listing import SourceFile, list_files, reading_source
+from kftrain.data.sources.pieces import Piece
+from kftrain.data.sources.tar_reader import Member
 from kftrain.errors import DataError
 
-PICKLES = frozenset({"pyd", "pkl", "pickle", "pt", "pth"})
-"""Extensions of members that only `pickle` could read, and thus could run anything."""
-
 _IMAGES = frozenset(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
-_MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-"""Key and extension of a member, as `webdataset` splits its name."""
-_NO_DATA = re.compile(r"__[^/]*__($|/)")
-"""Members that `webdataset` keeps for itself."""
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _NOT_ARRAY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, tokenize.TokenError)
 """What numpy raises for a damaged `.npy`; its header may ask for any size."""
-
-_NOT_TAR = (tarfile.TarError, EOFError, ValueError, LookupError, OverflowError, RecursionError)
-"""What `tarfile` raises for a damaged archive: headers of headers recurse, and their texts may be anything."""
-
-_FIX = "the shard is damaged, cut off or compressed: write it again"
 
 
 class WebDatasetSource(FileSource):
     """A `.tar` file, a folder of them, or a pattern of names as `shard-{000..012}.tar`: one record per sample.
 
     Key = `<shard>:<key of the sample>`, since shards may repeat each other's keys. By extension a member
-    becomes
+    becomes a field, and stays as it came among the files of the record
 
         .txt .text             `text`, bytes of UTF-8
-        .jpg .png … (images)   `image`, uint8 `[height, width, channels]`
+        .jpg .png … (images)   `image`, uint8 `[height, width, channels]`, decoded when it is asked for
         .cls                   `label`, int
         .npy, .<name>.npy      `npy` or `<name>`, an array
         .json                  its fields, as a line of JSON lines; the sample's other members win over them
@@ -75,13 +64,14 @@ class WebDatasetSource(FileSource):
             entries[name] = below[name]
         return [entries[name] for name in sorted(entries)]
 
-    def records(self) -> Iterator[Record]:
-        """The samples of each shard in its order. Raises DataError naming shard and member."""
-        for entry in self.entries():
-            with reading_source(entry.uri), storage.open_read(entry.uri) as stream:
-                for key, members in _samples(stream, entry.uri):
-                    fields = sample_fields(members, self._text_field, f"{entry.uri}:{key}")
-                    yield Record(f"{entry.name}:{key}", fields)
+    def read_piece(self, piece: Piece) -> Iterator[Record]:
+        """The samples of a shard in its order. Raises DataError naming shard and member."""
+        file = piece.file
+        with reading_source(file.uri), storage.open_read(file.uri) as stream:
+            for key, found in tar_samples.grouped(stream, file.uri):
+                members = {extension: _content(stream, member) for extension, member in found.items()}
+                fields = sample_fields(members, self._text_field, f"{file.uri}:{key}")
+                yield Record(f"{file.name}:{key}", fields, files=members)
 
 
 def is_shard(name: str) -> bool:
@@ -94,6 +84,15 @@ def is_shard_pattern(source: str) -> bool:
     return is_shard(source) and _BRACES.search(source) is not None
 
 
+def source_folder(source: str) -> str:
+    """The folder below which the shards of a source lie, absolute: of one shard or a pattern the one that it is in."""
+    if is_shard_pattern(source) and not storage.exists(source):
+        source = source.partition("{")[0]
+    elif not is_shard(source):
+        return storage.absolute(source)
+    return storage.absolute(source.rpartition("/")[0] or ("/" if source.startswith("/") else "."))
+
+
 def expand_braces(pattern: str, where: str) -> Iterator[str]:
     """The names behind `{000..012}` and `{a,b}`, in order. Raises DataError for other braces."""
     match = _BRACES.search(pattern)
@@ -104,23 +103,35 @@ def expand_braces(pattern: str, where: str) -> Iterator[str]:
         yield from expand_braces(pattern[: match.start()] + choice + pattern[match.end() :], where)
 
 
-def sample_fields(members: dict[str, bytes], text_field: str, where: str) -> dict[str, Any]:
+def sample_fields(members: dict[str, bytes], text_field: str, where: str) -> Mapping[str, Any]:
     """The fields of one sample, from the contents of its members by extension. Raises DataError."""
     fields: dict[str, Any] = {}
+    lazy: dict[str, Lazy] = {}
     for extension, content in members.items():
-        if extension != "json":
+        if extension == "json":
+            continue
+        if extension in _IMAGES:
+            name, value = "image", None
+            lazy[name] = Lazy(content, partial(decode_image, where=f"{where}.{extension}"))
+        else:
             name, value = _decode(extension, content, f"{where}.{extension}")
-            if name in fields:
-                raise DataError(f"two members give the field '{name}'", where=where, value=sorted(members))
-            fields[name] = value
+        if name in fields:
+            raise DataError(f"two members give the field '{name}'", where=where, value=sorted(members))
+        fields[name] = value
+    fields = {**_described(members, text_field, not fields, where), **fields}
+    return LazyFields({name: value for name, value in fields.items() if name not in lazy}, lazy)
+
+
+def _described(members: dict[str, bytes], text_field: str, is_alone: bool, where: str) -> dict[str, Any]:
+    """What the `.json` of a sample says; nothing where there is none."""
     if "json" not in members:
-        return fields
+        return {}
     described = parse_json(members["json"], f"{where}.json")
     if not isinstance(described, dict):
         raise DataError("not a JSON object", where=f"{where}.json", value=type(described).__name__)
-    if not fields or isinstance(described.get(text_field), str):
-        described = with_text(described, text_field, f"{where}.json")
-    return {**described, **fields}
+    if is_alone or isinstance(described.get(text_field), str):
+        return with_text(described, text_field, f"{where}.json")
+    return described
 
 
 def _choices(braces: str, where: str) -> Iterator[str]:
@@ -133,65 +144,9 @@ def _choices(braces: str, where: str) -> Iterator[str]:
     return iter(braces.split(","))
 
 
-def _samples(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Key and contents by extension of each sample. Memory holds one sample, and the keys of the shard."""
-    seen: set[str] = set()
-    for key, group in itertools.groupby(_members(stream, where), key=lambda member: member[0]):
-        members: dict[str, bytes] = {}
-        for _, extension, content in group:
-            if key in seen or extension in members:
-                what = "the key comes again after others" if key in seen else "the member comes twice"
-                raise DataError(what, where=f"{where}:{key}.{extension}", fix="put the files of a sample side by side")
-            members[extension] = content
-        seen.add(key)
-        yield key, members
-
-
-def _members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, bytes]]:
-    """Key, extension in lower case and content of each member that belongs to a sample."""
-    bounded = BoundedStream(stream)
-    try:
-        with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-            position = -1
-            while (member := archive.next()) is not None:
-                if archive.offset <= position:
-                    raise tarfile.ReadError("a header leads back")
-                position = archive.offset
-                archive.members = []  # type: ignore[attr-defined]  # or it keeps them all
-                name = member.name.removeprefix("./")
-                match = _MEMBER.fullmatch(name)
-                if member.isdir() or match is None or _NO_DATA.match(name):
-                    continue
-                yield match[1], match[2].lower(), _content(bounded, member, f"{where}:{name}")
-            _require_end(bounded, archive.offset, where)
-    except _NOT_TAR as error:
-        raise DataError(f"not a whole tar: {error}", where=where, fix=_FIX) from error
-
-
-def _content(stream: BoundedStream, member: tarfile.TarInfo, where: str) -> bytes:
-    """What the archive holds of a member: its content lies there in one piece, whatever its header asks for."""
-    if not member.isreg():
-        raise DataError("neither a file nor a folder", where=where, fix="store links as the files that they mean")
-    if member.issparse():
-        raise DataError("a sparse file, which holds less than it says", where=where, fix="write it with all its bytes")
-    stream.seek(member.offset_data)
-    content = stream.read(member.size)
-    if len(content) < member.size:
-        what = f"the member is cut off: it holds {len(content):,} of {member.size:,} bytes"
-        raise DataError(what, where=where, fix=_FIX)
-    return content
-
-
-def _require_end(stream: BoundedStream, position: int, where: str) -> None:
-    """Raises DataError unless an end mark stands at `position` and nothing comes after it."""
-    stream.seek(position)
-    block = stream.read(BLOCK_BYTES)
-    if len(block) < BLOCK_BYTES:
-        raise DataError("the archive ends before its end mark", where=where, value=position, fix=_FIX)
-    while block:
-        if any(block):
-            raise DataError("there is no header and no end mark", where=where, value=position, fix=_FIX)
-        block = stream.read(storage.HASH_CHUNK_BYTES)
+def _content(stream: BinaryIO, member: Member) -> bytes:
+    stream.seek(member.offset_bytes)
+    return stream.read(member.size_bytes)
 
 
 def _decode(extension: str, content: bytes, where: str) -> tuple[str, Any]:
@@ -201,8 +156,6 @@ def _decode(extension: str, content: bytes, where: str) -> tuple[str, Any]:
         raise DataError("a pickle, which can run anything, is not read", where=where, fix="store it as .npy or .json")
     if extension in ("txt", "text"):
         return "text", checked_text(content, where)
-    if extension in _IMAGES:
-        return "image", decode_image(content, where)
     if extension == "cls":
         return "label", _whole_number(content, where)
     if ending == "npy":

@@ -1,7 +1,8 @@
 """The launcher's own clock: how long a job may queue, start and train. The operator's deadline is not a timer.
 
 Time in a queue never counts as training. A job that goes back to the queue, or that loses a worker, gets its time to
-start anew; its time to train goes on. To verify the data is work, however long that takes, and no part of the start.
+start anew; its time to train goes on. To verify the data is work, however long it takes, and no part of the start: the
+run is claimed before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kftrain.launch.kubernetes.states import State
 
 _QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
-_TRAINING = (State.VERIFYING, State.TRAINING, State.EVALUATING, State.COMMITTING)
+_TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kftrain.errors import KftrainError
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
 from kftrain.printable import printable
-from kftrain.progress import STEP, VERIFYING, to_log, unmarked
+from kftrain.progress import STEP, to_log, unmarked
 
 FIRST = place_of(WORKER, 0)
 """Where the lines about steps come from."""
@@ -84,8 +84,6 @@ class Logs:
         self.step = 0
         """The last step that the present attempt has shown."""
         self.target_step = 0
-        self.verifying = False
-        """Whether the last that the first worker has said of itself is that the data is verified."""
 
     def follow(self, pods: Sequence[Pod]) -> None:
         """Follows each pod that has a log and is not followed yet. A pod that takes another's place begins anew."""
@@ -96,7 +94,6 @@ class Logs:
                 self._tails[pod.place] = deque(maxlen=TAIL_LINES)
                 if pod.place == FIRST:
                     self.step = 0
-                    self.verifying = False
             thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"log of {pod.name}")
             self._threads[pod.uid] = thread
             thread.start()
@@ -201,8 +198,6 @@ class Logs:
         step = STEP.search(text) if text is not None else None
         with self._lock:
             self._tails[pod.place].append(line)
-            if text is not None and pod.place == FIRST:
-                self.verifying = text.startswith(VERIFYING)
             if text is not None and step is not None:
                 self.step = int(step[1])
                 self.target_step = int(step[2])

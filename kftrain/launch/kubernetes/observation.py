@@ -90,6 +90,8 @@ class Job:
     """Of all its roles."""
     operator: str = "operator"
     """Who makes its pods."""
+    creation_failures: frozenset[str] = frozenset()
+    """Reasons of events that say why that one could not."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,6 @@ class Observation:
     claimed: bool = False
     """Whether the present attempt is known to have claimed the run, though its log shows no step."""
     target_step: int = 0
-    verifying: bool = False
-    """Whether the workers say that they verify the data, and have said nothing since."""
 
 
 def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
@@ -202,6 +202,7 @@ def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
         task=labels.get(TASK_LABEL, ""),
         num_pods=sum(kind.replicas(item).values()),
         operator=kind.operator,
+        creation_failures=kind.creation_failures,
     )
 
 

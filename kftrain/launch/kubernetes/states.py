@@ -1,6 +1,6 @@
 """What an observation means: the state of a job, why it waits, and whether waiting makes sense. All of it is pure.
 
-    Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Verifying -> Training -> Committing
+    Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Training -> Committing
     Succeeded | Failed | Gone
 
 An evaluation takes no steps and commits nothing: once its workers run it is Evaluating. A job that is preempted goes
@@ -45,7 +45,6 @@ HOPELESS = frozenset(("InvalidImageName", "ErrImageNeverPull"))
 
 VOLUME_EVENTS = frozenset(("FailedMount", "FailedAttachVolume"))
 EVALUATE = "evaluate"
-CREATE_EVENTS = frozenset(("FailedCreatePod", "FailedCreateService"))
 
 NOT_COVERED = re.compile(r"unavailable in ClusterQueue")
 """Kueue's words for a resource that the queue does not have at all."""
@@ -68,7 +67,6 @@ class State(str, Enum):
     SCHEDULING = "Scheduling"
     PULLING = "Pulling"
     RENDEZVOUS = "Rendezvous"
-    VERIFYING = "Verifying"
     TRAINING = "Training"
     EVALUATING = "Evaluating"
     COMMITTING = "Committing"
@@ -166,16 +164,14 @@ def _pods_state(job: Job, seen: Observation) -> State:
         return State.PULLING
     if job.task == EVALUATE:
         return State.EVALUATING
-    if seen.step or seen.claimed:
-        return State.TRAINING
-    return State.VERIFYING if seen.verifying else State.RENDEZVOUS
+    return State.TRAINING if seen.step or seen.claimed else State.RENDEZVOUS
 
 
 def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
     """Why the operator has not created all pods; a job without any has no status, for ever."""
     if len(seen.pods) >= job.num_pods:
         return []
-    failed = [event for event in seen.events if event.uid == job.uid and event.reason in CREATE_EVENTS]
+    failed = [event for event in seen.events if event.uid == job.uid and event.reason in job.creation_failures]
     if failed:
         kind = FailureClass.QUOTA if "exceeded quota" in failed[-1].message else FailureClass.CONFIG
         return [Reason(f"{failed[-1].reason}: {failed[-1].message}", kind)]

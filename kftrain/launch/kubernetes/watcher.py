@@ -62,7 +62,8 @@ class Watcher:
         """Whether another launch holds the job, or one of its name."""
         self._was_hopeless = False
         """At the last look. One look may see a Workload that is younger than the job it has read, or half a message."""
-        self._explained_at = self._annotated_at = float("-inf")
+        self._explained_at = float("-inf")
+        self._annotated_at = float("-inf")
         self._events: Sequence[observation.Event] = ()
         self._lost_nodes: frozenset[str] = frozenset()
         self._closed = threading.Event()
@@ -128,7 +129,6 @@ class Watcher:
             step=self._logs.step,
             target_step=self._logs.target_step,
             claimed=self._claimed_by == self._budget.num_looks,
-            verifying=self._logs.verifying,
         )
 
     def _explain(self, pods: Sequence[Pod]) -> None:
@@ -193,7 +193,7 @@ class Watcher:
     def _is_excused(self, assessment: Assessment, seen: Observation) -> bool:
         """Whether a start that takes too long is none, or is held up by storage, without which nothing can start.
 
-        Training may have begun though no step was seen: logs may be out of reach, and steps take long.
+        Training may have begun though no step was seen: logs may be out of reach, and the data is verified before.
         """
         claimed = None
         with best_effort("the attempts could not be read"):

@@ -23,7 +23,10 @@ class Faulty(LanguageModeling):
         slow_seconds: float = 0.0,
     ) -> None:
         super().__init__(sequence_length=sequence_length, tokenizer=tokenizer)
-        self._fault, self._at_call, self._marker, self._slow_seconds = fault, at_call, marker, slow_seconds
+        self._fault = fault
+        self._at_call = at_call
+        self._marker = marker
+        self._slow_seconds = slow_seconds
         self._calls = 0
 
     def loss(self, output, batch, weight):

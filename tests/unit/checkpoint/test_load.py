@@ -9,13 +9,15 @@ from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
 
-IDENTITY = {"seed": 0}
+IDENTITY = {"seed": 0, "order": {"version": 2}}
 
 
 class Alone:
     """A world of one process."""
 
-    rank, size, is_main = 0, 1, True
+    rank = 0
+    size = 1
+    is_main = True
 
     def from_main(self, value):
         return value

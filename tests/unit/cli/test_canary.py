@@ -67,6 +67,8 @@ def test_a_cluster_takes_no_credentials_in_a_uri(tmp_path: Path) -> None:
         "tracking.uri=https://CANARYTOKEN@host",
         "run.storage_root=s3://key:CANARYTOKEN@bucket",
         "data.source=https://host/x.jsonl?X-Amz-Signature=CANARYTOKEN",
+        "task.tokenizer=https://me:CANARYTOKEN@host/tokenizer.json",
+        "task.tokenizer.uri=https://me:CANARYTOKEN@host/tokenizer.json",
     ],
 )
 def test_a_run_that_would_keep_credentials_is_refused_before_it_is_written(override: str) -> None:

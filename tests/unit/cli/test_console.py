@@ -13,7 +13,8 @@ from kftrain.progress import PREFIX, to_log, unmarked
 
 class Recorded:
     def __init__(self):
-        self.lines, self.steps = [], []
+        self.lines = []
+        self.steps = []
 
     def line(self, text):
         self.lines.append(text)
@@ -24,7 +25,9 @@ class Recorded:
 
 class FakeBar:
     def __init__(self):
-        self.console, self.tasks, self.printed = self, {}, []
+        self.console = self
+        self.tasks = {}
+        self.printed = []
 
     def add_task(self, description, total):
         self.tasks[1] = (0, total)

@@ -1,7 +1,9 @@
 """`kftrain init`: what it writes is a project that can be built; docs/tutorial.md trains it (slow)."""
 
+import runpy
 import sys
 
+import numpy as np
 import pytest
 
 from kftrain import cli, config
@@ -34,13 +36,41 @@ def test_every_template_is_written_and_named_in_what_is_printed(project, capsys)
     assert not [path for path in project.rglob("*.py") if "{" + "{" in path.read_text()]
 
 
+def test_what_is_printed_names_each_file_and_what_to_do_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit):
+        cli.main(["init", "~/wine_there"])
+    *wrote, following = capsys.readouterr().out.splitlines()
+    files = [path for path in (tmp_path / "wine_there").rglob("*") if path.is_file()]
+    assert sorted(wrote) == sorted(f"wrote {path}" for path in files) and len(files) == len(init.FILES)
+    assert following.split(": ", 1)[1].split(" && ") == [
+        *("cd ~/wine_there", "python -m pytest", "PYTHONPATH=$PWD kftrain run --config config.yaml")
+    ]
+
+
+def test_the_projects_own_tests_pass(project):
+    own = runpy.run_path(str(project / "tests" / "test_wine_test.py"))
+    tests = [each for name, each in own.items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for each in tests:
+        each()
+
+
 def test_configuration_data_task_and_model_fit_together(project):
     resolved = config.load(project / "config.yaml")
     task = build_task(resolved.task)
     from wine_test.data import records
 
     blocks = list(task.encode((Record(key, fields) for key, fields in records()), "train"))
-    assert len(blocks) == 178 and resolved.registry.metric in ("accuracy", "cross_entropy")
+    assert len(blocks) == 178 == len({block.key for block in blocks})
+    assert (resolved.run.name, resolved.registry.metric, resolved.registry.goal) == (
+        "wine-test",
+        "accuracy",
+        "maximize",
+    )
+    measurements = np.concatenate([block.arrays["measurements"] for block in blocks])
+    assert np.allclose(measurements.mean(0), 0, atol=1e-4) and np.allclose(measurements.std(0), 1, atol=1e-4)
+    assert np.bincount(np.concatenate([block.arrays["label"] for block in blocks])).tolist() == [59, 71, 48]
     assert {name: rows.shape for name, rows in blocks[0].arrays.items()} == {"measurements": (1, 13), "label": (1,)}
     from kftrain.models import build_model
 

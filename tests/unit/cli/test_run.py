@@ -21,7 +21,8 @@ HERE = Situation(Place.LAPTOP, log="x.log")
 
 class Recorded:
     def __init__(self):
-        self.lines, self.steps = [], []
+        self.lines = []
+        self.steps = []
 
     def line(self, text):
         self.lines.append(text)

@@ -63,6 +63,7 @@ def test_status_of_jobs(monkeypatch):
 
 def test_shards(monkeypatch):
     described = {"dataset_digest": "d", "source": HOSTILE, "task": HOSTILE, "fields": {HOSTILE: "uint8"}, "splits": {}}
+    described["components"] = {HOSTILE: HOSTILE}
     monkeypatch.setattr("kftrain.stages.dataset.find_manifest", lambda uri: uri)
     monkeypatch.setattr(manifest, "read_manifest", lambda uri: None)
     monkeypatch.setattr(manifest, "describe", lambda found: described)

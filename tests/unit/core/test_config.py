@@ -74,7 +74,8 @@ def test_how_and_where_it_runs_does_not_make_it_another_training():
         "optimizer.beta2=0.5",
         "model.dim=9",
         "precision.compute=bf16",
-        "data.shuffle_window_shards=2",
+        "data.shuffle_range_samples=2",
+        "data.shuffle_window_ranges=2",
     ],
 )
 def test_what_changes_the_numbers_makes_it_another_training(override):
@@ -82,10 +83,36 @@ def test_what_changes_the_numbers_makes_it_another_training(override):
     assert config.parse("").training_digest("d") != config.parse("").training_digest("e")
 
 
-def test_runs_from_before_the_shuffle_window_was_part_of_a_training_keep_their_identity():
-    default = config.parse("").training_identity("d")
-    assert set(default) == {"dataset", "seed", "task", "model", "precision", "optimizer", "train"}
-    assert config.parse("", ["data.shuffle_window_shards=16"]).training_identity("d") == default
+@pytest.mark.parametrize(("window", "named"), [(16, {}), (4, {"data.shuffle_window_shards": 4})])
+def test_what_release_01_kept_has_the_identity_that_it_had_there(window, named):
+    text = f"data: {{shuffle_window_shards: {window}}}"
+    kept, new = (each.training_identity("d") for each in (config.parse_kept(text, "config.yaml"), config.parse("")))
+    assert set(kept) == {"dataset", "seed", "task", "model", "precision", "optimizer", "train", *named}
+    assert kept == {key: new[key] for key in kept if key in new} | named
+    assert new["order"] == 2
+
+
+@pytest.mark.parametrize("kept", ["", "data: {shuffle_window_shards: 16}"])
+def test_a_window_of_shards_is_refused_in_one_line_wherever_it_is_new(tmp_path, kept):
+    (tmp_path / "own.yaml").write_text("data: {shuffle_window_shards: 8}\n")
+    for where, load in {
+        f"{tmp_path}/own.yaml": lambda: config.load(tmp_path / "own.yaml"),
+        "--set data.shuffle_window_shards=4": lambda: config.parse("", ["data.shuffle_window_shards=4"]),
+        "config": lambda: config.parse("data: {shuffle_window_shards: 3}"),
+        "config_json": lambda: config.parse_kept(
+            kept, "k", [], {"config_json": {"data": {"shuffle_window_shards": 2}}}
+        ),
+        "--set data.shuffle_window_shards=5": lambda: config.parse_kept(kept, "k", ["data.shuffle_window_shards=5"]),
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert caught.value.where.startswith(where) and "shuffle_range_samples" in caught.value.fix
+
+
+def test_a_window_of_more_samples_than_a_table_holds_is_refused():
+    assert config.parse("data: {shuffle_window_ranges: 4096}").data.shuffle_window_ranges == 4096
+    with pytest.raises(ConfigError, match=r"4,195,328, and at most 4,194,304 samples"):
+        config.parse("data: {shuffle_window_ranges: 4097}")
 
 
 def test_relative_paths_are_anchored_and_others_left_alone(tmp_path):

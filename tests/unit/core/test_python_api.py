@@ -1,9 +1,12 @@
 """`import kftrain`: what it gives, what it costs, and that it does what the commands do."""
 
+import contextlib
 import inspect
+import os
 import subprocess
 import sys
 import typing
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +16,13 @@ from helpers.documents import finished_run, sharded_run
 import kftrain
 from kftrain import api
 from kftrain.errors import CheckpointError, ConfigError, DataError, LaunchError
+from kftrain.kubeflow.client import Connection
+
+ENDPOINTS = [
+    ("KUBERNETES_SERVICE_HOST", "10.0.0.1", "http://ml-pipeline.kubeflow.svc.cluster.local:8888"),
+    ("KF_PIPELINES_ENDPOINT", "https://named.example", "https://named.example"),
+]
+"""Variable, its value, and where a run is then submitted to: in a pod to its own Kubeflow, unless another is named."""
 
 CLUSTER = """
 run: {name: lm, storage_root: "s3://bucket/root"}
@@ -32,7 +42,9 @@ def test_every_function_is_typed_documented_and_no_folder_has_its_name(name):
     function = getattr(kftrain, name)
     assert function is getattr(api, name) and "Raises" in inspect.getdoc(function)
     hints = typing.get_type_hints(
-        function, {**vars(api), **dict.fromkeys(("ShardedDataset", "LoadedExport"), object)}, {"SubmittedRun": object}
+        function,
+        {**vars(api), **dict.fromkeys(("OpenedDataset", "Task", "TaskConfig", "LoadedExport"), object)},
+        {"SubmittedRun": object},
     )
     assert hints.keys() == {*inspect.signature(function).parameters, "return"}
     with pytest.raises(ModuleNotFoundError):
@@ -55,18 +67,27 @@ def test_a_configuration_takes_files_and_overrides(tmp_path):
 
 def test_a_pipeline_is_compiled_with_an_image_and_without_it_again(tmp_path):
     usual = kftrain.compile_pipeline()
-    own = kftrain.compile_pipeline(tmp_path / "p.yaml", steps_image="registry.example/mine:1", launcher_cpu="250m")
+    own = kftrain.compile_pipeline(
+        tmp_path / "p.yaml", steps_image="registry.example/mine:1", launcher_cpu="250m", launcher_memory="1Gi"
+    )
     assert (tmp_path / "p.yaml").read_text() == own
     images = {step["container"]["image"] for step in executors(own)}
     assert images == {"registry.example/mine:1"}
+    asked = {name: step["container"]["resources"] for name, step in named_executors(own).items()}
+    launchers = [asked[f"exec-{name}"] for name in ("train", "evaluate")]
+    assert [(each["resourceCpuRequest"], each["resourceMemoryRequest"]) for each in launchers] == [("250m", "1Gi")] * 2
     assert {step["container"]["image"] for step in executors(usual)} == {f"kftrain-steps:{kftrain.__version__}"}
     assert kftrain.compile_pipeline() == usual
     with pytest.raises(ConfigError, match="not a quantity"):
         kftrain.compile_pipeline(launcher_memory="much")
 
 
+def named_executors(text):
+    return next(iter(yaml.safe_load_all(text)))["deploymentSpec"]["executors"]
+
+
 def executors(text):
-    return next(iter(yaml.safe_load_all(text)))["deploymentSpec"]["executors"].values()
+    return named_executors(text).values()
 
 
 @pytest.fixture
@@ -119,8 +140,10 @@ def test_a_pod_finds_its_own_kubeflow(monkeypatch):
 class FakePipeline:
     """A pipeline that tells which run it works on, and ends."""
 
-    messages, code = (), 0
-    stop_code, killed = 0, False
+    messages = ()
+    code = 0
+    stop_code = 0
+    killed = False
 
     def __init__(self, *_):
         from kftrain.process import channel
@@ -168,3 +191,64 @@ def test_a_run_that_is_not_complete_has_no_export(tmp_path):
     paths, _, _ = sharded_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"COMPLETE\.json is missing"):
         kftrain.load_export(paths.uri)
+
+
+def recorded(told, name, answer):
+    """A function that keeps what it is called with."""
+
+    def call(*arguments, **named):
+        told[name] = (*arguments, *named.values())
+        return answer
+
+    return call
+
+
+def test_submit_passes_on_all_that_it_is_told(monkeypatch):
+    told, images = {}, []
+    monkeypatch.setattr("kftrain.cli.run.placed", recorded(told, "placed", ("placed", "run-7")))
+    monkeypatch.setattr("kftrain.stages.remote.require_remote", recorded(told, "remote", None))
+    monkeypatch.setattr("kftrain.kubeflow.client.Pipelines", lambda connection: connection)
+    monkeypatch.setattr("kftrain.cli.submit.prepared", recorded(told, "prepared", "submission"))
+    monkeypatch.setattr("kftrain.cli.submit.send", recorded(told, "send", "sent"))
+    monkeypatch.setattr(
+        "kftrain.cli.compile.compiling_with", lambda *given: images.append(given) or contextlib.nullcontext()
+    )
+    names = {"namespace": "mine", "resume": "run-7", "experiment": "e", "run_name": "n"}
+    assert kftrain.submit_pipeline(host="https://kf.example", **names, steps_image="own:1", ca_file="/ca.pem") == "sent"
+    assert told["placed"][3:] == ("run-7", True) and told["remote"] == ("placed",) and images == [("own:1", None, None)]
+    assert told["prepared"] == ("placed", "run-7", "https://kf.example", "e", "n")
+    connection = Connection("https://kf.example", "mine", "KFP_EXISTING_TOKEN", "/ca.pem")
+    assert told["send"] == (connection, "submission", "placed", "run-7")
+    for variable, value, url in ENDPOINTS:
+        monkeypatch.setenv(variable, value)
+        kftrain.submit_pipeline(kftrain.load_config(), resume="run-8")
+        assert told["prepared"][2] == url
+    assert told["placed"][3:] == ("run-8", False), "a configuration that is given replaces the run's own"
+
+
+def test_a_run_here_starts_where_and_from_what_it_is_told(tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setattr("kftrain.cli.run.placed", recorded(told, "placed", ("placed", "run-7")))
+    monkeypatch.setattr("kftrain.cli.run.run_here", recorded(told, "run", SimpleNamespace(code=1)))
+    monkeypatch.setattr("kftrain.cli.run.error_of", None)
+    for config, keeps in ((None, True), (kftrain.load_config(), False)):
+        with pytest.raises(AttributeError):
+            kftrain.run_pipeline(config, workdir=tmp_path / "there", resume="run-7")
+        assert told["placed"][2:] == (tmp_path / "there", "run-7", keeps)
+        assert told["run"][:3] == ("placed", "run-7", tmp_path / "there")
+
+
+def test_an_export_is_read_from_its_own_root_by_its_digest_with_the_kinds_that_are_trusted(tmp_path, monkeypatch):
+    told = {}
+    paths, resolved = finished_run(tmp_path)
+    monkeypatch.setattr("kftrain.checkpoint.export.load_export", recorded(told, "load", "loaded"))
+    monkeypatch.setenv("KFTRAIN_TRUSTED_KINDS", "listed:Model")
+    monkeypatch.setenv("KFTRAIN_TRUSTED_ROOTS", "/elsewhere")
+    monkeypatch.chdir(tmp_path)
+    relative = os.path.relpath(paths.uri, tmp_path)
+    assert kftrain.load_export(relative, trusted_kinds=["mine:Model"]) == "loaded"
+    uri, digest, trust = told["load"]
+    assert (uri, digest) == (paths.export("c" * 64), "e" * 64)
+    assert trust.kinds == {"listed:Model", "mine:Model"}
+    assert set(trust.roots) == {resolved.run.storage_root, "/elsewhere"}
+    assert kftrain.CompletedRun.read(relative).uri == paths.uri

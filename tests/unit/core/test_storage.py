@@ -155,7 +155,8 @@ class Time:
     """A clock that passes while somebody sleeps."""
 
     def __init__(self):
-        self.now, self.said = 0.0, []
+        self.now = 0.0
+        self.said = []
 
     def sleep(self, seconds):
         self.now += max(seconds, 0.001)

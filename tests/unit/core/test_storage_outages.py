@@ -29,7 +29,11 @@ class Store:
     """Answers "ok" or what the script says: an exception, and until when (seconds) it is raised."""
 
     def __init__(self):
-        self.now, self.said, self.calls, self.trouble, self.until = 0.0, [], 0, None, 0.0
+        self.now = 0.0
+        self.said = []
+        self.calls = 0
+        self.trouble = None
+        self.until = 0.0
         self.retry_policy = outages.OutagePolicy(self.said.append, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):

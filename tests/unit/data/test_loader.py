@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kftrain.data import dataset as datasets
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.loader import StepBatch, TrainLoader
+from kftrain.data.loader import MicroBatch, StepBatch, TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.errors import DataError
 
@@ -24,7 +24,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> ShardedDataset:
 def loader_of(
     dataset: ShardedDataset, ranks: int = 1, rank: int = 0, batch: int = 16, micro: int = 0, prefetch: int = 2
 ) -> TrainLoader:
-    order = TrainingOrder(dataset.samples_per_shard, "digest", 7, 2)
+    order = TrainingOrder(dataset.num_samples, 7, 32, 4)
     return TrainLoader(dataset, order, BatchPlan(batch, ranks, micro), rank, prefetch)
 
 
@@ -36,6 +36,24 @@ def kept(batches: list[StepBatch]) -> list[bytes]:
         for row, length, weight in zip(micro.arrays["data"], micro.arrays["length"], micro.weight, strict=True)
         if weight
     ]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_loss_terms_are_counted_where_a_batch_is_loaded(dataset: ShardedDataset, prefetch: int) -> None:
+    threads = []
+
+    def length(micro: MicroBatch) -> np.ndarray:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return micro.arrays["length"] * micro.weight
+
+    order, plan = TrainingOrder(dataset.num_samples, 7, 32, 4), BatchPlan(10, 3, 3)
+    for rank in range(3):  # the last one has padding
+        batches = list(TrainLoader(dataset, order, plan, rank, prefetch, count_terms=length).steps(0, 4))
+        plain = list(TrainLoader(dataset, order, plan, rank, prefetch).steps(0, 4))
+        lengths = [[int(n) for m in b.micro_batches for n in m.arrays["length"][m.weight > 0]] for b in batches]
+        assert [batch.num_terms for batch in batches] == [sum(each) for each in lengths]
+        assert [batch.num_terms for batch in plain] == [len(each) for each in lengths]
+    assert set(threads) == {"prefetch" if prefetch else "MainThread"}
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -134,9 +152,9 @@ def test_waiting_for_data_is_counted(dataset: ShardedDataset, monkeypatch: pytes
     loader = loader_of(dataset, prefetch=1)
     read = dataset.read
     monkeypatch.setattr(dataset, "read", lambda *arguments: (time.sleep(0.02), read(*arguments))[1])
-    assert loader.stall_seconds == 0
+    assert loader.counters.stall_seconds == 0
     list(loader.steps(0, 3))
-    assert loader.stall_seconds >= 0.05
+    assert loader.counters.stall_seconds >= 0.05
 
 
 def test_more_processes_than_samples_are_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -153,16 +171,17 @@ def test_a_wide_shuffle_window_opens_each_shard_once_an_epoch(
     opened: list[str] = []
 
     class Counted(datasets.ShardReader):
-        def __init__(self, uri, shard, schema):
+        def __init__(self, uri, shard, *others):
             opened.append(shard.name)
-            super().__init__(uri, shard, schema)
+            super().__init__(uri, shard, *others)
 
     monkeypatch.setattr(datasets, "MAX_OPEN_SHARDS", 1)
     monkeypatch.setattr(datasets, "ShardReader", Counted)
     num_shards = len(dataset.samples_per_shard)
     assert num_shards >= 3
     fresh = ShardedDataset.open(dataset._uri, "train")
-    order = TrainingOrder(fresh.samples_per_shard, "digest", 7, num_shards)
+    order = TrainingOrder(fresh.num_samples, 7, 4, fresh.num_samples // 4)
+    fresh.expect_window(order.window_ranges, order.range_samples)
     loader = TrainLoader(fresh, order, BatchPlan(16, 1), 0, 0)
     for _ in loader.steps(0, fresh.num_samples // 16):
         pass
@@ -173,6 +192,11 @@ def test_a_window_is_kept_open_only_as_far_as_open_files_allow(
     dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.resource, "getrlimit", lambda which: (1024, 4096))
-    for window, expected in ((1, datasets.MAX_OPEN_SHARDS), (100, 200), (10_000, 512)):
-        dataset.expect_window(window)
-        assert dataset._max_open == expected
+    num_shards = 10_000
+    many = ShardedDataset.open(dataset._uri, "train")
+    many._shards, many._shard_starts = many._shards[:1] * num_shards, np.arange(num_shards + 1) * 500
+    for window, expected in ((1, datasets.MAX_OPEN_SHARDS), (50, 400), (10_000, 512)):
+        many.expect_window(window, 1024)
+        assert many._max_open == expected
+    dataset.expect_window(10_000, 1024)
+    assert dataset._max_open == datasets.MAX_OPEN_SHARDS  # it has fewer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import s3fs
 from helpers.bad_server import BadServer
-from helpers.toy_data import shard_toy, text_folder
+from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 from kftrain import outages, remote, storage
 from kftrain.data.dataset import ShardedDataset
@@ -25,7 +25,8 @@ NUM_STEPS = 20
 @pytest.fixture(scope="module")
 def manifest_uri(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return shard_toy(text_folder(folder / "texts", 400), folder / "root").manifest_uri
+    result = shard_toy(text_folder(folder / "texts", 400), folder / "root")
+    return str(flat_copy(result.manifest_uri, folder / "flat") / "manifest.json")
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def server(manifest_uri, monkeypatch):
 @contextlib.contextmanager
 def steps_of(manifest_uri, prefetch):
     dataset = ShardedDataset.open(manifest_uri, "train")
-    order = TrainingOrder(dataset.samples_per_shard, "digest", 7, 2)
+    order = TrainingOrder(dataset.num_samples, 7, 16, 8)
     with contextlib.closing(TrainLoader(dataset, order, BatchPlan(8, 1), 0, prefetch).steps(0, NUM_STEPS)) as steps:
         yield steps
 

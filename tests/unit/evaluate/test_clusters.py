@@ -10,7 +10,7 @@ from torch import nn
 
 from kftrain import bootstrap, storage
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.schema import Block, Record
+from kftrain.data.schema import Block, Record, SourcePart
 from kftrain.data.sharding import shard_dataset
 from kftrain.data.sources.resolve_source import split_of
 from kftrain.errors import DataError, UserCodeError
@@ -48,7 +48,7 @@ RECORDS = [Record(f"p{number % 7}/{number:02}", {"text": b"x" * (1 + number)}) f
 
 
 def shard(tmp_path, monkeypatch, task=None, records=RECORDS):
-    monkeypatch.setattr("kftrain.data.sources.resolve_source.resolve", lambda data: Listed(records))
+    monkeypatch.setattr("kftrain.data.sources.resolve_source.open_kind", lambda kind, data: Listed(records))
     return shard_dataset(toy_config("stdlib", tmp_path, validation_fraction=0.3), task or Visits(), lambda line: None)
 
 
@@ -59,7 +59,10 @@ class Listed:
     def listing(self):
         return [{"key": record.key} for record in self.list]
 
-    def records(self):
+    def parts(self, part_size_bytes):
+        return [SourcePart()]
+
+    def read(self, part):
         return iter(self.list)
 
 

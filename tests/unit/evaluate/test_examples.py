@@ -11,7 +11,6 @@ from helpers.documents import digits_config, sharded_run
 from PIL import Image
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.schema import Record
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import group_sums
@@ -19,6 +18,7 @@ from kftrain.models import build_model
 from kftrain.tasks import Task, build_task
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.settings import TaskConfig
+from kftrain.tasks.shown import fields
 
 nan, inf = np.nan, np.inf
 
@@ -173,9 +173,9 @@ def test_a_task_that_shows_nothing_has_its_metrics_shown(digits):
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200, 3), (1, 500), (500, 1, 3), (49, 48)])
 def test_a_picture_is_made_small_by_the_means_of_squares(shape):
     picture = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    fields = examples._fields({"it": picture, "name": "n" * 999})
-    read = np.asarray(Image.open(io.BytesIO(base64.b64decode(fields["picture"]))))
-    assert max(read.shape[:2]) <= 48 and len(fields["shown"]["name"]) == 200
+    found = fields({"it": picture, "name": "n" * 999}, "task.examples")
+    read = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["picture"]))))
+    assert max(read.shape[:2]) <= 48 and len(found["shown"]["name"]) == 200
     side = -(-max(shape[:2]) // 48)
     assert np.array_equal(read[0, 0], picture[:side, :side].mean(axis=(0, 1)).astype(np.uint8))
 
@@ -190,8 +190,7 @@ class NextByte(torch.nn.Module):
 @pytest.mark.parametrize("sequence_length", [1, 2, 8, 16])
 def test_the_model_writes_on_from_the_middle_of_a_text(sequence_length):
     task = LanguageModeling(sequence_length=sequence_length)
-    (block,) = task.encode([Record("k", {"text": b"abcdXYZabcd"})], "validation")
-    arrays = {"tokens": block.arrays["tokens"][:1]}
+    arrays = {"tokens": task.rows({"text": b"abcdXYZabcd"})["tokens"][:1]}
     (shown,) = task.examples(NextByte(), arrays, task.batch(arrays))
     written = shown["the model writes"]
     assert (shown["text"] + shown["goes on"]) == "abcdXYZabcd"[: len(shown["text"] + shown["goes on"])]

@@ -20,7 +20,8 @@ class FakeWorld:
     """One of two processes; `others` is what the other one has found."""
 
     def __init__(self, is_main=True, others=""):
-        self.is_main, self.others = is_main, others
+        self.is_main = is_main
+        self.others = others
 
     def gather_slowly(self, value):
         return [value, self.others]

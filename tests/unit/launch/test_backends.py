@@ -1,13 +1,15 @@
 """The table of backends: what it names is there, and answers for itself."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import kftrain
 from kftrain import config
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import base
-from kftrain.launch.backends import BACKENDS
+from kftrain.launch.backends import BACKENDS, POD_BACKENDS
 from kftrain.launch.kubernetes.kinds import all_kinds
 from kftrain.launch.settings import LaunchConfig
 
@@ -36,3 +38,11 @@ def test_who_has_no_torch_is_told_which_backends_have_pods():
     base.require_pods(config.parse("launch: {backend: pytorchjob}"), "the steps")
     with pytest.raises(LaunchError, match=r"the steps have neither torch nor a GPU.*set it to pytorchjob"):
         base.require_pods(config.parse(""), "the steps")
+
+
+def test_nobody_outside_knows_a_kind_by_its_name():
+    """But for the configurations that `kftrain init` and the documentation show."""
+    package = Path(kftrain.__file__).parent
+    files = [path for path in package.rglob("*.py") if "launch" not in path.relative_to(package).parts]
+    named = [str(path) for path in files if any(name in path.read_text() for name in POD_BACKENDS)]
+    assert len(files) > 100 and named == []

@@ -15,7 +15,9 @@ class ScriptedLauncher:
     """Plays one outcome per attempt: an error to leave behind, or the start step of an attempt that succeeds."""
 
     def __init__(self, paths, script, interrupted=False):
-        self.paths, self.script, self.interrupted = paths, list(script), interrupted
+        self.paths = paths
+        self.script = list(script)
+        self.interrupted = interrupted
         self.attempts = 0
 
     def prepare(self, job):

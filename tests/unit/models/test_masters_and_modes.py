@@ -58,7 +58,8 @@ class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
-        self.neck, self.head = nn.Dropout(), nn.Dropout()
+        self.neck = nn.Dropout()
+        self.head = nn.Dropout()
 
     def train(self, mode=True):
         super().train(mode)

@@ -127,3 +127,29 @@ def test_sizes_that_do_not_fit_each_other_are_refused(options, where):
     with pytest.raises(ConfigError) as raised:
         build(**options)
     assert raised.value.where == where
+
+
+def test_attention_inside_documents_gives_each_document_the_logits_that_it_has_alone():
+    torch.manual_seed(0)
+    start, sizes = 250, [5, 1, 9, 6]
+    model = Transformer(
+        vocab_size=256, document_token=start, attention="documents", dim=32, num_layers=2, num_heads=4, num_kv_heads=2
+    ).double()
+    documents = [torch.cat([torch.tensor([start]), torch.randint(0, 250, (size,))]) for size in sizes]
+    tail = torch.randint(0, 250, (4,))  # of a document that began in the row before
+    rows = torch.stack([torch.cat([tail, *documents]), torch.cat([*reversed(documents), tail])])
+    with torch.no_grad():
+        packed = model(rows)
+        alone = [model(document[None])[0] for document in documents]
+        plain = Transformer(vocab_size=256, document_token=start, dim=32, num_layers=2, num_heads=4, num_kv_heads=2)
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(plain.double()(documents[2][None])[0], alone[2])
+        assert not torch.allclose(plain(rows)[0, 4:10], alone[0])
+        torch.testing.assert_close(packed[0, :4], model(tail[None])[0])
+    torch.testing.assert_close(packed[0, 4:], torch.cat(alone))
+    torch.testing.assert_close(packed[1, : -len(tail) - len(documents[0])], torch.cat(alone[:0:-1]))
+
+
+def test_attention_inside_documents_needs_to_know_what_starts_one():
+    with pytest.raises(ConfigError, match="starts a document"):
+        Transformer(vocab_size=8, attention="documents", dim=8, num_heads=2)

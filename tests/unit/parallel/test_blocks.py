@@ -25,7 +25,8 @@ def linears(count):
 class Naming(nn.Module):
     def __init__(self, choose):
         super().__init__()
-        self.layers, self.head = nn.ModuleList(linears(3)), nn.Linear(2, 2)
+        self.layers = nn.ModuleList(linears(3))
+        self.head = nn.Linear(2, 2)
         self.choose = choose
 
     def blocks(self):

@@ -19,7 +19,8 @@ class Odd(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.layers[1].weight = self.layers[0].weight
-        self.spare, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.spare = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.recurrent = nn.GRU(4, 4, batch_first=True)
         self.register_buffer("offset", torch.ones(4) / 3)
 
@@ -77,3 +78,30 @@ def test_blocks_are_recomputed_in_the_format_of_the_computation(monkeypatch):
 def test_recomputing_the_blocks_of_a_model_that_has_none_is_refused(monkeypatch):
     with in_process.world(monkeypatch) as world, pytest.raises(ConfigError, match="no blocks that could be recomputed"):
         distribute(nn.Linear(1, 1), [Recompute()], Mesh.of_copies(world), [])
+
+
+class Tables(nn.Module):
+    """A block that is given a tuple beside a tensor."""
+
+    seen = ()
+
+    def forward(self, x, tables):
+        self.seen = [each.dtype if isinstance(each, torch.Tensor) else each for each in tables]
+        return x
+
+
+CASTS = [
+    ((torch.ones(2), torch.arange(2)), True, [torch.float32, torch.int64]),
+    ((torch.ones(2), torch.ones(2).double()), False, [torch.float32, torch.float32]),
+    ((torch.ones(2), None), False, [torch.float32, None]),  # which may be a tensor the next time
+]
+
+
+@pytest.mark.parametrize(("tables", "goes", "seen"), CASTS)
+def test_a_block_whose_arguments_fit_has_no_hook_after_its_first_call(monkeypatch, tables, goes, seen):
+    with in_process.world(monkeypatch) as world:
+        model = nn.Sequential()
+        model.block = Tables()
+        distribute(model, [ToDevice(), Formats("fp32", "fp32")], Mesh.of_copies(world), ["block"])
+        model.block(torch.ones(2), tables)
+        assert model.block.seen == seen and (not model.block._forward_pre_hooks) == goes

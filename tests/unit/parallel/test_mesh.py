@@ -4,6 +4,7 @@ import itertools
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from helpers import ranks
 from torch import nn
 
@@ -78,6 +79,27 @@ def test_neighbours_are_those_that_shard_as_they_were_before_there_were_more_axe
     assert [shape.data_rank(rank) for rank in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("axis", "samples_differ", "loss_terms_differ", "gradients_differ", "stride"),
+    [
+        ("replicate", True, True, False, 16),
+        ("shard", True, True, True, 8),
+        ("context", False, True, False, 2),
+        ("tensor", False, False, True, 1),
+        ("pipeline", False, False, True, 32),
+        ("expert", True, True, True, 4),
+    ],
+)
+def test_what_differs_along_an_axis_and_how_far_neighbours_are(
+    axis, samples_differ, loss_terms_differ, gradients_differ, stride
+):
+    pair = Shape(**{axis: 2})
+    assert (pair.num_data_ranks, pair.data_rank(1)) == ((2, 1) if samples_differ else (1, 0))
+    assert pair.counts_loss(0) and pair.counts_loss(1) == loss_terms_differ
+    assert (axis in NORM_AXES) == gradients_differ
+    assert Shape(*[2] * 6).groups([axis])[0] == [0, stride]
+
+
 def test_a_strategy_is_an_ordered_list_of_transforms():
     settings = ParallelConfig(reshard_after_forward=False), PrecisionConfig(compute="bf16")
     alone = [type(each).__name__ for each in strategy_of(*settings, True, Shape())]
@@ -99,3 +121,66 @@ def test_the_groups_of_hybrid_sharding_wait_as_long_as_was_asked_for():
     for rank, (found, place) in enumerate(ranks.on(4, timeouts_of_groups)):
         assert found == {name: timedelta(seconds=ranks.JOIN_SECONDS / 2) for name in ("replicate", "shard")}
         assert place == (rank, 4, 2, True)
+
+
+def facts_of(world, shape):
+    """What a mesh says on one process, and the ranks of its groups."""
+    mesh = Mesh(shape, world)
+    norm, groups = mesh.norm_group(), {axis: mesh.group([axis]) for axis in AXES if getattr(shape, axis) > 1}
+    return {
+        "data": (mesh.data_rank, mesh.num_data_ranks),
+        "loss": mesh.sum_of_losses([10.0**world.rank, 1.0]),
+        "norm": norm and dist.get_process_group_ranks(norm),
+        "groups": {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()},
+        "once": all(mesh.group([axis, "context"]) is group for axis, group in groups.items()),
+        "world": mesh.group(AXES) is dist.group.WORLD,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "data", "loss", "norm", "groups"),
+    [
+        (Shape(replicate=4), [0, 1, 2, 3], [1111.0, 4.0], None, {"replicate": [[0, 1, 2, 3]]}),
+        (
+            Shape(replicate=2, tensor=2),
+            *([0, 0, 1, 1], [101.0, 2.0], [[0, 1], [2, 3]]),
+            {"replicate": [[0, 2], [1, 3]], "tensor": [[0, 1], [2, 3]]},
+        ),
+    ],
+    ids=["copies", "copies of tensors"],
+)
+def test_each_process_shares_with_those_that_the_shape_names(shape, data, loss, norm, groups):
+    """A group of all is the world as torch knows it already; none is made twice."""
+    for rank, found in enumerate(ranks.on(4, facts_of, shape)):
+        assert found["data"] == (data[rank], shape.num_data_ranks) and found["loss"] == loss
+        assert found["norm"] == (norm and norm[rank // 2])
+        assert found["groups"] == {axis: next(g for g in parts if rank in g) for axis, parts in groups.items()}
+        assert found["once"] and found["world"]
+
+
+def device_mesh_of(world):
+    """Torch's mesh of two copies of two shards, and what becomes of one with an axis that torch is not told of."""
+    found = Mesh(Shape(replicate=2, shard=2), world).device_mesh()
+    with pytest.raises(AssertionError):
+        Mesh(Shape(shard=2, tensor=2), world).device_mesh()
+    with pytest.raises(AssertionError):
+        Mesh(Shape(shard=2), world)
+    names = found.mesh_dim_names
+    return names, found.mesh.tolist(), [dist.get_process_group_ranks(found.get_group(name)) for name in names]
+
+
+def test_torchs_own_mesh_has_the_same_groups():
+    for rank, (names, table, groups) in enumerate(ranks.on(4, device_mesh_of)):
+        assert names == ("replicate", "shard") and table == [[0, 1], [2, 3]]
+        assert groups == [[[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]]
+
+
+def test_of_copies_each_has_samples_of_its_own_and_none_shares_its_gradients():
+    for rank, found in enumerate(ranks.on(2, copies)):
+        assert found == ((rank, 2), True, [11.0])
+
+
+def copies(world):
+    """What evaluation knows of its mesh."""
+    mesh = Mesh.of_copies(world)
+    return (mesh.data_rank, mesh.num_data_ranks), mesh.norm_group() is None, mesh.sum_of_losses([10.0**world.rank])

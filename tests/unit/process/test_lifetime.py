@@ -64,3 +64,14 @@ def test_a_stage_without_such_a_parent_lives_on():
         os.killpg(stage.pid, signal.SIGKILL)
         stage.wait(10)
         wait_until_gone(child)
+
+
+def test_any_program_can_be_made_to_end_with_who_started_it():
+    program = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    command = [sys.executable, "-m", "kftrain.process.parent_death", *program]
+    source = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        assert psutil.Process(child).is_running()
+        parent.send_signal(signal.SIGKILL)
+        wait_until_gone(child)

@@ -23,10 +23,15 @@ class World:
     """A registry in memory, and one turn at a time for the threads that use it."""
 
     def __init__(self, seed, edits, kills):
-        self.random, self.edits, self.kills = random.Random(seed), edits, kills
-        self.aliases, self.versions = {}, set(range(1, NUM_VERSIONS + 1))
+        self.random = random.Random(seed)
+        self.edits = edits
+        self.kills = kills
+        self.aliases = {}
+        self.versions = set(range(1, NUM_VERSIONS + 1))
         self.num_edits = 0
-        self.lock, self.waiting, self.chosen = threading.Condition(), set(), None
+        self.lock = threading.Condition()
+        self.waiting = set()
+        self.chosen = None
         self.alive = 0
 
     def turn(self):
@@ -79,7 +84,11 @@ class World:
 class Process(threading.Thread):
     def __init__(self, world, book, version):
         super().__init__(name=f"process-{version}")
-        self.world, self.book, self.version, self.problem, self.killed = world, book, version, None, False
+        self.world = world
+        self.book = book
+        self.version = version
+        self.problem = None
+        self.killed = False
 
     def run(self):
         try:

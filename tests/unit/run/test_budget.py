@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.run import attempts
+from kftrain import storage
+from kftrain.run import attempts, commit
 from kftrain.run.budget import RestartBudget, Standing, WorkerEnd, read_standing
 from kftrain.run.paths import RunPaths
 
@@ -46,6 +47,20 @@ def test_who_was_excused_has_not_failed_nor_has_the_claim_that_goes_with_it():
     assert budget.after(Standing(0, 6, 6), [WorkerEnd(0, LOST)]).is_spent
 
 
+def test_a_failure_forgives_no_claim():
+    """The launcher saw the last of three attempts only."""
+    assert RestartBudget(2).after(Standing(0, 3, 3), [WorkerEnd(0, LOST)]).num_failed == 2
+
+
+def test_the_workers_that_one_outage_took_forgive_one_claim():
+    ends = [WorkerEnd(n, LOST, is_excused=True) for n in range(2)]
+    assert RestartBudget(2).after(Standing(0, 4, 4), ends).num_failed == 2
+
+
+def test_a_worker_that_ended_twice_between_two_looks_has_failed_twice():
+    assert RestartBudget(2).after(Standing(0, 1, 1), [WorkerEnd(0, LOST)] * 2 + [WorkerEnd(1, LOST)]).num_failed == 2
+
+
 def test_permanent_errors_are_not_counted_for_they_end_the_job():
     assert RestartBudget(0).after(Standing(0, 1, 1), [WorkerEnd(0, 11), WorkerEnd(1, None)]).num_failed == 0
 
@@ -64,3 +79,5 @@ def test_what_a_folder_says(tmp_path):
         attempts.claim(paths, step, 2)
     assert read_standing(paths, since=0) == Standing(0, 3, 2)
     assert read_standing(paths, since=2) == Standing(0, 3, 1)
+    storage.publish(storage.join(paths.checkpoints, str(commit.CheckpointName(7, 3)), commit.COMMITTED), "")
+    assert read_standing(paths, since=2) == Standing(7, 3, 1)

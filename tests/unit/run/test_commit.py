@@ -8,7 +8,7 @@ from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
 
-IDENTITY = {"seed": 0, "train": {"steps": 10}}
+IDENTITY = {"seed": 0, "train": {"steps": 10}, "order": {"version": 2}}
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_another_training_is_refused_with_the_fields_that_differ(paths):
     manifest, _ = commit.read_checkpoint_manifest(uri)
     commit.require_same_training(manifest, IDENTITY, uri)
     with pytest.raises(CheckpointError) as caught:
-        commit.require_same_training(manifest, {"seed": 1, "train": {"steps": 10}, "new": 2}, uri)
+        commit.require_same_training(manifest, {**IDENTITY, "seed": 1, "new": 2}, uri)
     assert "seed: 0 -> 1" in caught.value.line
     assert "new: None -> 2" in caught.value.line
     assert "steps" not in caught.value.line

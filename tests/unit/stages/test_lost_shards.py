@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.documents import finished_run, sharded_run
+from helpers.toy_data import shard_folder
 
 from kftrain import launch, registry, storage
 from kftrain.errors import DataError
@@ -25,7 +26,7 @@ from kftrain.stages.train import train
 )
 def test_fault_05_a_shard_that_is_gone_ends_the_stage_before_any_job(tmp_path, monkeypatch, name, damage, what):
     paths, _, shards = sharded_run(tmp_path)
-    damage(storage.local_path(shards.manifest_uri).parent / name)
+    damage(shard_folder(shards.manifest_uri) / name)
     monkeypatch.setattr(launch, "run_training", lambda *arguments: pytest.fail("a job was started"))
     with pytest.raises(DataError, match=f"{name}: {what}"):
         train(paths.uri, lambda line: None)
@@ -36,7 +37,7 @@ def evaluated_run(root, monkeypatch, champion=None):
     """A run with all its documents, of which one shard is gone; a job would end the test."""
     paths, _ = finished_run(root)
     uri = RunShards.model_validate(storage.read_json(paths.shards)).manifest_uri
-    storage.local_path(uri).parent.joinpath("validation-000000.tar").unlink()
+    (shard_folder(uri) / "validation-000000.tar").unlink()
     monkeypatch.setattr(registry, "champion", lambda config: champion)
     monkeypatch.setattr(jobs, "_run_to_end", lambda *arguments: pytest.fail("a job was started"))
     return paths

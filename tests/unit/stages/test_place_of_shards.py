@@ -7,7 +7,7 @@ from kftrain import storage, trust
 from kftrain.data.shards import manifest
 from kftrain.errors import DataError
 from kftrain.stages.dataset import read_dataset, read_shards
-from kftrain.train import session as training
+from kftrain.train import reading
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ ELSEWHERE += ["simplecache::s3://other/manifest.json", "{root}/../manifest.json"
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_manifest_elsewhere_is_refused_before_it_is_asked_for(named, place, tmp_path, monkeypatch):
     paths, config = named(place.replace("{root}", f"{tmp_path}/store"))
-    for reader in (manifest, training):
+    for reader in (manifest, reading):
         monkeypatch.setattr(reader, "read_manifest", lambda uri: pytest.fail(f"{uri} is read"))
-    for read in (read_shards, read_dataset, lambda paths: training._read_training(paths, config)):
+    for read in (read_shards, read_dataset, lambda paths: reading.read_training(paths, config)):
         with pytest.raises(DataError, match="outside of the run's storage root") as caught:
             read(paths)
         assert caught.value.where == paths.shards and trust.ROOTS_VARIABLE in caught.value.fix

@@ -1,7 +1,5 @@
 """`Task.decode`: the same random numbers for a sample on any number of processes, none outside of training."""
 
-import functools
-
 import numpy as np
 import pandas
 import pytest
@@ -11,15 +9,16 @@ from helpers.toy_data import shard_toy, text_folder
 from torch import nn
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.loader import TrainLoader
+from kftrain.data.decoding import Decoding, Generators
+from kftrain.data.loader import TrainLoader, Workers
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Field, SampleSchema
-from kftrain.errors import UserCodeError
+from kftrain.errors import DataError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.score import score
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import Regression
-from kftrain.tasks.prepare import decoded_in_training
+from kftrain.tasks.prepare import decode_row
 
 SEED = 3
 
@@ -50,18 +49,20 @@ class First(nn.Module):
         return data[:, 0] * self.scale
 
 
-def loaded(shards, num_ranks, task, first_step=0, num_steps=12):
+def loaded(shards, num_ranks, task, first_step=0, num_steps=12, num_workers=0):
     """Rows of each position."""
     dataset = ShardedDataset.open(shards.manifest_uri, "train")
-    order = TrainingOrder(dataset.samples_per_shard, shards.dataset_digest, 0, 2)
-    plan, decode = BatchPlan(4, num_ranks), functools.partial(decoded_in_training, task, SEED)
+    order = TrainingOrder(dataset.num_samples, 0, 8, 2)
+    plan, decoding = BatchPlan(4, num_ranks), Decoding(decode_row(task), SEED)
     found = {}
     for rank in range(num_ranks):
-        for batch in TrainLoader(dataset, order, plan, rank, 2, decode).steps(first_step, num_steps):
+        for batch in TrainLoader(dataset, order, plan, rank, 2, decoding=decoding, workers=Workers(num_workers)).steps(
+            first_step, num_steps
+        ):
             positions = (batch.first_sample + plan.offsets(rank)).ravel()
             rows = np.concatenate([micro.arrays["data"] for micro in batch.micro_batches])
             found.update(zip(positions.tolist(), rows, strict=True))
-    stored = dataset.read(*order.locate(np.arange(4 * first_step, 4 * (first_step + num_steps))))["data"]
+    stored = dataset.read(order.locate(np.arange(4 * first_step, 4 * (first_step + num_steps))))["data"]
     return found, stored
 
 
@@ -74,10 +75,10 @@ def test_a_sample_is_decoded_alike_on_any_number_of_processes_and_after_a_restar
     alone, stored = loaded(shards, 1, Noisy())
     assert sorted(alone) == list(range(48))
     for position, row in alone.items():
-        noise = np.random.default_rng([SEED, position]).normal()
+        noise = Generators(SEED).at(position).normal()
         np.testing.assert_allclose(row, stored[position] * 2.0 + noise, rtol=1e-6)
     both, _ = loaded(shards, 2, Noisy())
-    later, _ = loaded(shards, 2, Noisy(), first_step=7, num_steps=5)
+    later, _ = loaded(shards, 2, Noisy(), first_step=7, num_steps=5, num_workers=3)
     for found in (both, later):
         assert all(np.array_equal(row, alone[position]) for position, row in found.items())
     assert sorted(both) == sorted(alone) and sorted(later) == list(range(28, 48))
@@ -101,5 +102,17 @@ def test_rows_of_different_shapes_are_the_users_error(shards):
         def decode(self, sample, generator):
             return {"data": sample["data"][: generator.integers(1, 8)]}
 
-    with pytest.raises(UserCodeError, match=r"task.decode: ValueError"):
+    with pytest.raises(
+        UserCodeError, match=r"train-\d+\.tar, \S+: task\.decode: must return 'data' as uint8 \[\d\] for"
+    ):
         loaded(shards, 1, Ragged())
+
+
+def test_a_validation_sample_that_cannot_be_decoded_is_named_with_shard_and_key(shards, monkeypatch):
+    class Refusing(Noisy):
+        def decode(self, sample, generator):
+            raise DataError("damaged")
+
+    dataset = ShardedDataset.open(shards.manifest_uri, "validation")
+    with in_process.world(monkeypatch) as world, pytest.raises(DataError, match=r"validation-\d+\.tar, \S+: damaged"):
+        score(First(), Refusing(), dataset, Mesh.of_copies(world), batch_size=3)

@@ -21,10 +21,12 @@ def records(texts):
     return [Record(f"folder/{number}.txt", {"text": text}) for number, text in enumerate(texts)]
 
 
-def rows_of(task, texts, split="train"):
-    blocks = list(task.encode(iter(records(texts)), split))
-    empty = np.empty((0, task.sequence_length + 1), dtype=np.uint16)
-    return np.concatenate([empty, *(block.arrays["tokens"] for block in blocks)]).astype(np.uint16)
+def rows_of(task, texts):
+    """Rows of the joined stream, cut by hand."""
+    stream, length = stream_of(texts), task.sequence_length
+    cut = [stream[start : start + length + 1] for start in range(0, len(stream) - 1, length)]
+    rows = [row + [PADDING] * (length + 1 - len(row)) for row in cut]
+    return np.array(rows, np.uint16).reshape(-1, length + 1)
 
 
 def stream_of(texts):
@@ -44,18 +46,15 @@ TEXTS = st.lists(st.binary(max_size=3 * LENGTH), max_size=8)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(TEXTS, st.integers(1, 3))
-def test_training_rows_predict_every_token_exactly_once_in_order(texts, rows_per_block):
+@given(TEXTS, st.integers(1, 20))
+def test_training_blocks_are_the_joined_stream(texts, tokens_per_block):
     task = LanguageModeling(sequence_length=LENGTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_modeling, "ROWS_PER_BLOCK", rows_per_block)
-        rows = rows_of(task, texts)
-    stream = stream_of(texts)
-    targets = rows[:, 1:].reshape(-1)
-    assert targets[targets != PADDING].tolist() == stream[1:]
-    assert (rows[1:, 0] == rows[:-1, -1]).all()
-    assert PADDING not in rows[:-1] and PADDING not in rows[:, 0]
-    assert rows.dtype == np.uint16 and rows.shape[1] == LENGTH + 1
+        patch.setattr(language_modeling, "TOKENS_PER_BLOCK", tokens_per_block)
+        blocks = [block.arrays["tokens"] for block in task.encode(iter(records(texts)), "train")]
+    assert [token for block in blocks for token in block.tolist()] == stream_of(texts)
+    assert all(len(block) == tokens_per_block for block in blocks[:-1])
+    assert all(block.dtype == np.uint16 and 1 <= len(block) <= tokens_per_block for block in blocks)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
@@ -66,18 +65,20 @@ def test_validation_rows_predict_every_byte_once_from_its_own_document(texts):
     expected = [(record.key, record.fields["text"]) for record in records(texts) if record.fields["text"]]
     assert [block.key for block in blocks] == [key for key, _ in expected]
     for block, (_, text) in zip(blocks, expected, strict=True):
-        rows = block.arrays["tokens"]
+        assert block.arrays["text"].tolist() == [text]
+        rows = task.rows({"text": memoryview(block.arrays["text"][0])})["tokens"]
         targets = rows[:, 1:].reshape(-1)
         assert rows[0, 0] == DOCUMENT
         assert targets[targets != PADDING].tolist() == list(text)
-        assert task.count_terms(block.arrays).sum() == len(text)
+        assert task.count_terms({"tokens": rows}).sum() == len(text)
         assert len(rows) == -(-len(text) // LENGTH)
 
 
-def test_training_blocks_have_unique_keys_and_a_bounded_number_of_rows():
+def test_training_blocks_have_unique_keys():
     task = LanguageModeling(sequence_length=2)
-    blocks = list(task.encode(iter(records([b"x" * 1023])), "train"))
-    assert [(block.key, block.num_rows) for block in blocks] == [("block-000000", 256), ("block-000001", 256)]
+    blocks = list(task.encode(iter(records([b"x" * 100_000, b"x" * 100_000])), "train"))
+    assert [block.num_rows for block in blocks] == [1 << 16, 1 << 16, 1 << 16, 200_002 - 3 * (1 << 16)]
+    assert len({block.key for block in blocks}) == 4
 
 
 def test_encoding_does_not_read_ahead_of_what_is_taken():
@@ -86,27 +87,31 @@ def test_encoding_does_not_read_ahead_of_what_is_taken():
     def endless():
         while True:
             seen.append(1)
-            yield Record(str(len(seen)), {"text": b"x" * 31})
+            yield Record(str(len(seen)), {"text": b"x" * 1023})
 
     next(LanguageModeling(sequence_length=32).encode(endless(), "train"))
-    assert len(seen) <= 258
+    assert len(seen) == 64
 
 
 def test_text_of_either_kind_gives_equal_tokens_and_anything_else_is_refused():
     task = LanguageModeling(sequence_length=LENGTH)
-    assert np.array_equal(
-        rows_of(task, ["naïve\ud800"]), rows_of(task, ["naïve\ud800".encode("utf-8", "surrogatepass")])
+    text = "naïve\ud800"
+    one, other = (
+        next(task.encode(iter(records([given])), "train")).arrays["tokens"].tolist()
+        for given in (text, text.encode("utf-8", "surrogatepass"))
     )
+    assert one == other == stream_of([text.encode("utf-8", "surrogatepass")])
     with pytest.raises(DataError, match=r"folder/0\.txt"):
-        rows_of(task, [3])
+        list(task.encode(iter(records([3])), "train"))
 
 
-def test_the_schema_describes_what_encoding_yields():
+def test_the_schemas_describe_what_encoding_yields():
     task = LanguageModeling(sequence_length=LENGTH)
-    (field,) = task.schema().fields
-    for split in ("train", "validation"):
-        for block in task.encode(iter(records([b"some text of a document", b"", b"x"])), split):
-            assert block.arrays["tokens"].dtype == field.dtype and block.arrays["tokens"].shape[1:] == field.shape
+    texts = [b"some text of a document", b"", b"x"]
+    (tokens,), (text,) = task.sample_schema("train").fields, task.sample_schema("validation").fields
+    for block in task.encode(iter(records(texts)), "train"):
+        assert block.arrays["tokens"].dtype == tokens.dtype and block.arrays["tokens"].shape[1:] == tokens.shape
+    assert (text.name, text.dtype, text.extensions) == ("text", "bytes", ("txt",))
 
 
 def test_loss_is_the_summed_cross_entropy_of_real_targets_in_real_rows():
@@ -183,8 +188,7 @@ def test_predict_gives_what_evaluation_computes_for_the_same_documents():
     assert model.training
     assert list(answer.index) == [5, 6, 7] and answer["num_bytes"].tolist() == [360, 1, 0]
     for row, text in enumerate(texts[:2]):
-        (block,) = task.encode(iter(records([text])), "validation")
-        batch = task.batch(block.arrays)
+        batch = task.batch(task.rows({"text": text}))
         with torch.no_grad():
             statistics = task.statistics(model.eval()(*task.inputs(batch)), batch)
         sums = {name: value.sum().numpy() for name, value in statistics.items()}
@@ -215,16 +219,18 @@ def test_slices_are_first_folders_and_small_ones_are_counted_together():
 
 def test_baselines_are_those_of_the_joined_documents():
     texts = [b"import os\n" * 40, "café".encode() * 30]
-    figures = LanguageModeling().baselines(iter(records(texts)))["bits_per_byte"]
+    task = LanguageModeling()
+    figures = task.baselines(block.arrays for block in task.encode(records(texts), "validation"))["bits_per_byte"]
     joined = b"".join(texts)
     assert figures["zlib -9"] == 8 * len(zlib.compress(joined, 9)) / len(joined)
     assert 0 < figures["order-2 context model"] < 8
     assert LanguageModeling().baselines(iter([])) == {}
 
 
-def test_settings_change_with_what_changes_the_bytes():
-    assert LanguageModeling(sequence_length=8).settings() != LanguageModeling(sequence_length=9).settings()
-    assert LanguageModeling(sequence_length=8).settings() == LanguageModeling(sequence_length=8).settings()
+def test_settings_change_with_what_changes_the_bytes_alone():
+    assert LanguageModeling(sequence_length=8).settings() == LanguageModeling(sequence_length=9).settings()
+    other = LanguageModeling(tokenizer={"train": {"vocab_size": 300}})
+    assert LanguageModeling().settings() != other.settings()
 
 
 def test_the_vocabulary_covers_every_id_and_decoding_gives_the_bytes_back():

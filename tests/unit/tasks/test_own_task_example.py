@@ -66,7 +66,36 @@ def test_the_example_learns_and_predicts_what_evaluation_computes(loaded):
     assert metrics["r2"] == pytest.approx(1 - np.mean(errors**2) / held_out["target"].var(), rel=1e-5)
     assert metrics["r2"] > 0.35
     assert len(model.blocks()) == loaded.model.options()["num_layers"]
-    assert set(task.slice_names([""] * len(errors), statistics)) == {"mild", "severe"}
+    slices = np.array(task.slice_names([""] * len(errors), statistics))
+    assert held_out["target"][slices == "mild"].max() < 152 <= held_out["target"][slices == "severe"].min()
+    assert (loaded.registry.metric, loaded.registry.goal) == ("rmse", "minimize") and "rmse" in metrics
+
+
+def test_the_exported_configuration_builds_a_model_of_the_same_shapes(loaded):
+    from diabetes.model import Perceptron
+
+    model = Perceptron(num_features=3, dim=5, num_layers=4)
+    again = Perceptron(**model.export_config())
+    assert [each.shape for each in again.parameters()] == [each.shape for each in model.parameters()]
+
+
+def test_the_example_is_scaled_as_its_configuration_says(loaded):
+    task = build_task(loaded.task)
+    rows = encoded(loaded, task)
+    features, targets = (np.concatenate([rows[split][name] for split in rows]) for name in ("features", "target"))
+    assert np.allclose(features.mean(axis=0), 0, atol=1e-4) and np.allclose(features.std(axis=0), 1, atol=1e-4)
+    assert targets.mean() == pytest.approx(task.target_mean, abs=1) and targets.std() == pytest.approx(
+        task.target_std, abs=1
+    )
+
+
+def test_the_digits_are_scaled_as_their_configuration_says():
+    loaded = config.load(REPOSITORY / "examples" / "digits.yaml")
+    task = build_task(loaded.task)
+    blocks = [block.arrays for block in task.encode(resolve(loaded.data).records(), "train")]
+    batch = task.batch({name: np.concatenate([arrays[name] for arrays in blocks]) for name in blocks[0]})
+    assert abs(batch["image"].mean()) < 0.05 and abs(batch["image"].std() - 1) < 0.05
+    assert batch["label"].unique().tolist() == list(range(loaded.task.options()["num_classes"]))
 
 
 WITHOUT_TORCH = """
@@ -86,7 +115,7 @@ task = build_task(loaded.task)
 records = list(resolve(loaded.data).records())
 blocks = list(task.encode(records, "train"))
 assert len(blocks) == len({block.key for block in blocks}) == 442
-assert 70 < task.baselines(records)["rmse"]["mean of the targets"] < 80
+assert 70 < task.baselines(block.arrays for block in blocks)["rmse"]["mean of the targets"] < 80
 """
 
 
@@ -108,18 +137,20 @@ def test_the_task_is_what_is_particular_to_it():
     assert len((EXAMPLE / "diabetes" / "task.py").read_text().splitlines()) <= 40
 
 
-@pytest.mark.parametrize("name", ["stdlib-lm", "digits"])
-def test_the_built_in_examples_build(name):
+@pytest.mark.parametrize(("name", "goal"), [("stdlib-lm", "minimize"), ("digits", "maximize")])
+def test_the_built_in_examples_build(name, goal):
     loaded = config.load(REPOSITORY / "examples" / f"{name}.yaml")
     task = build_task(loaded.task)
+    task.learn([_first_record(loaded)])
     model = build_model(loaded.model, task.model_arguments())
     (block,) = task.encode([_first_record(loaded)], "validation")
-    batch, weight = task.batch(block.arrays), torch.ones(block.num_rows)
+    arrays = task.rows({name: rows[0] for name, rows in block.arrays.items()}) or block.arrays
+    batch, weight = task.batch(arrays), torch.ones(len(next(iter(arrays.values()))))
     with torch.no_grad():
         output = model(*task.inputs(batch))
         assert torch.isfinite(task.loss(output, batch, weight))
         sums = {name: value.sum().numpy() for name, value in task.statistics(output, batch).items()}
-    assert loaded.registry.metric in task.metrics(sums)
+    assert loaded.registry.metric in task.metrics(sums) and loaded.registry.goal == goal
 
 
 def _first_record(loaded):

@@ -160,7 +160,7 @@ def test_a_regression_is_in_the_targets_unit_and_takes_its_one_field_as_columns(
     sums = {name: value.sum().detach().numpy() for name, value in task.statistics(output, batch).items()}
     assert task.metrics(sums)["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)))
     assert task.metrics(sums)["r2"] == pytest.approx(1 - np.mean(errors**2) / np.arange(5).var())
-    assert task.baselines(Record(str(n), {"target": n}) for n in range(5))["rmse"] == {
+    assert task.baselines({"target": np.array([n], np.float32)} for n in range(5))["rmse"] == {
         "mean of the targets": pytest.approx(np.arange(5).std())
     }
     with torch.no_grad():

@@ -108,13 +108,14 @@ for module in pkgutil.iter_modules(kftrain.tasks.__path__, "kftrain.tasks."):
 text = kftrain.tasks.build_task(TaskConfig(sequence_length=8))
 records = [Record("a/b", {"text": b"some text that is long enough"})]
 (block,) = text.encode(records, "validation")
-text.settings(), text.baselines(records), text.model_arguments(), text.count_terms(block.arrays)
+rows = text.rows({"text": block.arrays["text"][0]})
+text.settings(), text.baselines([block.arrays]), text.model_arguments(), text.count_terms(rows)
 sums = {"bits": numpy.ones(1), "bytes": numpy.ones(1), "correct": numpy.ones(1)}
 text.metrics(sums), text.slice_names(["a/b"], sums), text.confusion(sums)
 images = kftrain.tasks.build_task(TaskConfig(kind="image_classification", image_size=2, num_classes=2))
 records = [Record("a", {"image": numpy.zeros((2, 2), "uint8"), "label": 1})]
 (block,) = images.encode(records, "train")
-images.settings(), images.baselines(records), images.model_arguments(), images.count_terms(block.arrays)
+images.settings(), images.baselines([block.arrays]), images.model_arguments(), images.count_terms(block.arrays)
 sums = {name: numpy.ones(1) for name in ("correct", "cross_entropy", "count", "label", "prediction")}
 images.metrics(sums), images.slice_names(["a"], sums), images.confusion(sums)
 """

@@ -139,7 +139,8 @@ def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_c
 
     class Colliding:
         def __init__(self, message):
-            self.calls, self.message = [], message
+            self.calls = []
+            self.message = message
 
         def set_registered_model_alias(self, *arguments):
             self.calls.append(arguments)

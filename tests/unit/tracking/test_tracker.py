@@ -24,7 +24,9 @@ class Server:
     """Records points; fails as told: before or after recording."""
 
     def __init__(self, failures=()):
-        self.points, self.tags, self.questions = [], {}, 0
+        self.points = []
+        self.tags = {}
+        self.questions = 0
         self.failures = list(failures)
         self.open = threading.Event()
         self.open.set()

@@ -2,22 +2,33 @@
 
 import contextlib
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from kftrain import config
-from kftrain.errors import CheckpointError, DivergedError, Preempted
+from kftrain.data.decoding import BadSample
+from kftrain.data.loader import Counters
+from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted
 from kftrain.train import loop as loop_module
 from kftrain.train.engine import StepResult
 from kftrain.train.loop import Loop
 from kftrain.train.parts import Part, Parts
 
 
+class Batch(NamedTuple):
+    step: int
+    num_terms: int
+    bad_samples: tuple = ()
+
+
 class Writer:
     """Commits what it is given when it is waited for."""
 
-    overdue, step, committed_step = False, None, 0
+    overdue = False
+    step = None
+    committed_step = 0
 
     def __init__(self, fakes):
         self.fakes = fakes
@@ -38,15 +49,31 @@ class Writer:
 class Fakes:
     """An engine, a loader, a recorder and a liveness in one: each writes down what it is asked."""
 
-    rank, size, is_main = 0, 1, True
+    rank = 0
+    size = 1
+    is_main = True
 
     def __init__(self, bad_steps=(), busy_at=()):
-        self.events, self.saved, self.points, self.rates = [], [], [], []
-        self.bad_steps, self.busy_at = set(bad_steps), set(busy_at)
-        self.device, self.task, self.state = torch.device("cpu"), None, SimpleNamespace(save=dict)
-        self.history, self.taken, self.stop_at, self.others_stop_at = [], 0, None, None
+        self.events = []
+        self.saved = []
+        self.points = []
+        self.rates = []
+        self.bad_steps = set(bad_steps)
+        self.busy_at = set(busy_at)
+        self.device = torch.device("cpu")
+        self.task = None
+        self.state = SimpleNamespace(save=dict)
+        self.history = []
+        self.taken = 0
+        self.stop_at = None
+        self.others_stop_at = None
+        self.counters = Counters()
+        self.undecodable = {}
 
     # the world
+    def gather(self, value):
+        return [value]
+
     def sum(self, values):
         others = self.others_stop_at is not None and self.taken >= self.others_stop_at and len(values) > 1
         return [values[0], values[1] + 1.0, *values[2:]] if others else values
@@ -55,12 +82,9 @@ class Fakes:
     def steps(self, first, count):
         self.taken = first
         for step in range(first, first + count):
-            yield f"batch {step}"
+            yield Batch(step, 7, self.undecodable.get(step, ()))
 
     # the engine
-    def count_terms(self, batch):
-        return 7
-
     def evaluate(self, *arguments):
         return {}
 
@@ -72,7 +96,8 @@ class Fakes:
     def world(self):
         return self
 
-    data_rank, counts_loss = 0, True
+    data_rank = 0
+    counts_loss = True
 
     def sum_of_losses(self, values):
         return self.sum(values)
@@ -89,7 +114,8 @@ class Fakes:
         return result
 
     # the recorder
-    def record(self, step, values, num_steps, num_samples):
+    def record(self, step, values, num_steps, num_samples, data):
+        assert data["data_queue_depth"] == 0
         self.points.append((step, values, num_steps, num_samples))
 
     def record_validation(self, step, metrics):
@@ -147,7 +173,7 @@ def test_each_step_has_its_batch_its_terms_and_a_seed_of_its_own(make):
     fakes, resumed = Fakes(), Fakes()
     make(fakes).run(0)
     make(resumed).run(6)
-    assert [event[:2] for event in fakes.events] == [(f"batch {step}", 7) for step in range(10)]
+    assert [event[:2] for event in fakes.events] == [(Batch(step, 7), 7) for step in range(10)]
     assert len({seed for _, _, seed in fakes.events}) == 10
     assert resumed.events == fakes.events[6:]
 
@@ -227,11 +253,29 @@ def test_a_step_that_diverges_is_not_committed_where_its_checkpoint_would_come_o
     assert stopped.saved == [(3, 12)] and len(stopped.events) == 5
 
 
+def test_samples_that_are_left_out_are_counted_and_saved_and_too_many_end_the_run(make):
+    def bad(*numbers):
+        return [BadSample(number, DataError("damaged")) for number in numbers]
+
+    fakes = Fakes()
+    fakes.undecodable = {2: bad(30, 31), 6: bad(31), 9: bad(40)}
+    loop = make(fakes, "data.max_bad_samples=3")
+    loop.resume(None)
+    assert loop.run(0) == 10
+    assert [values.get("bad_samples") for _, values, *_ in fakes.points if values != "validation"] == [2, 2, 3]
+    assert sorted(loop._saves._writer.bad_samples) == [30, 31, 40]
+    again = Fakes()
+    again.undecodable = fakes.undecodable
+    with pytest.raises(DataError, match="3 samples cannot be decoded"):
+        make(again, "data.max_bad_samples=2").run(0)
+    assert len(again.events) == 9, "found a step ahead"
+
+
 def test_the_next_step_is_agreed_on_within_a_step_in_one_exchange(make):
     fakes, sums = Fakes(), []
     fakes.sum = lambda values: sums.append(len(values)) or values
     make(fakes, "train.log_interval_steps=100").run(0)
-    assert sums == [4, *[4 + 2] * 10, 1], "one before the first step, one in each, one for the loss at the end"
+    assert sums == [5, *[5 + 2] * 10, 1, 5], "one before the first step, one in each, two for the numbers at the end"
 
 
 def test_a_checkpoint_of_parts_that_the_engine_does_not_know_is_refused_before_it_is_read(make, monkeypatch):

@@ -155,7 +155,8 @@ class StopAt(StopRequest):
     """Asks to stop before a step."""
 
     def __init__(self, step):
-        self._questions, self._step = 0, step
+        self._questions = 0
+        self._step = step
 
     @property
     def requested(self):

@@ -29,6 +29,18 @@ def test_a_point_goes_to_history_log_and_tracker(capsys):
     assert capsys.readouterr().out.startswith("kftrain| step 2/10 loss 1.5 | ")
 
 
+def test_what_waiting_for_data_costs_goes_to_log_and_tracker_alone(capsys, monkeypatch):
+    tracker, now = Tracker(), [100.0]
+    monkeypatch.setattr(recorder.time, "monotonic", lambda: now[0])
+    mine = Recorder([], tracker, num_steps=10)
+    for stall, shown in ((1.0, ", 25% waiting for data,"), (0.01, " samples/s, ")):
+        now[0] += 4.0
+        mine.record(2, {"loss": 1.5}, 2, 64, {"data_stall_seconds": stall, "data_queue_depth": 2.0})
+        found = tracker.logged[-1][1]
+        assert found == {"data_stall_seconds": stall, "data_queue_depth": 2.0, "data_stall_share": stall / 4}
+        assert shown in capsys.readouterr().out and not any("data" in name for name in mine.history[-1])
+
+
 def test_a_resumed_history_goes_on_in_time():
     mine = Recorder([{"step": 5, "loss": 1.0, "seconds": 100.0}], None, num_steps=10)
     mine.record(6, {"loss": 0.9}, num_steps=1, num_samples=1)

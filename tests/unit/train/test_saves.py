@@ -14,8 +14,10 @@ class Writer:
 
     def __init__(self, *endings):
         self._endings = list(endings)
-        self.step, self.committed_step = None, 0
-        self.busy = self.overdue = False
+        self.step = None
+        self.committed_step = 0
+        self.busy = False
+        self.overdue = False
 
     def save(self, state, history, step, samples_consumed):
         assert self.step is None and samples_consumed == 4 * step

@@ -42,7 +42,9 @@ def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
 class Alone:
     """A world of one process."""
 
-    rank, size, is_main = 0, 1, True
+    rank = 0
+    size = 1
+    is_main = True
 
     def from_main(self, value):
         return value

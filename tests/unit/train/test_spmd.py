@@ -86,14 +86,21 @@ def test_the_host_reads_no_number_within_a_step(size, overrides):
 class Quiet:
     """What a loop needs beside its engine: nothing is saved, validated or recorded but at the end."""
 
-    points, history, step, busy, overdue, committed_step = [], (), None, False, False, 0
+    history = ()
+    step = None
+    busy = False
+    overdue = False
+    committed_step = 0
+
+    def __init__(self):
+        self.points = []
 
     def watched(self):
         return contextlib.nullcontext()
 
     resting = watched
 
-    def record(self, step, values, num_steps, num_samples):
+    def record(self, step, values, num_steps, num_samples, data):
         self.points.append((step, values))
 
     def save(self, *arguments):

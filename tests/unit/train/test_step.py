@@ -74,9 +74,9 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_terms(world):
     plain = copy.deepcopy(model)
     ours = stepper(world, model)
     parts = [micro(4, seed=1), micro(4, padding=2, seed=2)]
-    num_terms = ours.count_terms(StepBatch(0, parts))
+    num_terms = sum(int(terms_of(Sums(), part).sum()) for part in parts)
     assert num_terms == (1 + 2 + 3 + 4) + (1 + 2)
-    result = ours.step(StepBatch(0, parts), num_terms, alone)
+    result = ours.step(StepBatch(0, parts, num_terms), num_terms, alone)
     rows = torch.from_numpy(np.concatenate([parts[0].arrays["x"], parts[1].arrays["x"][:2]]))
     loss = plain(rows).square().sum() / 13
     loss.backward()
@@ -90,7 +90,7 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_terms(world):
 @pytest.mark.parametrize("share", [0.5, 2.0])
 def test_a_gradient_longer_than_the_limit_is_scaled_down_to_it_and_a_shorter_one_is_left(world, share):
     before = weights(stepper(world, network()).model)
-    batch = StepBatch(0, [micro(4)])
+    batch = StepBatch(0, [micro(4)], 10)
     free = stepper(world, network(), lr=1.0)
     norm = float(free.step(batch, 10, alone).gradient_norm)
     limited = stepper(world, network(), clip_norm=share * norm, lr=1.0)
@@ -104,17 +104,17 @@ def test_a_gradient_longer_than_the_limit_is_scaled_down_to_it_and_a_shorter_one
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_taken(world):
     ours = stepper(world, network())
     before = weights(ours.model)
-    found = ours.step(StepBatch(0, [micro(4), micro(4, value=float("inf"))]), 10, alone)
+    found = ours.step(StepBatch(0, [micro(4), micro(4, value=float("inf"))], 10), 10, alone)
     assert not torch.isfinite(found.gradient_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(ours.model), strict=True))
     again = stepper(world, network())
-    assert ours.step(StepBatch(0, [micro(4)]), 10, alone) == again.step(StepBatch(0, [micro(4)]), 10, alone)
+    assert ours.step(StepBatch(0, [micro(4)], 10), 10, alone) == again.step(StepBatch(0, [micro(4)], 10), 10, alone)
     assert all(torch.equal(a, b) for a, b in zip(weights(again.model), weights(ours.model), strict=True))
 
 
 def test_gradients_do_not_pile_up_from_step_to_step(world):
     ours = stepper(world, network(), lr=1e-30)
-    norms = {float(ours.step(StepBatch(0, [micro(4)]), 10, alone).gradient_norm) for _ in range(3)}
+    norms = {float(ours.step(StepBatch(0, [micro(4)], 10), 10, alone).gradient_norm) for _ in range(3)}
     assert len(norms) == 1
 
 
@@ -125,7 +125,7 @@ def test_each_module_trains_in_the_mode_that_it_was_given(world):
     ours.model.eval()  # as a user's statistics may leave it
     seen = []
     model[3].register_forward_hook(lambda *_: seen.append([m.training for m in model]))
-    ours.step(StepBatch(0, [micro(4)]), 10, alone)
+    ours.step(StepBatch(0, [micro(4)], 10), 10, alone)
     assert seen == [[True, True, False, True]]
 
 
@@ -170,7 +170,9 @@ class WithAuxiliary(nn.Module):
 
     def __init__(self, shape=(-1,)):
         super().__init__()
-        self.network, self.shape, self.num_steps = network(), shape, 0
+        self.network = network()
+        self.shape = shape
+        self.num_steps = 0
 
     def forward(self, x):
         return ModelOutput(self.network(x), x.square().sum(-1).reshape(self.shape) * self.network[0].bias[0])
@@ -195,9 +197,9 @@ def test_auxiliary_terms_are_added_to_each_term_of_their_row_and_padding_has_non
 def test_the_model_is_called_after_each_step_that_was_taken(world):
     model = WithAuxiliary()
     ours = stepper(world, model)
-    ours.step(StepBatch(0, [micro(4), micro(4)]), 20, alone)
+    ours.step(StepBatch(0, [micro(4), micro(4)], 20), 20, alone)
     assert model.num_steps == 1
-    skipped = ours.step(StepBatch(0, [micro(4, value=float("inf"))]), 10, alone)
+    skipped = ours.step(StepBatch(0, [micro(4, value=float("inf"))], 10), 10, alone)
     assert not torch.isfinite(skipped.gradient_norm) and model.num_steps == 1
 
 

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from kftrain import storage
 from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
+from kftrain.launch.spec import ERROR_FILE_ENV
 from kftrain.plugins import user_code
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import attempts
+from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
-from kftrain.worker.error_report import ERROR_FILE_ENV, classify
+from kftrain.worker.error_report import classify
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.rank import report
 from kftrain.worker.root_cause import only_lost_a_peer
@@ -85,7 +87,7 @@ def raised_in_user_code(cause):
 def test_a_lost_peer_is_retryable_also_inside_a_forward_pass(cause):
     assert isinstance(classify(cause), RetryableError)
     assert isinstance(classify(raised_in_user_code(cause)), RetryableError)
-    assert only_lost_a_peer(classify(cause).to_dict())
+    assert only_lost_a_peer(ErrorDocument.of(classify(cause)))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_a_users_own_words_are_not_taken_for_a_lost_peer(message):
 
 @pytest.mark.parametrize("message", ["Broken pipe", "Connection reset by peer", "DistStore is gone", "[c10d] no"])
 def test_a_broken_connection_of_ours_is_a_lost_peer(message):
-    assert only_lost_a_peer(classify(RuntimeError(message)).to_dict())
+    assert only_lost_a_peer(ErrorDocument.of(classify(RuntimeError(message))))
     assert classify(RuntimeError("could not restore the state")) is None
 
 
@@ -130,7 +132,7 @@ class EndpointConnectionError(Exception):
 def test_storage_that_is_away_is_worth_another_attempt_and_a_users_own_error_of_that_kind_is_not(cause):
     error = classify(cause)
     assert isinstance(error, RetryableError) and type(cause).__name__ in error.line
-    assert not only_lost_a_peer(error.to_dict())
+    assert not only_lost_a_peer(ErrorDocument.of(error))
     assert isinstance(classify(raised_in_user_code(cause)), UserCodeError)
     assert classify(PermissionError("no")) is None
 

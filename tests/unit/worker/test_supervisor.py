@@ -38,7 +38,7 @@ main()
 RANK = """
 import signal, sys, time
 from kftrain.process.parent_death import die_with_parent
-from kftrain.worker import output
+from kftrain.process import output
 die_with_parent()
 output.redirect()
 signals = []

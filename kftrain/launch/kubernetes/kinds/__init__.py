@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from kftrain.launch.backends import BACKENDS
+from kftrain.launch.backends import BACKENDS, POD_BACKENDS
 from kftrain.launch.kubernetes.kinds.kind import Kind
 
 
@@ -17,4 +17,4 @@ def kind_of(backend: str) -> Kind:
 
 def all_kinds() -> list[Kind]:
     """Every kind: who names a run by its id alone does not say which its job is."""
-    return [kind_of(name) for name, backend in BACKENDS.items() if backend.has_pods]
+    return [kind_of(name) for name in POD_BACKENDS]

@@ -51,6 +51,8 @@ class Kind(ABC):
     """In the paths of the API server."""
     operator: ClassVar[str]
     """Who makes pods of a job, in words that follow *the*."""
+    creation_failures: ClassVar[frozenset[str]]
+    """Reasons of the events by which the operator says that it could not make what a job needs."""
     install: ClassVar[str]
     """What to do where a cluster has no such kind."""
     container: ClassVar[str] = "worker"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kftrain.config import Config
+from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import pod
 from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.launch.spec import WORKER, JobSpec
@@ -26,8 +27,12 @@ TTL_SECONDS = 24 * 60 * 60
 class PyTorchJob(Kind):
     """`kubeflow.org/v1`."""
 
-    name, group, version, plural = "PyTorchJob", "kubeflow.org", "v1", "pytorchjobs"
+    name = "PyTorchJob"
+    group = "kubeflow.org"
+    version = "v1"
+    plural = "pytorchjobs"
     operator = "training operator"
+    creation_failures = frozenset(("FailedCreatePod", "FailedCreateService"))
     install = "install version 1 of the Kubeflow training operator"
     container = "pytorch"  # the operator's webhook wants this name
     job_name_label = "training.kubeflow.org/job-name"
@@ -40,6 +45,7 @@ class PyTorchJob(Kind):
         from kubeflow.training import models
         from kubernetes.client import ApiClient
 
+        _require_expressible(spec)
         settings = config.launch.kubernetes
         document = ApiClient().sanitize_for_serialization(
             models.KubeflowOrgV1PyTorchJobSpec(
@@ -74,6 +80,21 @@ class PyTorchJob(Kind):
     def pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """See `Kind.pod_templates`."""
         return [replica["template"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
+
+
+def _require_expressible(spec: JobSpec) -> None:
+    """Raises LaunchError for a role that a PyTorchJob has no place for.
+
+    Its other place, Master, is none for a role beside the workers: a job with a Master succeeds when that one does.
+    """
+    unknown = [role.name for role in spec.roles if role.name not in REPLICA_TYPES]
+    if unknown:
+        raise LaunchError(
+            f"a PyTorchJob has no other roles than {', '.join(REPLICA_TYPES)}",
+            where=f"{spec.task} job of {spec.run_uri}",
+            value=", ".join(unknown),
+            fix="launch it with a backend that runs all of them: launch.backend=local",
+        )
 
 
 KIND = PyTorchJob()

@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from helpers.source_checks import records
 
-from kftrain.data.sources.bounded import BoundedStream
 from kftrain.errors import DataError
 
 READ_UNDER_A_LIMIT = """
 import resource, sys
+import numpy as np
 from kftrain.data.settings import DataConfig
 from kftrain.data.sources import resolve_source
+from kftrain.data.adopted import scan
 from kftrain.errors import DataError
 paths = sys.argv[2:]
 opened = [resolve_source.resolve(DataConfig(source=path)) for path in paths]
@@ -25,9 +27,15 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
 for source in opened:
     try:
-        print("read", len(list(source.records())))
+        (file,) = source.entries()
+        found = scan.scan(file, file.uri + ".npy", None, lambda key: False)
+        adopted = len(np.load(file.uri + ".npy"))
     except DataError as error:
-        print("refused", error.line)
+        adopted = error.line
+    try:
+        print("read", len(list(source.records())), adopted)
+    except DataError as error:
+        print("refused", adopted)
 """
 
 MARGIN_BYTES = 64 << 20
@@ -110,6 +118,7 @@ def test_archives_that_ask_for_memory_are_refused_within_what_they_hold(tmp_path
     assert {name: line.split()[0] for name, line in zip(ATTACKS, found, strict=True)} == dict.fromkeys(
         ATTACKS, "refused"
     ), found
+    assert all(re.match(rf"refused {tmp_path}/{number}\.tar", line) for number, line in enumerate(found)), found
 
 
 @pytest.mark.parametrize("attack", ["sparse", "a member of a terabyte"])
@@ -119,18 +128,30 @@ def test_the_member_and_the_reason_are_named(tmp_path: Path, attack: str) -> Non
         records(tmp_path / "s.tar")
 
 
-def whole_archive() -> bytes:
+def whole_archive(dialect: int) -> bytes:
+    """Twelve members; of dialect 3, that of version 7 of Unix, with bare headers and short names."""
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=stream, mode="w", format=min(dialect, 2)) as archive:
         array = io.BytesIO()
         np.save(array, np.arange(6))
         for number in range(3):
             members = {"txt": b"text", "cls": b"7", "json": b'{"a": 1}', "npy": array.getvalue()}
+            folder = "long/" * (0 if dialect == 3 else 18 if dialect == tarfile.USTAR_FORMAT else 30)
             for suffix, content in members.items():
-                member = tarfile.TarInfo(f"{'long/' * 30 if number else ''}{number}.{suffix}")
-                member.size = len(content)
+                member = tarfile.TarInfo(f"{folder if number else ''}{number}.{suffix}")
+                member.size, member.mtime = len(content), number / 3 if dialect == tarfile.PAX_FORMAT else number
                 archive.addfile(member, io.BytesIO(content))
-    return stream.getvalue()
+    return stream.getvalue() if dialect < 3 else as_version_7(stream.getvalue())
+
+
+def as_version_7(ustar: bytes) -> bytes:
+    content = bytearray(ustar)
+    for start in range(0, len(content), 512):
+        if content[start + 257 : start + 262] == b"ustar":
+            content[start + 156] = 0
+            content[start + 257 : start + 512] = bytes(255)
+            content[start : start + 512] = sealed(content[start : start + 512])
+    return bytes(content)
 
 
 def mutated(whole: bytes, draw: random.Random) -> bytes:
@@ -154,33 +175,19 @@ def mutated(whole: bytes, draw: random.Random) -> bytes:
     return bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
 
 
-def test_mutated_archives_are_read_or_refused_and_never_anything_else(tmp_path: Path) -> None:
-    draw, whole = random.Random(17), whole_archive()
-    paths = [tmp_path / f"{number}.tar" for number in range(400)]
-    for path in paths:
-        path.write_bytes(mutated(whole, draw))
+def test_a_thousand_mutated_archives_are_read_or_refused_and_never_anything_else(tmp_path: Path) -> None:
+    draw = random.Random(17)
+    whole = [whole_archive(dialect) for dialect in range(4)]
+    paths = [tmp_path / f"{number}.tar" for number in range(1000)]
+    for number, path in enumerate(paths):
+        path.write_bytes(mutated(whole[number % 4], draw))
+    for dialect, content in enumerate(whole):
+        paths.append(tmp_path / f"whole-{dialect}.tar")
+        paths[-1].write_bytes(content)
     found = read_under_a_limit(paths)
-    assert len(found) == len(paths) and {line.split()[0] for line in found} == {"read", "refused"}
-
-
-def test_a_bounded_stream_reads_as_the_stream_does_and_never_asks_for_more() -> None:
-    asked: list[int] = []
-
-    class Counted(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            asked.append(-1 if size is None else size)
-            return super().read(size)
-
-    content = bytes(range(100))
-    plain, bounded, draw = io.BytesIO(content), BoundedStream(Counted(content)), random.Random(0)
-    for _ in range(300):
-        if draw.random() < 0.5:
-            place, size = draw.randrange(200), draw.choice([-1, 0, 7, 10**15])
-            assert plain.seek(place) == bounded.seek(place)
-            assert plain.read(min(size, 200)) == bounded.read(size) and plain.tell() == bounded.tell()
-        else:
-            offset = draw.randrange(100)
-            assert plain.seek(-offset, io.SEEK_END) == bounded.seek(-offset, io.SEEK_END)
-    assert asked and all(0 <= size <= 100 for size in asked)
-    with pytest.raises(ValueError, match="no place"):
-        bounded.seek(-1)
+    assert len(found) == 1004 and found[1000:] == ["read 3 3"] * 4
+    assert {line.split()[0] for line in found} == {"read", "refused"}
+    for number, line in enumerate(found):
+        as_source, adopted = re.match(r"(read \d+|refused) (.*)", line).groups()
+        assert as_source in ("refused", f"read {adopted}"), line
+        assert re.match(rf"\d+$|{tmp_path}/(whole-)?{number % 1000}\.tar", adopted), line

@@ -104,11 +104,11 @@ def test_the_index_says_where_the_rows_of_each_field_lie(tmp_path: Path) -> None
     write(tmp_path / "s", BLOCKS)
     index = np.load(tmp_path / "s" / "train-000000.index.npy")
     content = (tmp_path / "s" / "train-000000.tar").read_bytes()
-    for (num_rows, *offsets), item in zip(index.tolist(), BLOCKS, strict=True):
+    for (num_rows, *places), item in zip(index.tolist(), BLOCKS, strict=True):
         assert num_rows == item.num_rows
-        for offset, name in zip(offsets, ("tokens", "label"), strict=True):
+        for offset, length, name in zip(places[::2], places[1::2], ("tokens", "label"), strict=True):
             data = item.arrays[name].tobytes()
-            assert content[offset : offset + len(data)] == data and offset % 64 == 0
+            assert content[offset : offset + length] == data and offset % 64 == 0
 
 
 def test_shards_are_cut_before_they_exceed_their_size(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers.source_checks import Sharded, reading_memory, records, resolve
 from PIL import Image
 
-from kftrain.data.sources.decoding import decode_image
+from kftrain.data.images import decode_image
 from kftrain.errors import ConfigError, DataError
 from kftrain.tasks.image_classification import ImageClassification
 

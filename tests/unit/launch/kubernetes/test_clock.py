@@ -11,7 +11,7 @@ from kftrain.launch.kubernetes.states import State
 
 QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
-TRAINING = (State.VERIFYING, State.TRAINING, State.EVALUATING, State.COMMITTING)
+TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
 OVER = (State.SUCCEEDED, State.FAILED, State.GONE)
 
 histories = st.lists(st.tuples(st.sampled_from(State), st.integers(0, 10_000)), max_size=30)
@@ -84,7 +84,7 @@ def test_each_limit_is_named_once_it_is_exceeded(state, setting):
 
 
 def test_to_verify_the_data_is_no_part_of_the_start_however_long_it_takes():
-    clock = played([(State.RENDEZVOUS, 15), (State.VERIFYING, 10_000), (State.RENDEZVOUS, 15)])
+    clock = played([(State.RENDEZVOUS, 15), (State.TRAINING, 10_000), (State.RENDEZVOUS, 15)])
     assert not clock.exceeded(Limits(10, 20, 20_000))
     assert clock.advance(State.RENDEZVOUS, clock.time + 6).exceeded(Limits(10, 20, 20_000))
 

@@ -1,5 +1,6 @@
 """What a kind says of itself is all that the rest knows of it, and a job may have several roles."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.lease import any_pods
 from kftrain.launch.kubernetes.logs import Logs
-from kftrain.launch.kubernetes.observation import newest, parse_job, parse_pods
+from kftrain.launch.kubernetes.observation import Event, Observation, newest, parse_job, parse_pods
 from kftrain.launch.kubernetes.pod_exits import PodExits
 from kftrain.launch.kubernetes.states import State, assess
 from kftrain.launch.spec import JobSpec, Role
@@ -22,9 +23,17 @@ CREATED = "2026-11-21T10:00:00Z"
 class Batch(Kind):
     """Another kind: its own words, labels and paths; servers beside its workers."""
 
-    name, group, version, plural = "Batch", "example.com", "v2", "batches"
-    operator, install = "batch operator", "install it"
-    container, job_name_label, index_label, role_label = "main", "b/job", "b/index", "b/role"
+    name = "Batch"
+    group = "example.com"
+    version = "v2"
+    plural = "batches"
+    operator = "batch operator"
+    install = "install it"
+    container = "main"
+    job_name_label = "b/job"
+    index_label = "b/index"
+    role_label = "b/role"
+    creation_failures = frozenset(("NoRoom",))
     condition_names: ClassVar = {"Complete": "Succeeded", "Broken": "Failed", "Paused": "Suspended"}
 
     def specification(self, spec, config):
@@ -81,7 +90,6 @@ def test_a_kinds_own_words_lead_to_the_states_of_all_kinds(found, state):
         step=0,
         target_step=0,
         claimed=False,
-        verifying=False,
         lost_nodes=frozenset(),
     )
     assert assess(seen).state is state
@@ -147,11 +155,28 @@ def test_lines_of_a_server_bear_its_name_and_are_no_steps_of_a_worker():
     assert "server-0: hello" in found and logs.tails()["server-0"] == ["hello"]
 
 
+def test_why_no_pod_is_made_is_told_in_the_operators_own_words():
+    events = [Event("u", "FailedCreatePod", "of another operator"), Event("u", "NoRoom", "exceeded quota: gpus")]
+    assert states_reasons(events) == ["NoRoom: exceeded quota: gpus"]
+    assert states_reasons(events[:1]) == []
+
+
+def states_reasons(events):
+    """Why a job of that kind waits, which has no pods."""
+    seen = parse_job(job(), 1.76e9, BATCH)
+    return [
+        reason.text
+        for reason in assess(Observation(job=dataclasses.replace(seen, has_status=True), events=events)).reasons
+    ]
+
+
 class Served:
     namespace = "n"
 
     def __init__(self, kind, names, is_served=True):
-        self.kind, self._names, self._is_served = kind, names, is_served
+        self.kind = kind
+        self._names = names
+        self._is_served = is_served
 
     def list_jobs(self, selector):
         if not self._is_served:

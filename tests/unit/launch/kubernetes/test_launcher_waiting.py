@@ -11,7 +11,6 @@ from kftrain import storage
 from kftrain.errors import LaunchError, RetryableError
 from kftrain.launch.kubernetes import states, watcher
 from kftrain.outages import UNREACHABLE
-from kftrain.progress import PREFIX, VERIFYING
 from kftrain.run import attempts
 
 PLACED = ("PodScheduled", "True")
@@ -115,11 +114,9 @@ def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(la
     one = launch(start_timeout_seconds=1)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    namespace.write(WORKERS[0], f"{PREFIX}{VERIFYING} of s3://bucket/shards/manifest.json")
-    one.wait_for("Verifying")
-    time.sleep(2.0)
-    namespace.step(JOB, 1, 20)
+    attempts.claim(one.paths, 0, 2)
     one.wait_for("Training")
+    time.sleep(2.0)
     namespace.finish(JOB)
     assert one.finish() == 0
 

@@ -27,7 +27,8 @@ class ScriptedSource:
     """A pod that runs until its last connection, and what each connection gives before it breaks."""
 
     def __init__(self, *connections):
-        self.connections, self.asked = list(connections), []
+        self.connections = list(connections)
+        self.asked = []
 
     def read_pod(self, name):
         phase = "Running" if len(self.connections) > 1 else "Succeeded"

@@ -44,8 +44,10 @@ class Process:
     """A launcher, and what happens while it runs: one event at each request and each sleep."""
 
     def __init__(self, script, launcher=None):
-        self.script, self.launcher = list(script), launcher
-        self.dead, self.fault = False, ""
+        self.script = list(script)
+        self.launcher = launcher
+        self.dead = False
+        self.fault = ""
         self.followed = []
         """Holds of the jobs that it created or adopted."""
 
@@ -54,8 +56,11 @@ class World:
     """The cluster, and the launchers that run: the last one runs within a request of the one before."""
 
     def __init__(self, resolved, training):
-        self.resolved, self.training = resolved, training
-        self.namespace, self.seconds, self.processes = Namespace(), 0.0, []
+        self.resolved = resolved
+        self.training = training
+        self.namespace = Namespace()
+        self.seconds = 0.0
+        self.processes = []
         self.namespace.holds_pods = True
         self.succeeded = set()
         """Uids of the jobs that have Succeeded."""

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,16 @@ def test_a_job_tells_for_which_configuration_it_was_started():
     (container,) = pod_of(job)["spec"]["containers"]
     del container["command"]
     assert KIND.started_for(job) == ""
+
+
+@pytest.mark.parametrize("name", ["server", "master"])
+def test_a_role_that_has_no_place_in_the_job_is_refused(name):
+    """A Master would be one, but a job with a Master succeeds when that one does."""
+    resolved = config.parse(TEXT)
+    training = spec.train_job(RunPaths.of(resolved.run.storage_root, "r"), resolved, "")
+    both = dataclasses.replace(training, roles=(*training.roles, spec.Role(name, 1, 1, (name,))))
+    with pytest.raises(
+        LaunchError, match=rf"train job of s3://.*no other roles than worker \(got '?{name}'?\); "
+    ) as caught:
+        KIND.build(both, resolved)
+    assert caught.value.exit_code == 13

@@ -53,6 +53,7 @@ jobs = st.builds(
     suspended_by_user=st.booleans(),
     task=st.sampled_from(["train", "evaluate", ""]),
     num_pods=st.integers(1, 3),
+    creation_failures=st.just(frozenset({"FailedCreatePod"})),
 )
 workloads = st.builds(
     Workload,
@@ -112,7 +113,7 @@ def test_only_the_jobs_own_conditions_end_it(seen):
 @given(observations)
 def test_a_job_that_trains_has_all_its_workers(seen):
     assessment = assess(seen)
-    if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS, State.VERIFYING):
+    if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS):
         assert len(seen.pods) >= seen.job.num_pods
         assert all(pod.ended or (pod.running and pod.node) for pod in seen.pods)
         assert (assessment.state is State.EVALUATING) == (seen.job.task == "evaluate")
@@ -142,9 +143,7 @@ def look(**known):
         ({}, State.RENDEZVOUS),
         ({"step": 3, "target_step": 10}, State.TRAINING),
         ({"claimed": True}, State.TRAINING),
-        ({"verifying": True}, State.VERIFYING),
-        ({"verifying": True, "pods": []}, State.SCHEDULING),
-        ({"verifying": True, "step": 1, "target_step": 9}, State.TRAINING),
+        ({"claimed": True, "pods": []}, State.SCHEDULING),
         ({"step": 10, "target_step": 10}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True)]}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True, overdue_seconds=61)]}, State.SCHEDULING),

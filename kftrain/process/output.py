@@ -1,7 +1,7 @@
-"""What the processes of a node print: to the console, line by line and with their rank, and complete into files.
+"""What several processes print: to the console, line by line and with their name, and complete into files.
 
-Each process writes both its streams into one pipe, in the order in which it writes them, and the supervisor reads all
-pipes in one thread. Nothing is torn or held back: torchrun's own `--tee` writes from a thread per stream into one
+Each process writes both its streams into one pipe, in the order in which it writes them, and who has started them reads
+all pipes in one thread. Nothing is torn or held back: torchrun's own `--tee` writes from a thread per stream into one
 buffer, which on two processes tears lines, and shows them seconds later wherever the console is no terminal. A full
 disk costs the files and a console that nobody reads costs its lines, never the training.
 """
@@ -15,11 +15,13 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 from kftrain.printable import printable
 from kftrain.progress import to_log
+from kftrain.run.log_size import MAX_LOG_BYTES, shortened
 
 OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
 """Folder of the pipes, each called by its process's local rank."""
@@ -27,11 +29,6 @@ OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
 """What is longer without a newline goes to the console in pieces."""
-
-MAX_LOG_BYTES = 64 << 20
-"""A log that grows beyond loses its middle: PID 1 of a pod must fill neither memory nor disk."""
-
-MIDDLE = b"\n[the middle of this log was left out: it was too long]\n"
 
 MAX_WAITING_BYTES = 4 << 20
 """What a console that is not read may owe; more is left out, and said to be."""
@@ -44,7 +41,7 @@ DRAIN_SECONDS = 5.0
 
 
 def redirect() -> None:
-    """Sends all that this process prints, from Python and from C, into its pipe, if a supervisor reads one."""
+    """Sends all that this process prints, from Python and from C, into its pipe, if somebody reads one."""
     folder = os.environ.get(OUTPUT_ENV)
     if not folder:
         return
@@ -59,34 +56,26 @@ def redirect() -> None:
         stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def shortened(content: bytes, limit: int = MAX_LOG_BYTES) -> bytes:
-    """A log of at most `limit` bytes: what is longer keeps its first and last quarter of them."""
-    if len(content) <= limit:
-        return content
-    head, _, _ = content[: limit // 4].partition(MIDDLE)
-    return head + MIDDLE + content[-(limit // 4) :]
-
-
 class Output:
     """Within the block, what the processes print is shown and kept.
 
     Args:
         folder: An empty folder for pipes and files.
-        ranks: The ranks of this node's processes, in the order of their local ranks.
-        named: Whether each line on the console begins with its rank.
+        names: Of the processes, such as `rank-3`, in the order of their local ranks.
+        named: Whether each line on the console begins with its process's name.
     """
 
-    def __init__(self, folder: Path, ranks: range, named: bool) -> None:
+    def __init__(self, folder: Path, names: Iterable[str], named: bool) -> None:
         self._selector = selectors.DefaultSelector()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="output")
         self._console = _Console()
         self.folder = folder
-        self.logs = {rank: folder / f"rank-{rank}.log" for rank in ranks}
-        """Rank -> its file: bit by bit what the process printed."""
+        self.logs = {name: folder / f"{name}.log" for name in names}
+        """Name -> its file: bit by bit what the process printed."""
         self._sources = [
-            _Source(folder / str(local_rank), log, f"[rank {rank}] ".encode() if named else b"", self._console)
-            for local_rank, (rank, log) in enumerate(self.logs.items())
+            _Source(folder / str(index), log, f"[{name.replace('-', ' ')}] ".encode() if named else b"", self._console)
+            for index, (name, log) in enumerate(self.logs.items())
         ]
 
     def __enter__(self) -> Output:

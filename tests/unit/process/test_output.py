@@ -9,12 +9,13 @@ import time
 import pytest
 
 from kftrain import progress
-from kftrain.worker import output
-from kftrain.worker.output import MIDDLE, OUTPUT_ENV, Output, shortened
+from kftrain.process import output
+from kftrain.process.output import OUTPUT_ENV, Output
+from kftrain.run.log_size import MIDDLE, shortened
 
 CHATTER = """
 import os, sys
-from kftrain.worker import output
+from kftrain.process import output
 output.redirect()
 rank = os.environ["LOCAL_RANK"]
 for index in range(3000):
@@ -29,7 +30,7 @@ print("no newline", end="")
 
 def run(folder, ranks, source=CHATTER, named=True, **environment):
     """Runs a process per rank under one Output; returns rank -> its log."""
-    with Output(folder, ranks, named) as made:
+    with Output(folder, [f"rank-{rank}" for rank in ranks], named) as made:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", source],
@@ -38,7 +39,7 @@ def run(folder, ranks, source=CHATTER, named=True, **environment):
             for local_rank in range(len(ranks))
         ]
         assert [process.wait(timeout=60) for process in processes] == [0] * len(ranks)
-    return {rank: path.read_bytes() for rank, path in made.logs.items()}
+    return {rank: made.logs[f"rank-{rank}"].read_bytes() for rank in ranks}
 
 
 def expected(local_rank):
@@ -64,7 +65,7 @@ def test_every_line_is_whole_named_and_in_order_and_the_files_hold_every_byte(tm
 def test_a_line_that_is_written_in_pieces_is_shown_in_one(tmp_path, capfd):
     source = """
 import os, time
-from kftrain.worker import output
+from kftrain.process import output
 output.redirect()
 for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
     os.write(1, part)
@@ -77,7 +78,7 @@ for part in (b"kftrain| st", b"ep 3/20 lo", b"ss 1\\n"):
 
 def test_what_is_still_in_the_pipe_at_the_end_is_read(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(output, "READ_BYTES", 16)  # the process is through long before the reader
-    source = "from kftrain.worker import output; output.redirect(); print('x' * 60_000)"
+    source = "from kftrain.process import output; output.redirect(); print('x' * 60_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 60_000 + b"\n"}
     assert capfd.readouterr().out.count("x") == 60_000
 
@@ -89,15 +90,15 @@ def test_lines_of_ours_are_recognised_behind_the_name(tmp_path, capfd):
 
 
 def test_a_single_process_needs_no_name(tmp_path, capfd):
-    run(tmp_path, range(1), "from kftrain.worker import output; output.redirect(); print('alone')", named=False)
+    run(tmp_path, range(1), "from kftrain.process import output; output.redirect(); print('alone')", named=False)
     assert capfd.readouterr().out == "alone\n"
 
 
 def test_a_line_is_shown_at_once(tmp_path, capfd):
-    source = "import time; from kftrain.worker import output; output.redirect(); print('now'); time.sleep(3)"
+    source = "import time; from kftrain.process import output; output.redirect(); print('now'); time.sleep(3)"
     environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
     shown = ""
-    with Output(tmp_path, range(1), named=True):
+    with Output(tmp_path, ["rank-0"], named=True):
         process = subprocess.Popen([sys.executable, "-c", source], env=environment)
         while not shown and process.poll() is None:
             shown = capfd.readouterr().out
@@ -110,22 +111,22 @@ def test_a_line_is_shown_at_once(tmp_path, capfd):
 def test_what_a_killed_process_printed_is_there(tmp_path, capfd):
     source = """
 import os, signal
-from kftrain.worker import output
+from kftrain.process import output
 output.redirect()
 print("before", 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    with Output(tmp_path, range(1), named=True) as made:
+    with Output(tmp_path, ["rank-0"], named=True) as made:
         environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
         assert subprocess.run([sys.executable, "-c", source], env=environment, check=False).returncode == -9
-    assert made.logs[0].read_text() == "before 1\n"
+    assert made.logs["rank-0"].read_text() == "before 1\n"
     assert capfd.readouterr().out == "[rank 0] before 1\n"
 
 
 def test_the_end_does_not_wait_for_what_outlives_the_process(tmp_path, capfd):
     source = """
 import subprocess
-from kftrain.worker import output
+from kftrain.process import output
 output.redirect()
 subprocess.Popen(["sleep", "60"])
 print("done")
@@ -136,14 +137,14 @@ print("done")
 
 
 def test_a_line_without_an_end_is_shown_in_pieces(tmp_path, capfd):
-    source = "from kftrain.worker import output; output.redirect(); print('x' * 100_000)"
+    source = "from kftrain.process import output; output.redirect(); print('x' * 100_000)"
     assert run(tmp_path, range(1), source) == {0: b"x" * 100_000 + b"\n"}
     shown = capfd.readouterr().out
     assert shown.count("x") == 100_000 and shown.count("[rank 0] ") == shown.count("\n") > 1
 
 
 def test_a_full_disk_costs_the_file_and_not_the_training(tmp_path, capfd):
-    with Output(tmp_path, range(1), named=False) as made:
+    with Output(tmp_path, ["rank-0"], named=False) as made:
         made._sources[0]._log._stream.close()
         made._sources[0]._log._stream = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
         environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
@@ -174,8 +175,8 @@ def test_a_console_that_went_away_does_not_stop_the_processes(tmp_path):
     source = f"""
 import subprocess, sys
 from pathlib import Path
-from kftrain.worker.output import Output
-with Output(Path({str(tmp_path)!r}), range(1), named=False):
+from kftrain.process.output import Output
+with Output(Path({str(tmp_path)!r}), ["rank-0"], named=False):
     subprocess.run([sys.executable, "-c", {CHATTER!r}], check=True)
 """
     environment = {**os.environ, OUTPUT_ENV: str(tmp_path), "LOCAL_RANK": "0"}
@@ -190,10 +191,10 @@ def test_a_console_that_nobody_reads_does_not_stop_the_processes(tmp_path):
     source = f"""
 import subprocess, sys
 from pathlib import Path
-from kftrain.worker import output
+from kftrain.process import output
 output.MAX_WAITING_BYTES = 10000
 output.DRAIN_SECONDS = 2.0
-with output.Output(Path({str(tmp_path)!r}), range(1), named=False):
+with output.Output(Path({str(tmp_path)!r}), ["rank-0"], named=False):
     for again in range(3):
         subprocess.run([sys.executable, "-c", {CHATTER!r}], check=True)
     sys.stderr.write("ended\\n")
@@ -224,7 +225,7 @@ def test_without_a_supervisor_nothing_is_redirected(monkeypatch, capfd):
 def test_what_ranks_print_steers_no_terminal_and_is_kept_as_it_was(tmp_path, capfd):
     source = r"""
 import os
-from kftrain.worker import output
+from kftrain.process import output
 output.redirect()
 os.write(1, b"caf\xc3\xa9\x1b[2J\x1b]0;owned\x07 \x9b1A\r 50%\r100%\ttab\n\xff\n")
 """

@@ -1,0 +1,336 @@
+"""What kftrain does in the data benchmarks, and the physical limits: see table.py."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import content
+import fresh_process
+import numpy as np
+from fresh_process import Work
+
+from kftrain.data import images
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.decoding import Decoding
+from kftrain.data.loader import TrainLoader, Workers
+from kftrain.data.order import BatchPlan, TrainingOrder
+from kftrain.data.schema import BYTES, Arrays, Block, Field, SampleSchema, Window
+from kftrain.data.shards.manifest import Manifest, Split, content_digest
+from kftrain.data.shards.writer import SplitWriter
+from kftrain.data.windows import TokenWindows, windowed
+from kftrain.storage import publish_json
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMAS = {
+    "images": SampleSchema((Field("image", BYTES, (), ("jpg",)), Field("label", "int64"))),
+    "tokens": SampleSchema((Field("tokens", "uint16"),)),
+}
+ROWS_PER_BLOCK = 32
+"""Sequences of 4 KB: 64 Ki tokens, as the product packs them."""
+SETTINGS = {"shuffle_range_samples": 1024, "shuffle_window_ranges": 64, "prefetch_batches": 2}
+"""As a configuration has them by default."""
+
+
+def blocks(kind: str, folder: Path, num_samples: int) -> Iterator[Block]:
+    """The samples, as a task yields them."""
+    if kind == "images":
+        images = [np.array([image], object) for image in content.images(folder)]
+        labels = np.arange(10)
+        for number in range(num_samples):
+            arrays = {"image": images[number % len(images)], "label": labels[number % 10 :][:1]}
+            yield Block(content.key(number), arrays)
+        return
+    tokens = content.tokens()
+    for start in range(0, num_samples, ROWS_PER_BLOCK):
+        first = start % len(tokens)
+        rows = tokens[first : first + min(ROWS_PER_BLOCK, num_samples - start)]
+        yield Block(content.key(start), {"tokens": rows.reshape(-1)})
+
+
+def write(kind: str, arguments: argparse.Namespace) -> Work:
+    """SplitWriter: tar, index, and sha256 of both."""
+    out, made = Path(arguments.out), list(blocks(kind, Path(arguments.folder), arguments.samples))
+
+    def run() -> None:
+        with SplitWriter(out, "train", SCHEMAS[kind], content.SHARD_SIZE_BYTES) as writer:
+            for block in made:
+                writer.write(block)
+            writer.finish()
+
+    return Work(arguments.samples, run, lambda: content.tar_checksum(out), lambda: float(folder_bytes(out)))
+
+
+def write_limit(kind: str, arguments: argparse.Namespace) -> Work:
+    """One write() of bytes that exist, a chunk of them again and again."""
+    one = b"".join(content.images(Path(arguments.folder))) if kind == "images" else content.tokens().tobytes()
+    num_distinct = content.NUM_DISTINCT * (1 if kind == "images" else 4)
+    path = Path(arguments.out) / "bytes"
+
+    def run() -> None:
+        with path.open("wb", buffering=0) as stream:
+            for _ in range(arguments.samples // num_distinct):
+                stream.write(one)
+
+    return Work(arguments.samples // num_distinct * num_distinct, run, lambda: path.stat().st_size)
+
+
+def dataset(kind: str, folder: Path, num_samples: int, shard_size_bytes: int = content.SHARD_SIZE_BYTES) -> None:
+    """The samples as a dataset in the folder; validation is there because a dataset has one."""
+    shards = {}
+    for split, count in (("train", num_samples), ("validation", 1)):
+        with SplitWriter(folder, split, SCHEMAS[kind], shard_size_bytes) as writer:
+            for block in blocks(kind, folder.parent, count):
+                writer.write(block)
+            shards[split] = writer.finish()
+    manifest = Manifest(
+        dataset_digest=content_digest(SCHEMAS[kind], {}, shards),
+        sample_schema=SCHEMAS[kind],
+        task_kind="benchmark",
+        task_settings={},
+        splits={split: Split(shards=found) for split, found in shards.items()},
+        source="benchmark",
+        source_listing_digest="",
+        baselines={},
+    )
+    publish_json(str(folder / "manifest.json"), manifest.to_dict())
+
+
+def opened(folder: Path) -> ShardedDataset | TokenWindows:
+    """Its training split: images, or a stream of tokens cut into samples."""
+    window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
+    return windowed(ShardedDataset.open(str(folder / "manifest.json"), "train"), window)
+
+
+def order_of(samples: ShardedDataset | TokenWindows) -> TrainingOrder:
+    """The training order with the default settings."""
+    return TrainingOrder(samples.num_samples, 0, SETTINGS["shuffle_range_samples"], SETTINGS["shuffle_window_ranges"])
+
+
+def loader_of(samples: ShardedDataset | TokenWindows, **options: Any) -> TrainLoader:
+    """One process, everything else as by default."""
+    samples.expect_window(SETTINGS["shuffle_window_ranges"], SETTINGS["shuffle_range_samples"])
+    plan = BatchPlan(content.BATCH_SIZE, 1)
+    return TrainLoader(samples, order_of(samples), plan, 0, SETTINGS["prefetch_batches"], **options)
+
+
+def read_images(name: str, arguments: argparse.Namespace) -> Work:
+    """Encoded images in training order, each copied once as a decoder would."""
+    samples = opened(Path(arguments.folder) / name)
+    total = samples.num_samples
+    order = order_of(samples)
+
+    def files() -> Iterator[Any]:
+        for start in range(0, total, content.BATCH_SIZE):
+            rows = samples.read(order.locate(np.arange(start, min(start + content.BATCH_SIZE, total))))
+            yield from rows["image"]
+
+    return Work(total, lambda: fresh_process.copy_all(files()), lambda: content.checksum(files()))
+
+
+def read_limit(name: str, arguments: argparse.Namespace) -> Work:
+    """read() of the same bytes."""
+    folder = Path(arguments.folder) / name
+    paths = sorted(folder.glob("train-*.tar"))
+    buffer = bytearray(1 << 20)
+
+    def run() -> None:
+        for path in paths:
+            with path.open("rb", buffering=0) as stream:
+                while stream.readinto(buffer):
+                    pass
+
+    return Work(opened(folder).num_samples, run, lambda: content.tar_checksum(folder))
+
+
+def token_batches(arguments: argparse.Namespace) -> Work:
+    """Batches as int64 tensors, in training order, read ahead in a thread."""
+    import torch
+
+    samples = opened(Path(arguments.folder) / "ours-tokens")
+
+    def batches() -> Iterator[torch.Tensor]:
+        for step in loader_of(samples).steps(0, samples.num_samples // content.BATCH_SIZE):
+            yield torch.from_numpy(step.micro_batches[0].arrays["tokens"]).to(torch.int64)
+
+    return _batches(samples.num_samples, batches)
+
+
+def token_batches_limit(arguments: argparse.Namespace) -> Work:
+    """`memmap[indices]` in the same order, with the indices at hand."""
+    import torch
+
+    samples = opened(Path(arguments.folder) / "ours-tokens")
+    num_samples = samples.num_samples // content.BATCH_SIZE * content.BATCH_SIZE
+    indices = order_of(samples).locate(np.arange(num_samples)).reshape(-1, content.BATCH_SIZE)
+    flat = np.memmap(Path(arguments.folder) / "tokens.bin", np.uint16, "r").reshape(-1, content.SEQUENCE_LENGTH)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for chosen in indices:
+            yield torch.from_numpy(flat[chosen]).to(torch.int64)
+
+    return _batches(samples.num_samples, batches)
+
+
+def flat_tokens(folder: Path, num_samples: int) -> None:
+    """The token samples as one array in a file."""
+    distinct = content.tokens()
+    with (folder / "tokens.bin").open("wb") as stream:
+        for start in range(0, num_samples, len(distinct)):
+            stream.write(distinct[: num_samples - start].tobytes())
+
+
+def decode_row(sample: Arrays, generator: np.random.Generator) -> Arrays:
+    """As the task does, without anything random."""
+    size = content.IMAGE_SIZE
+    return {"image": images.decode_part(sample["image"], size, 3, images.middle_square, "benchmark")}
+
+
+def decoded(num_workers: int, arguments: argparse.Namespace) -> Work:
+    """Decoded images in training order."""
+    samples = opened(Path(arguments.folder) / "ours-images")
+    workers = Workers(num_workers)
+
+    def pixels() -> Iterator[np.ndarray]:
+        loader = loader_of(samples, decoding=Decoding(decode_row, 0), workers=workers)
+        with contextlib.closing(loader):
+            for step in loader.steps(0, samples.num_samples // content.BATCH_SIZE):
+                yield from step.micro_batches[0].arrays["image"]
+
+    count = samples.num_samples // content.BATCH_SIZE * content.BATCH_SIZE
+    return Work(count, lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+
+
+class PillowAlone:
+    """The same images out of memory, decoded by Pillow; `torch`'s DataLoader takes it as a dataset."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        samples = opened(Path(arguments.folder) / "ours-images")
+        count = samples.num_samples // content.BATCH_SIZE * content.BATCH_SIZE
+        self._files = content.images(Path(arguments.folder))
+        self._numbers = (order_of(samples).locate(np.arange(count)) % len(self._files)).tolist()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, position: int) -> np.ndarray:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(self._files[self._numbers[position]]))
+        side = min(image.size)
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        wanted = (content.IMAGE_SIZE, content.IMAGE_SIZE)
+        box = (left, top, left + side, top + side)
+        return np.array(image.convert("RGB").resize(wanted, Image.Resampling.BILINEAR, box))
+
+
+def pillow(arguments: argparse.Namespace) -> Work:
+    """One after the other."""
+    alone = PillowAlone(arguments)
+    pixels = lambda: (alone[number] for number in range(len(alone)))  # noqa: E731
+    return Work(len(alone), lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+
+
+def torch_loader(arguments: argparse.Namespace) -> Work:
+    """Through two worker processes and their pipes."""
+    import torch.utils.data
+
+    alone: Any = PillowAlone(arguments)
+    loader = torch.utils.data.DataLoader(alone, content.BATCH_SIZE, num_workers=2)
+    pixels = lambda: (row for batch in loader for row in batch.numpy())  # noqa: E731
+    return Work(len(alone), lambda: sum(1 for _ in pixels()), lambda: content.checksum(pixels()))
+
+
+def shard(num_processes: int, arguments: argparse.Namespace) -> Work:
+    """The whole shard step: text files of 8 MB, one to a part, into bytes."""
+    from kftrain.config import Config
+    from kftrain.data.sharding import shard_dataset
+    from kftrain.tasks import build_task
+
+    folder, results = Path(arguments.folder) / "text", []
+    data = {"source": str(folder), "processes": num_processes, "part_size_bytes": 8_000_000}
+    document = {"run": {"storage_root": arguments.out}, "data": data, "task": {"kind": "language_modeling"}}
+    config = Config.model_validate(document)
+
+    def run() -> None:
+        results.append(shard_dataset(config, build_task(config.task), lambda line: None))
+
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return Work(num_bytes, run, lambda: int(results[0].dataset_digest[:12], 16))
+
+
+def resume(arguments: argparse.Namespace) -> Work:
+    """To the first batch somewhere in the epoch, of a dataset that was opened and not read yet."""
+    samples = opened(Path(arguments.folder) / "ours-images")
+    first = int(arguments.at * samples.num_samples) // content.BATCH_SIZE
+    return Work(1, lambda: next(loader_of(samples).steps(first, 1)), lambda: 0)
+
+
+def start(name: str, arguments: argparse.Namespace) -> Work:
+    """From a manifest to the first batch."""
+    folder = Path(arguments.folder) / name
+    return Work(1, lambda: next(loader_of(opened(folder)).steps(0, 1)), lambda: 0)
+
+
+def memory(name: str, arguments: argparse.Namespace) -> Work:
+    """One epoch of the loader; the figure is what the process grew by, in MiB of its own memory."""
+    samples = opened(Path(arguments.folder) / name)
+    before = rss_anon_mib()
+
+    def run() -> None:
+        for step in loader_of(samples).steps(0, samples.num_samples // content.BATCH_SIZE):
+            fresh_process.copy_all(step.micro_batches[0].arrays["image"])
+
+    return Work(samples.num_samples, run, lambda: 0, lambda: rss_anon_mib() - before)
+
+
+def rss_anon_mib() -> float:
+    """Resident memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _batches(num_samples: int, batches: Callable[[], Iterator[torch.Tensor]]) -> Work:
+    def run() -> None:
+        for _ in batches():
+            pass
+
+    rows = lambda: (row.astype(np.uint16) for batch in batches() for row in batch.numpy())  # noqa: E731
+    return Work(num_samples // content.BATCH_SIZE * content.BATCH_SIZE, run, lambda: content.checksum(rows()))
+
+
+WORKS: dict[str, Callable[[argparse.Namespace], Work]] = {
+    "write-images": functools.partial(write, "images"),
+    "write-tokens": functools.partial(write, "tokens"),
+    "write-images-limit": functools.partial(write_limit, "images"),
+    "write-tokens-limit": functools.partial(write_limit, "tokens"),
+    "read-images": functools.partial(read_images, "ours-images"),
+    "read-images-limit": functools.partial(read_limit, "ours-images"),
+    "token-batches": token_batches,
+    "token-batches-limit": token_batches_limit,
+    "decoded": functools.partial(decoded, 0),
+    "decoded-1": functools.partial(decoded, 1),
+    "decoded-2": functools.partial(decoded, 2),
+    "decoded-Pillow": pillow,
+    "decoded-DataLoader": torch_loader,
+    "shard-1": functools.partial(shard, 1),
+    "shard-2": functools.partial(shard, 2),
+    "resume": resume,
+    **{f"start-{times}": functools.partial(start, f"shards-{times}") for times in (1, 10, 100)},
+    **{f"memory-{times}": functools.partial(memory, f"memory-{times}") for times in (1, 4, 16)},
+}
+
+if __name__ == "__main__":
+    fresh_process.main(WORKS)

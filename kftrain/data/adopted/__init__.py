@@ -1,0 +1,1 @@
+"""Shards that others have written become a dataset without being copied."""

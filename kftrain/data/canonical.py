@@ -1,0 +1,32 @@
+"""Plain values as bytes that are equal only for equal values: what digests of records are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def canonical(value: Any) -> Iterator[bytes]:
+    """Type, length and content of a value. Raises TypeError for what is no plain data."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"array {value.dtype.str} {value.shape} ".encode()
+        yield value.tobytes()
+    elif isinstance(value, bytes | bytearray | memoryview):
+        yield f"bytes {len(value)} ".encode()
+        yield bytes(value)
+    elif isinstance(value, str):
+        yield from canonical(b"text " + value.encode("utf-8", "surrogatepass"))
+    elif value is None or isinstance(value, bool | int | float | np.generic):
+        yield f"{type(value).__name__} {value!r} ".encode()
+    elif isinstance(value, list | tuple):
+        yield f"list {len(value)} ".encode()
+        for item in value:
+            yield from canonical(item)
+    elif isinstance(value, dict):
+        yield f"dict {len(value)} ".encode()
+        for name in sorted(value, key=str):
+            yield from canonical([name, value[name]])
+    else:
+        raise TypeError(type(value).__name__)

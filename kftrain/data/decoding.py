@@ -1,0 +1,223 @@
+"""Rows as they are stored become rows as they are used, one by one, in arrays that are there already.
+
+The random numbers of a sample are a function of the seed and of its position in the training order, counted on through
+all epochs: neither the number of processes nor of workers, nor where an attempt began, changes one of them. Philox
+makes them from a key (of the seed) and a counter (of the position) without any state between samples, so that one
+generator is put where it is wanted, which takes a tenth of making a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from kftrain.data.schema import Arrays
+from kftrain.errors import DataError, KftrainError, UserCodeError, error_from_dict
+
+DecodeRow = Callable[[Arrays, np.random.Generator], Arrays]
+"""From one sample as it is stored to the same as it is used. The generator is for this call only."""
+
+
+class Samples(Protocol):
+    """What is read by number: a split, or a view of one or of several."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of one epoch."""
+        ...
+
+    def read(self, samples: np.ndarray) -> Arrays:
+        """Samples by number, int64 `[k]`, as they are stored: field name -> `[k, *shape]`, files as `object`."""
+        ...
+
+    def place_of(self, sample: int) -> str:
+        """Where a sample lies, for people: the shard and the key. Slow."""
+        ...
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that cannot be decoded."""
+
+    number: int
+    """In stored order."""
+    error: KftrainError
+    """Names the shard and the key."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for another process."""
+        return {"number": self.number, "error": self.error.to_dict()}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> BadSample:
+        """The inverse of `to_dict`."""
+        return cls(document["number"], error_from_dict(document["error"]))
+
+
+class Generators:
+    """One generator, put to any position of the training order. Not for several threads."""
+
+    def __init__(self, seed: int) -> None:
+        key = np.frombuffer(hashlib.sha256(f"decode/{seed}".encode()).digest()[:16], "<u8").astype(np.uint64)
+        self._philox = np.random.Philox(key=key)
+        self._generator = np.random.Generator(self._philox)
+        self._start: Any = self._philox.state
+        self._counter = self._start["state"]["counter"]
+
+    def at(self, position: int) -> np.random.Generator:
+        """The generator at the first of the random numbers of a position; the one returned before is the same one.
+
+        The first two words of the counter are the generator's own: each position has 2^130 numbers for itself.
+        """
+        self._counter[2] = position
+        self._philox.state = self._start
+        return self._generator
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, types and shapes of a decoded sample: all samples of a dataset have the same."""
+
+    example: Arrays
+    """The first good sample of the training order. It stands where a bad one would, with weight 0: a row of zeros might
+    give what is not a number."""
+
+    @classmethod
+    def of(cls, decoded: Any) -> Layout:
+        """The layout of a decoded sample. Raises UserCodeError where it is none."""
+        if not isinstance(decoded, Mapping) or not decoded:
+            raise UserCodeError(f"must return a dict of arrays, got {type(decoded).__name__}", where="task.decode")
+        example = {str(name): np.array(value) for name, value in decoded.items()}
+        for name, value in example.items():
+            if value.dtype.kind not in "biufc":
+                raise UserCodeError(f"must return numbers, got {value.dtype} as {name!r}", where="task.decode")
+        return cls(example)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one decoded sample."""
+        return sum(value.nbytes for value in self.example.values())
+
+    def to_list(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each field, as plain data."""
+        return [(name, value.dtype.str, list(value.shape)) for name, value in self.example.items()]
+
+    def empty(self, num_rows: int) -> Arrays:
+        """Arrays for so many samples."""
+        return {name: np.empty((num_rows, *value.shape), value.dtype) for name, value in self.example.items()}
+
+
+def put_row(into: Arrays, row: int, decoded: Any) -> None:
+    """Writes a decoded sample to its row. Raises UserCodeError where it has another layout."""
+    if not isinstance(decoded, Mapping) or decoded.keys() != into.keys():
+        shown = sorted(decoded) if isinstance(decoded, Mapping) else type(decoded).__name__
+        raise UserCodeError(f"must return {sorted(into)} for each sample, got {shown}", where="task.decode")
+    for name, array in into.items():
+        value = np.asarray(decoded[name])
+        if value.dtype != array.dtype or value.shape != array.shape[1:]:
+            raise UserCodeError(
+                f"must return {name!r} as {array.dtype} {list(array.shape[1:])} for each sample, "
+                f"got {value.dtype} {list(value.shape)}",
+                where="task.decode",
+            )
+        array[row] = value
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How rows are decoded."""
+
+    decode: DecodeRow
+    seed: int
+    max_bad_samples: int = 0
+    """How many of the dataset may be bad; with 0 the first one is raised, else they are left out here and counted by
+    the consumer."""
+
+
+@dataclass
+class Filled:
+    """What decoding some rows took."""
+
+    num_bytes: int = 0
+    """Read, as stored."""
+    seconds: float = 0.0
+    """Of reading and decoding, over all workers."""
+    bad: dict[int, BadSample] = field(default_factory=dict)
+    """Row -> what is wrong with its sample."""
+
+    def add(self, other: Filled, first_row: int) -> None:
+        """Takes in the rows that begin at `first_row`."""
+        self.num_bytes += other.num_bytes
+        self.seconds += other.seconds
+        self.bad.update({first_row + row: sample for row, sample in other.bad.items()})
+
+
+class Decoder:
+    """Reads and decodes. One for each thread."""
+
+    def __init__(self, samples: Samples, decoding: Decoding) -> None:
+        self._samples = samples
+        self._decoding = decoding
+        self._generators = Generators(decoding.seed)
+
+    def layout(self, locate: Callable[[np.ndarray], np.ndarray]) -> Layout:
+        """Of the first sample of the training order that can be decoded: the same in every process and attempt.
+
+        `locate`: positions -> numbers of samples.
+        """
+        problem: KftrainError | None = None
+        for position in range(min(self._decoding.max_bad_samples + 1, self._samples.num_samples)):
+            numbers = locate(np.array([position]))
+            try:
+                return Layout.of(self._decoded(_row(self._samples.read(numbers), 0), position))
+            except (DataError, UserCodeError) as error:
+                problem = problem or self._named(error, int(numbers[0]))
+        assert problem is not None, "an epoch has samples"
+        raise problem
+
+    def fill(self, into: Arrays, numbers: np.ndarray, positions: np.ndarray) -> Filled:
+        """Decodes the samples of these numbers at these positions of the training order into the rows of `into`.
+
+        The row of a bad sample is left as it is. Raises what reading raises, and DataError or UserCodeError, with shard
+        and key, for a bad sample where none is tolerated.
+        """
+        start = time.perf_counter()
+        arrays = self._samples.read(numbers)
+        filled = Filled(num_bytes=stored_bytes(arrays))
+        for row, position in enumerate(positions.tolist()):
+            try:
+                put_row(into, row, self._decoded(_row(arrays, row), position))
+            except (DataError, UserCodeError) as error:
+                problem = self._named(error, int(numbers[row]))
+                if not self._decoding.max_bad_samples:
+                    raise problem from error
+                filled.bad[row] = BadSample(int(numbers[row]), problem)
+        filled.seconds = time.perf_counter() - start
+        return filled
+
+    def _decoded(self, sample: Arrays, position: int) -> Arrays:
+        return self._decoding.decode(sample, self._generators.at(position))
+
+    def _named(self, error: KftrainError, number: int) -> KftrainError:
+        """The same error with shard and key."""
+        return at_place(error, self._samples.place_of(number))
+
+
+def at_place(error: KftrainError, place: str) -> KftrainError:
+    """The same error of a sample that lies there."""
+    where = f"{place}: {error.where}" if error.where else place
+    return error_from_dict({**error.to_dict(), "where": where})
+
+
+def stored_bytes(arrays: Arrays) -> int:
+    """Of some samples as they were read."""
+    return sum(sum(map(len, array)) if array.dtype == object else array.nbytes for array in arrays.values())
+
+
+def _row(arrays: Arrays, row: int) -> Arrays:
+    return {name: array[row] for name, array in arrays.items()}

@@ -1,0 +1,106 @@
+"""The rows of a validation split whose samples become several rows each when they are read: documents, as text.
+
+How many rows each sample has is counted once, by the processes together. After that rows are found by number, as those
+of any split are; the few samples that were made last are kept, for batches end within them. Memory: 8 bytes per sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.schema import CLUSTER, Arrays
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Task
+
+KEPT_SAMPLES = 4
+"""Samples whose rows are kept."""
+
+Gather = Callable[[Any], list[Any]]
+"""From what each process says to what all have said, by rank. Collective."""
+
+
+class Expanded:
+    """The rows of a validation split, as a task makes them. All methods may be called from any thread."""
+
+    def __init__(self, dataset: ShardedDataset, task: Task, num_rows: np.ndarray) -> None:
+        """`num_rows`: of each of the first samples, int64; those after them are left out."""
+        self._dataset = dataset
+        self._task = task
+        self._ends = np.cumsum(num_rows)
+        self._starts = self._ends - num_rows
+        self.num_groups = dataset.num_groups
+        self._rows = functools.lru_cache(maxsize=KEPT_SAMPLES)(functools.partial(rows_of_sample, dataset, task))
+
+    @property
+    def num_samples(self) -> int:
+        """Rows."""
+        return int(self._ends[-1])
+
+    def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
+        """Rows start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
+        numbers = np.arange(start, stop, dtype=np.int64)
+        first, last = self._sample_of(numbers[[0, -1]]).tolist()
+        parts = []
+        for sample in range(first, last + 1):
+            within = slice(max(start, self._starts[sample]) - self._starts[sample], stop - self._starts[sample])
+            parts.append({name: array[within] for name, array in self._rows(sample).items()})
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return arrays, self.group_of(numbers)
+
+    def group_of(self, rows: np.ndarray) -> np.ndarray:
+        """Group ids, int64 `[k]` in 0 … num_groups - 1, of rows by their number."""
+        return self._dataset.group_of(self._sample_of(rows))
+
+    def group_keys(self) -> list[str]:
+        """The key of each group, in the order of their ids. Raises DataError where a shard is damaged."""
+        return self._dataset.group_keys()
+
+    def place_of(self, row: int) -> str:
+        """Where the sample of a row lies, for people: the shard and the key. Slow."""
+        return self._dataset.place_of(int(self._sample_of(np.array([row]))[0]))
+
+    def _sample_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._ends, rows, side="right")
+
+
+ValidationRows = ShardedDataset | Expanded
+"""What models are scored on, row by row."""
+
+
+def expanded(
+    dataset: ShardedDataset,
+    task: Task,
+    gather: Gather = lambda found: [found],
+    share: tuple[int, int] = (0, 1),
+    max_rows: int = 0,
+) -> ValidationRows:
+    """A validation split as the rows that a task makes of its samples; as it is where the task makes none.
+
+    Collective: process i of n, for `share` = (i, n), counts the rows of samples i, i + n, … `max_rows`: who reads no
+    more than so many of the first rows has the samples after them left out; 0: all are read.
+    """
+    if rows_of_sample(dataset, task, 0) is None:
+        return dataset
+    num_counted = min(dataset.num_samples, max_rows or dataset.num_samples)
+    samples = range(share[0], num_counted, share[1])
+    own = [len(next(iter(rows_of_sample(dataset, task, sample).values()))) for sample in samples]
+    num_rows = np.empty(num_counted, np.int64)
+    for first, counts in enumerate(gather(own)):
+        num_rows[first :: share[1]] = counts
+    return Expanded(dataset, task, num_rows)
+
+
+def rows_of_sample(dataset: ShardedDataset, task: Task, sample: int) -> Any:
+    """The rows of one sample, as the task makes them, each with the sample's cluster; None where it makes none."""
+    stored = {name: array[0] for name, array in dataset.read(np.array([sample])).items()}
+    cluster = stored.pop(CLUSTER, None)
+    rows = task.rows(stored)
+    if rows is None or cluster is None:
+        return rows
+    return {**rows, CLUSTER: np.full(len(next(iter(rows.values()))), cluster, np.int64)}

@@ -1,0 +1,41 @@
+"""Samples of near length in one batch: the order within a window, once it is shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kftrain.data import permutation
+
+
+@dataclass(frozen=True)
+class LengthGroups:
+    """Groups of batches that follow each other are sorted by length, and the batches of a group shuffled again.
+
+    Batches and groups are cut at fixed positions of training, so that a step is one batch, on any number of processes.
+    A window that begins or ends within a batch sorts its own part of it.
+    """
+
+    lengths: Callable[[np.ndarray], np.ndarray]
+    """Numbers of samples -> how long each is, int64 `[k]` each."""
+    batch_samples: int
+    """Samples of a step."""
+    num_batches: int
+    """Of a group: more of them are nearer in length, and less random."""
+
+    def grouped(self, samples: np.ndarray, first_position: int, key: np.ndarray) -> np.ndarray:
+        """The samples of a window, int64 `[k]`, whose first one stood at `first_position`, in their new order."""
+        positions = np.arange(first_position, first_position + len(samples))
+        groups = positions // (self.batch_samples * self.num_batches)
+        ordered: np.ndarray = samples[np.lexsort((self.lengths(samples), groups))]
+        for group in np.unique(groups).tolist():
+            start, stop = np.searchsorted(groups, (group, group + 1)).tolist()
+            start += -(first_position + start) % self.batch_samples
+            stop -= (first_position + stop) % self.batch_samples
+            if start < stop:
+                batches = ordered[start:stop].reshape(-1, self.batch_samples)
+                own_key = permutation.subkeys(key, np.array([group], np.uint64))
+                ordered[start:stop] = batches[permutation.shuffled(len(batches), own_key)].ravel()
+        return ordered

@@ -1,0 +1,143 @@
+"""Several datasets in one training, by weight: which sample of which one stands at a position. Pure numpy, no files.
+
+Weights are shares of a round: a fixed sequence of slots in which each component has as many as its weight says, spread
+as evenly as can be (slot j of n lies at (j + 1/2) / n of the round). So where a position lies is a division and a look
+into a table: component, and position in the component's own order, which knows nothing of the others and ends its
+epochs when it has seen all of its own samples. The state of a training is still one integer.
+
+A component of weight w among k has n * w samples, give or take 1 + w * max(0, k - 2), in any n positions that follow
+each other, whatever n is: batches are mixed alike, too. Another phase has other weights; each component goes on where
+it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kftrain.data.decoding import Samples
+from kftrain.data.order import Order
+from kftrain.data.schema import Arrays
+from kftrain.data.shares import slots_by_weight
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Weights from a position on."""
+
+    first_position: int
+    weights: tuple[float, ...]
+    """Of each component; those that are 0 pause."""
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """A phase, ready to be looked up."""
+
+    first_position: int
+    components: np.ndarray
+    """`[slots]`: of each slot of a round."""
+    ranks: np.ndarray
+    """`[slots]`: how many slots of the same component come before it in the round."""
+    counts: np.ndarray
+    """`[components]`: slots of each in a round."""
+    seen: np.ndarray
+    """`[components]`: samples of each before the phase."""
+
+    def located(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Components and positions in them, of positions in this phase."""
+        rounds, slots = np.divmod(positions - self.first_position, len(self.components))
+        components = self.components[slots]
+        return components, self.seen[components] + rounds * self.counts[components] + self.ranks[slots]
+
+    def seen_until(self, position: int) -> np.ndarray:
+        """Samples of each component before a position of this phase, or its end."""
+        rounds, slots = divmod(position - self.first_position, len(self.components))
+        begun = np.bincount(self.components[:slots], minlength=len(self.counts))
+        seen: np.ndarray = self.seen + rounds * self.counts + begun
+        return seen
+
+
+class MixtureOrder:
+    """The order of a mixture: position -> number of the sample, counted through all components one after another."""
+
+    def __init__(self, orders: Sequence[Order], phases: Sequence[Phase]) -> None:
+        """`orders`: of each component. `phases`: the first begins at position 0."""
+        assert orders and phases[0].first_position == 0
+        self._orders = list(orders)
+        self._starts = np.cumsum([0, *(order.num_samples for order in orders)])
+        self.num_samples = int(self._starts[-1])
+        """Samples of all components."""
+        self._phases: list[_Rounds] = []
+        seen = np.zeros(len(orders), np.int64)
+        for phase in phases:
+            if self._phases:
+                seen = self._phases[-1].seen_until(phase.first_position)
+            self._phases.append(_rounds(phase, seen))
+        self._first_positions = np.array([phase.first_position for phase in phases])
+
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the samples, int64 `[k]`, at positions int64 `[k]`."""
+        components, own = self.split(positions)
+        located = np.empty(len(positions), np.int64)
+        for component in np.unique(components).tolist():
+            chosen = components == component
+            located[chosen] = self._orders[component].locate(own[chosen]) + self._starts[component]
+        return located
+
+    def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Component, and position in the component's own order, of each position; int64 `[k]` each."""
+        numbers = np.searchsorted(self._first_positions, positions, side="right") - 1
+        components, own = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            components[chosen], own[chosen] = self._phases[number].located(positions[chosen])
+        return components, own
+
+    def seen(self, position: int) -> list[int]:
+        """Samples of each component before a position."""
+        number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
+        return [int(count) for count in self._phases[number].seen_until(position)]
+
+
+class Concatenated:
+    """Samples of several datasets, numbered through one after another. All methods may be called from any thread."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        """`parts`: all with the same fields."""
+        self._parts = list(parts)
+        self._starts = np.cumsum([0, *(part.num_samples for part in parts)])
+
+    @property
+    def num_samples(self) -> int:
+        """Of all parts."""
+        return int(self._starts[-1])
+
+    def read(self, samples: np.ndarray) -> Arrays:
+        """Samples by number, int64 `[k]`: field name -> `[k, *shape]`."""
+        owners = np.searchsorted(self._starts, samples, side="right") - 1
+        rows: Arrays = {}
+        for owner in np.unique(owners).tolist():
+            chosen = np.flatnonzero(owners == owner)
+            found = self._parts[owner].read(samples[chosen] - self._starts[owner])
+            for name, values in found.items():
+                if name not in rows:
+                    rows[name] = np.empty((len(samples), *values.shape[1:]), values.dtype)
+                rows[name][chosen] = values
+        return rows
+
+    def place_of(self, sample: int) -> str:
+        """Where a sample lies, for people. Slow."""
+        owner = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        return self._parts[owner].place_of(sample - int(self._starts[owner]))
+
+
+def _rounds(phase: Phase, seen: np.ndarray) -> _Rounds:
+    counts = slots_by_weight(phase.weights)
+    times = np.concatenate([(2 * np.arange(count) + 1) / max(count, 1) for count in counts])
+    order = np.argsort(times, kind="stable")  # of equal times the first component comes first
+    components = np.repeat(np.arange(len(counts)), counts)[order]
+    ranks = np.concatenate([np.arange(count) for count in counts])[order]
+    return _Rounds(phase.first_position, components, ranks, np.array(counts), seen)

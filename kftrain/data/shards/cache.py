@@ -1,0 +1,195 @@
+"""Copies of remote shards on a node: fetched whole in the background, verified on the way, shared by its processes.
+
+A copy is named by its digest and comes into being by a rename, so a process that is killed leaves none that is taken
+for whole. Locks are the system's, on the files themselves: who fetches a shard, and who reads its copy. What was not
+read for the longest time, and is read by nobody, makes room for what is needed now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from kftrain import storage
+from kftrain.data.settings import DataConfig
+from kftrain.data.shards.manifest import SHARD_AGAIN, reading
+from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder
+from kftrain.errors import DataError
+
+CHUNK_BYTES = 1 << 20
+
+_PART = ".part"
+"""Suffix of what is being fetched."""
+_LOCK = ".lock"
+"""Of who counts what there is."""
+
+
+class NodeCache:
+    """The copies of a node. All methods may be called by any thread of any process."""
+
+    def __init__(self, folder: Path, max_bytes: int, memory: Memory) -> None:
+        """`max_bytes`: of all copies together. `memory`: knows which of them are whole."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._memory = memory
+
+    @classmethod
+    def of_node(cls, cache_dir: str, max_bytes: int, memory: Memory) -> NodeCache | None:
+        """That of this user; None where nothing may be kept."""
+        folder = node_folder(cache_dir, "shards") if max_bytes else None
+        return None if folder is None else cls(folder, max_bytes, memory)
+
+    def copy_of(self, file: File) -> BinaryIO | None:
+        """The whole copy of a file, opened; it stays until that is closed. None where there is none."""
+        try:
+            stream = (self._folder / file.sha256).open("rb")
+        except OSError:
+            return None
+        status = os.fstat(stream.fileno())
+        if not _locked(stream, fcntl.LOCK_SH) or not self._memory.knows(_copy(stream, file)):
+            stream.close()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(stream.fileno(), ns=(time.time_ns(), status.st_mtime_ns))  # it was used just now
+        return stream
+
+    def fetch(self, file: File) -> bool | None:
+        """Makes a copy; False: there is no room for it, None: another process is making it now.
+
+        Raises DataError where the object has another content, also when it is fetched once more.
+        """
+        with self._part(file) as part:
+            if part is None:
+                return None
+            return self._is_whole(file) or self._fetch_into(part, file)
+
+    def _fetch_into(self, part: BinaryIO, file: File) -> bool:
+        if not self._reserve(part, file.size_bytes):
+            return False
+        try:
+            if _download(file, part) != file.sha256 and _download(file, part) != file.sha256:
+                what = "its content has changed: the sha256 differs from the manifest's"
+                raise DataError(what, where=file.uri, fix=SHARD_AGAIN)
+            os.fsync(part.fileno())
+        except OSError as error:
+            if storage.is_full(error):
+                return False
+            raise
+        self._memory.note(_copy(part, file))
+        os.rename(self._path_of_part(file), self._folder / file.sha256)
+        return True
+
+    def _is_whole(self, file: File) -> bool:
+        """Whether there is a copy; one that nobody remembers is hashed, and goes where it is damaged."""
+        path = self._folder / file.sha256
+        if not path.exists():
+            return False
+        with path.open("rb") as stream:
+            copy = _copy(stream, file)
+            if self._memory.knows(copy):
+                return True
+            if storage.sha256_file(str(path)) == file.sha256:
+                self._memory.note(copy)
+                return True
+        path.unlink()
+        return False
+
+    def _path_of_part(self, file: File) -> Path:
+        return self._folder / (file.sha256 + _PART)
+
+    @contextlib.contextmanager
+    def _part(self, file: File) -> Iterator[BinaryIO | None]:
+        """What is fetched goes there, and is gone in the end unless it was renamed; None where another process is."""
+        path = self._path_of_part(file)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0) as part:
+            if not _locked(part, fcntl.LOCK_EX) or not _is_at(part, path):
+                yield None
+                return
+            try:
+                yield part
+            finally:
+                if _is_at(part, path):
+                    path.unlink()
+
+    def _reserve(self, part: BinaryIO, num_bytes: int) -> bool:
+        """Makes room for a file, which has that size from now on; False where what is in use leaves none."""
+        with (self._folder / _LOCK).open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            part.truncate(0)
+            entries = [entry for path in self._folder.iterdir() if path.name != _LOCK for entry in _status(path)]
+            too_many = sum(status.st_size for _, status in entries) + num_bytes - self._max_bytes
+            oldest_first = sorted(entries, key=lambda entry: (entry[0].suffix != _PART, entry[1].st_atime_ns))
+            for path, status in oldest_first:
+                if too_many <= 0:
+                    break
+                if status.st_size and _removed(path):
+                    too_many -= status.st_size
+            if too_many <= 0:
+                part.truncate(num_bytes)
+            return too_many <= 0
+
+
+def _copy(stream: BinaryIO, file: File) -> File:
+    """A copy as it is opened."""
+    return File(f"copy of {file.sha256}", *storage.describe(os.fstat(stream.fileno())), file.sha256)
+
+
+def _download(file: File, part: BinaryIO) -> str:
+    """Writes the object over what is there; the sha256 of what came."""
+    digest, position = hashlib.sha256(), 0
+    with reading(file.uri), storage.open_read(file.uri) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+            os.pwrite(part.fileno(), chunk, position)
+            position += len(chunk)
+    part.truncate(position)
+    return digest.hexdigest()
+
+
+def _locked(stream: BinaryIO, kind: int) -> bool:
+    try:
+        fcntl.flock(stream, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(stream: BinaryIO, path: Path) -> bool:
+    """Whether an open file still is the one at a path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    return False
+
+
+def _status(path: Path) -> list[tuple[Path, os.stat_result]]:
+    """A file with its status, unless it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return [(path, path.stat())]
+    return []
+
+
+def _removed(path: Path) -> bool:
+    """Deletes a file that no process uses."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+        if _locked(stream, fcntl.LOCK_EX):
+            path.unlink()
+            return True
+    return False
+
+
+def first_use_of(data: DataConfig, dataset_digest: str) -> FirstUse:
+    """As `data.verify` and `data.cache_bytes` say."""
+    memory = Memory.of_node(data.cache_dir, dataset_digest)
+    return FirstUse(memory, data.verify == "first_use", NodeCache.of_node(data.cache_dir, data.cache_bytes, memory))
+
+
+def opened_of(data: DataConfig, dataset_digest: str) -> Opened:
+    """The same for a process whose files another one hashes and fetches."""
+    memory = Memory.of_node(data.cache_dir, dataset_digest)
+    return Opened(NodeCache.of_node(data.cache_dir, data.cache_bytes, memory))

@@ -1,0 +1,199 @@
+"""Whether the shards of a dataset still are what its manifest says."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+
+from kftrain import storage
+from kftrain.data.schema import SPLITS, SampleSchema
+from kftrain.data.shards.keys import decode_key
+from kftrain.data.shards.manifest import (
+    MANIFEST_NAME,
+    SHARD_AGAIN,
+    Manifest,
+    Shard,
+    again,
+    index_uri,
+    read_manifest,
+    reading,
+    shard_uri,
+)
+from kftrain.data.shards.npy_header import npy_header
+from kftrain.data.shards.reader import read_index
+from kftrain.data.sources import tar_reader, tar_samples
+from kftrain.errors import DataError
+
+MAX_LISTINGS = 16
+"""At once."""
+
+
+def verify_shards(
+    uri: str, manifest: Manifest, level: Literal["sha256", "size"] = "sha256", share: tuple[int, int] = (0, 1)
+) -> None:
+    """Compares shards i, i + n, … of the manifest, which lies at `uri`, with it, for `share` = (i, n).
+
+    Returns if all is well. `size` looks at lengths only, `sha256` reads everything. That no key comes twice was seen
+    when the shards were written, and equal content is equal keys. Raises DataError that names the first shard which is
+    missing, truncated or changed.
+    """
+    chosen = [(name, shard) for name in SPLITS for shard in manifest.splits[name].shards][share[0] :: share[1]]
+    seen: set[tuple[str, str]] = set()
+    for split, shard in chosen:
+        fix, tar = again(shard), shard_uri(uri, shard)
+        _verify_size(tar, shard.bytes, fix)
+        _verify_size(index_uri(uri, shard), index_bytes(shard, manifest, split), fix)
+        if level == "sha256":
+            if (tar, shard.sha256) not in seen:  # an adopted tar may hold samples of both splits
+                _verify_content(tar, shard.sha256, fix)
+            seen.add((tar, shard.sha256))
+            _verify_content(index_uri(uri, shard), shard.index_sha256, fix)
+
+
+def verify_before_start(uri: str, manifest: Manifest, verify: str, rank: int, num_ranks: int) -> None:
+    """What an attempt checks of its dataset before the first step, as `data.verify` says; raises DataError.
+
+    One process lists the files; for `everything` all processes hash their share.
+    """
+    if rank == 0:
+        check_listing(uri, manifest)
+    if verify == "everything":
+        verify_shards(uri, manifest, share=(rank, num_ranks))
+
+
+def check_listing(uri: str, manifest: Manifest) -> None:
+    """Raises DataError that names the first file of the dataset that is missing or has another length: one listing."""
+    expected: dict[str, tuple[int, Shard]] = {}
+    for split in SPLITS:
+        for shard in manifest.splits[split].shards:
+            expected[shard_uri(uri, shard)] = shard.bytes, shard
+            expected[index_uri(uri, shard)] = index_bytes(shard, manifest, split), shard
+    folders = dict.fromkeys(where.rpartition("/")[0] for where in expected)
+    calls = [(contextvars.copy_context(), folder) for folder in folders]  # how long the caller waits for storage
+    with ThreadPoolExecutor(MAX_LISTINGS) as threads:  # parts have folders of their own
+        listed = threads.map(lambda call: call[0].run(_sizes, call[1]), calls)
+        found = dict(itertools.chain.from_iterable(listed))
+    for where, (num_bytes, shard) in expected.items():
+        if where not in found:
+            raise DataError("missing", where=where, fix=again(shard))
+        if found[where] != num_bytes:
+            raise _truncated(where, found[where], num_bytes, again(shard))
+
+
+def _sizes(folder: str) -> list[tuple[str, int]]:
+    """URI and size of each file of a folder; none where there is no folder."""
+    with reading(folder), contextlib.suppress(FileNotFoundError):
+        if not storage.is_local(folder):
+            return [(storage.join(folder, name), int(info["size"])) for name, info in storage.find(folder).values()]
+        with os.scandir(storage.local_path(folder)) as entries:
+            return [(f"{folder}/{entry.name}", entry.stat().st_size) for entry in entries if entry.is_file()]
+    return []
+
+
+def verify_keys(uri: str, manifest: Manifest) -> None:
+    """Raises DataError where a key comes twice in a split and a part: somebody else wrote these shards."""
+    for name, split in (item for each in manifest.of_components() for item in each.splits.items()):
+        schema = manifest.schema_of(name)
+        folders: dict[str, list[Shard]] = {}
+        for shard in split.shards:  # a task may count the blocks of each part from 0 on
+            folders.setdefault(shard.folder, []).append(shard)
+        for shards in folders.values():
+            _refuse_duplicates([(each.name, functools.partial(shard_keys, uri, each, schema)) for each in shards])
+
+
+def refuse_duplicate_keys(shard_uris: list[str], schema: SampleSchema, fix: str = SHARD_AGAIN) -> None:
+    """Raises DataError that names the key and both shards where a key comes twice. Memory: 8 bytes per block."""
+    _refuse_duplicates(
+        [(uri.rsplit("/", 1)[-1], functools.partial(block_keys, uri, schema)) for uri in shard_uris], fix
+    )
+
+
+def _refuse_duplicates(shards: list[tuple[str, Callable[[], Iterator[str]]]], fix: str = SHARD_AGAIN) -> None:
+    suspects = repeated(array("q", (hash(key) for _, keys in shards for key in keys())))
+    first_seen: dict[str, str] = {}
+    for name, keys in shards if suspects else []:
+        for key in keys():
+            if key in first_seen:
+                raise DataError(f"a key comes twice, first in {first_seen[key]}", where=name, value=key, fix=fix)
+            if hash(key) in suspects:
+                first_seen[key] = name
+
+
+def repeated(values: array[int]) -> set[int]:
+    """The values of an int64 array that come more than once."""
+    ordered = np.sort(np.frombuffer(values, np.int64))
+    return set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+
+
+def block_keys(uri: str, schema: SampleSchema) -> Iterator[str]:
+    """The keys of a shard's blocks, in order, from the tar's own headers. Raises DataError."""
+    suffixes = schema.fields[0].suffixes
+    with storage.open_read(uri) as stream:
+        for member in tar_reader.walk(stream, uri):
+            folder, slash, base = member.name.rpartition("/")
+            key, dot, extension = base.partition(".")
+            if dot + extension in suffixes:
+                yield decode_key(folder + slash + key)
+
+
+def shard_keys(manifest_uri: str, shard: Shard, schema: SampleSchema) -> Iterator[str]:
+    """The keys of a shard's blocks, in order. Raises DataError.
+
+    Those of an adopted one begin with its name, as shards of others may repeat each other's keys.
+    """
+    uri = shard_uri(manifest_uri, shard)
+    if not shard.is_adopted:
+        yield from block_keys(uri, schema)
+        return
+    index = read_index(manifest_uri, shard, schema)
+    with reading(uri, again(shard)), storage.open_read(uri) as stream:
+        starts = iter(index[:, 1].tolist())
+        start = next(starts, None)
+        for key, members in tar_samples.grouped(stream, uri):
+            if any(member.offset_bytes == start for member in members.values()):
+                yield f"{shard.name}:{key}"
+                start = next(starts, None)
+
+
+def index_bytes(shard: Shard, manifest: Manifest, split: str) -> int:
+    """Size of a shard's index file, which follows from its shape."""
+    num_fields = len(manifest.schema_of(split).fields)
+    shape = (shard.num_blocks, 1 + (num_fields if manifest.format_version == 1 else 2 * num_fields))
+    return len(npy_header("<i8", shape)) + 8 * shape[0] * shape[1]
+
+
+def _verify_size(uri: str, expected: int, fix: str) -> None:
+    with reading(uri, fix):
+        found = storage.size_bytes(uri)
+    if found != expected:
+        raise _truncated(uri, found, expected, fix)
+
+
+def _truncated(uri: str, found: int, expected: int, fix: str) -> DataError:
+    return DataError(f"truncated or changed: it has {found} bytes, not {expected}", where=uri, fix=fix)
+
+
+def _verify_content(uri: str, expected: str, fix: str) -> None:
+    with reading(uri, fix):
+        found = storage.sha256_file(uri)
+    if found != expected:
+        raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=fix)
+
+
+def has_its_shards(folder_uri: str) -> bool:
+    """Whether the dataset in a folder is there, by its manifest and the sizes of its files."""
+    try:
+        uri = storage.join(folder_uri, MANIFEST_NAME)
+        verify_shards(uri, read_manifest(uri), "size")
+    except DataError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""Cuts a listing into parts whose ends depend on what stands there, never on what stands elsewhere.
+
+Cut after every so many bytes, a file that is added moves all ends behind it, and everything is encoded again. Here each
+piece decides by the hash of its own name whether it is the last one of its part, the likelier the larger it is: parts
+have about the size that is asked for on average, and a piece that is added changes the part that it falls into, or cuts
+it in two. A piece that grows beyond a power of two, or goes, may be the end of a part no more: then two parts are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kftrain.data.schema import SourcePart
+from kftrain.data.sources.listing import SourceFile
+
+PIECE_BYTES = 4096
+"""What a piece counts for beside its bytes: opening a file takes as long as reading so much."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or a range of one."""
+
+    file: SourceFile
+    start: int = 0
+    """First byte, row or row group of the range."""
+    stop: int = 0
+    """The end of the range; 0: the whole file."""
+    first: int = 1
+    """Number of the range's first line or row in the file."""
+    size_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What it is known by: what decides whether a part ends here."""
+        return f"{self.file.name}@{self.start}" if self.start else self.file.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Piece:
+        """The inverse of `to_dict`."""
+        return cls(**{**document, "file": SourceFile(**document["file"])})
+
+
+def whole(file: SourceFile) -> Piece:
+    """All of a file."""
+    return Piece(file, size_bytes=file.size_bytes)
+
+
+def group(pieces: Iterable[Piece], target_bytes: int, context: dict[str, Any] | None = None) -> list[SourcePart]:
+    """Pieces in order as parts of about `target_bytes` on average."""
+    return [
+        SourcePart(
+            tuple(piece.to_dict() for piece in part),
+            dict(context or {}),
+            sum(piece.size_bytes + PIECE_BYTES for piece in part),
+        )
+        for part in _grouped(pieces, target_bytes)
+    ]
+
+
+def ends_part(name: str, size_bytes: int, target_bytes: int) -> bool:
+    """Whether a part ends after a piece of this name: with the probability of its size over the target's."""
+    size = 1 << (size_bytes + PIECE_BYTES).bit_length()  # the next power of two: a small change of a file moves no end
+    hashed = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    return hashed * target_bytes < size << 64
+
+
+def _grouped(pieces: Iterable[Piece], target_bytes: int) -> Iterator[list[Piece]]:
+    part: list[Piece] = []
+    for piece in pieces:
+        part.append(piece)
+        if ends_part(piece.name, piece.size_bytes, target_bytes):
+            yield part
+            part = []
+    if part:
+        yield part

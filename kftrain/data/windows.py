@@ -1,0 +1,71 @@
+"""A stream of rows cut into samples when it is read: so the length of a sample is no property of the shards.
+
+Sample i is the rows from i * stride on, `length` of them; where they end, fill stands. Samples that lie within a block,
+nearly all of them, are gathered as one item each, and no row is handled by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.schema import Arrays, SampleSchema, Window
+
+
+class TokenWindows:
+    """The samples of a split whose rows have no shape. All methods may be called from any thread."""
+
+    def __init__(self, dataset: ShardedDataset, window: Window) -> None:
+        assert 1 <= window.stride <= window.length, window
+        self._dataset = dataset
+        self._window = window
+
+    @property
+    def num_samples(self) -> int:
+        """So many that every row which begins no sample of its own is behind the first row of one."""
+        return num_windows(self._dataset.num_samples, self._window)
+
+    def expect_window(self, num_ranges: int, range_samples: int) -> None:
+        """As the split's own: samples of so many ranges will be read in turns."""
+        self._dataset.expect_window(num_ranges, range_samples * self._window.stride)
+
+    def read(self, samples: np.ndarray) -> Arrays:
+        """Samples by number, int64 `[k]`: field name -> new array `[k, length]`. Raises DataError."""
+        starts, length = np.asarray(samples, np.int64) * self._window.stride, self._window.length
+        cut = starts + length > self._dataset.num_samples
+        if not cut.any():
+            return self._dataset.read_runs(starts, length)
+        whole = self._dataset.read_runs(starts[~cut], length)
+        found = {name: np.empty((len(starts), length), array.dtype) for name, array in whole.items()}
+        for name, array in whole.items():
+            found[name][~cut] = array
+            found[name][cut] = self._window.fill[name]
+        for number in np.flatnonzero(cut).tolist():
+            rows = self._dataset.read_runs(starts[number : number + 1], self._dataset.num_samples - int(starts[number]))
+            for name, array in rows.items():
+                found[name][number, : array.shape[1]] = array[0]
+        return found
+
+    def place_of(self, sample: int) -> str:
+        """Where a sample begins, for people: the shard and the key. Slow."""
+        return self._dataset.place_of(sample * self._window.stride)
+
+    def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
+        """Bytes of each sample over all fields, int64 `[k]`."""
+        rows = self._dataset.sample_bytes(np.zeros(1, np.int64))
+        return np.full(len(samples), int(rows[0]) * self._window.length, np.int64)
+
+
+def windowed(dataset: ShardedDataset, window: Window | None) -> ShardedDataset | TokenWindows:
+    """A training split as its samples: a stream cut into windows, any other split as it is."""
+    return TokenWindows(dataset, window) if window is not None and is_stream(dataset.schema) else dataset
+
+
+def is_stream(schema: SampleSchema) -> bool:
+    """Whether rows have no shape, so that many of them are a sample."""
+    return all(not field.shape and not field.is_encoded for field in schema.fields)
+
+
+def num_windows(num_rows: int, window: Window) -> int:
+    """Samples of a stream of so many rows; none where no row follows the first of one."""
+    return max(0, -(-(num_rows - (window.length - window.stride)) // window.stride))

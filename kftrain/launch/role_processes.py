@@ -1,0 +1,177 @@
+"""The roles beside the workers as processes of this machine: started with the workers, told to stop after them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kftrain import storage
+from kftrain.errors import LostPeerError, Preempted, is_error_document
+from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
+from kftrain.process.output import Output
+from kftrain.process.signals import named_end, shell_code
+from kftrain.run.error import ErrorDocument
+
+GRACE_SECONDS = 30.0
+"""How long a node has to end once it is told to: as long as a pod has by default."""
+
+SAME_TIME_SECONDS = 1.0
+"""A node that failed may be seen to end a little after the workers that lost it."""
+
+TAIL_LINES = 40
+TAIL_BYTES = 1 << 16
+
+CONSEQUENCES = frozenset((Preempted.__name__, LostPeerError.__name__))
+"""Errors of workers that end because another node of the job has: they were asked to stop, or lost it."""
+
+
+@dataclass(frozen=True)
+class RoleFailure:
+    """A node that failed while the workers were at work."""
+
+    place: str
+    """Role and node: `server-0`."""
+    node_rank: int
+    returncode: int
+    """As `subprocess` has it: -N for death by signal N."""
+
+
+def root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> RoleFailure | None:
+    """The node whose failure ended the job; None where the workers' own error is the cause.
+
+    Args:
+        failures: In the order in which the nodes ended.
+        left: The error of the workers, which have failed, too.
+    """
+    is_own = left is not None and left.kind not in CONSEQUENCES
+    return None if is_own or not failures else failures[0]
+
+
+class RoleProcesses:
+    """Within the block the nodes run; their output is shown, and kept in `logs`.
+
+    Args:
+        command: Of `kftrain`, with an absolute path first.
+        roles: Those beside the workers.
+        environment: Of every node; its number within its role is added.
+        folder: An empty one, for logs and errors.
+        on_failure: Called in a thread for each node that fails within the block.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        roles: Sequence[Role],
+        environment: Mapping[str, str],
+        folder: Path,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._command = tuple(command)
+        self._nodes = {f"{role.name}-{rank}": (role, rank) for role in roles for rank in range(role.replicas)}
+        self._environment = environment
+        self._folder = folder
+        self._on_failure = on_failure
+        self._failures: list[RoleFailure] = []
+        self._has_failed = threading.Event()
+        self._is_stopping = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        self._stack = contextlib.ExitStack()
+        self._output = Output(folder, self._nodes, named=True)
+
+    @property
+    def logs(self) -> dict[str, Path]:
+        """Role and node -> its log."""
+        return self._output.logs
+
+    def __enter__(self) -> RoleProcesses:
+        with contextlib.ExitStack() as stack:  # in this order backwards: a node prints to its end
+            stack.enter_context(self._output)
+            stack.callback(self._stop)
+            for number, place in enumerate(self._nodes):
+                self._start(number, place)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *caught: object) -> None:
+        self._stack.close()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a node has failed."""
+        return self._has_failed.is_set()
+
+    def failures(self) -> list[RoleFailure]:
+        """Of workers that have failed it is asked whether a node did before: so one that just ends is waited for."""
+        self._has_failed.wait(SAME_TIME_SECONDS)
+        return list(self._failures)
+
+    def explained(self, failure: RoleFailure, task: str, attempt: int | None) -> ErrorDocument:
+        """The error that a node left, or how it ended and what it printed last."""
+        left: Any = None
+        with contextlib.suppress(ValueError, OSError):  # it was killed while it wrote
+            left = storage.read_json_if_exists(str(self._error_file(failure.place)))
+        if not is_error_document(left):
+            line = f"{failure.place} ended by {named_end(failure.returncode)} without a word"
+            left = {"kind": "", "exit_code": shell_code(failure.returncode), "line": line}
+        where = {"node": socket.gethostname(), "node_rank": failure.node_rank, "stage": task, "attempt": attempt}
+        tail = _tail(self.logs[failure.place])
+        return ErrorDocument.received({**left, **where, "last_lines": tail, "time": time.time()})
+
+    def _start(self, number: int, place: str) -> None:
+        role, node_rank = self._nodes[place]
+        own = {NODE_RANK_ENV: str(node_rank), ERROR_FILE_ENV: str(self._error_file(place)), "PYTHONUNBUFFERED": "1"}
+        with (self._folder / str(number)).open("wb", buffering=0) as pipe:
+            # A session of its own: Ctrl-C on a terminal is for the launcher, which lets the workers commit first.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kftrain.process.parent_death", *self._command, *role.arguments],
+                env={**self._environment, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        thread = threading.Thread(target=self._wait, args=(process, place, node_rank), daemon=True, name=place)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait(self, process: subprocess.Popen[bytes], place: str, node_rank: int) -> None:
+        code = process.wait()
+        if code and not self._is_stopping:
+            self._failures.append(RoleFailure(place, node_rank, code))
+            self._has_failed.set()
+            self._on_failure()
+
+    def _stop(self) -> None:
+        """All are told at once: nodes of a role may wait for each other."""
+        self._is_stopping = True
+        for process in self._processes:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():  # the number is still its own
+                os.killpg(process.pid, signal.SIGKILL)
+                thread.join()
+
+    def _error_file(self, place: str) -> Path:
+        return self._folder / f"{place}.error.json"
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    with contextlib.suppress(OSError), log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return stream.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    return []

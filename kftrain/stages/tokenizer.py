@@ -1,0 +1,47 @@
+"""A tokenizer that is trained by itself: with the file's URI in `task.tokenizer`, several trainings share it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.data.sharding import training_records
+from kftrain.data.sources import resolve_source
+from kftrain.errors import ConfigError
+from kftrain.tasks import build_task, language_modeling
+from kftrain.tasks.language_modeling import LanguageModeling
+from kftrain.tasks.tokenizers import TrainTokenizer, parse_option
+
+NUM_SHOWN = 100
+"""Documents that the number of bytes per token is of."""
+
+
+def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> dict[str, Any]:
+    """Trains a byte-level BPE on the training split of the configuration's source and writes its `tokenizer.json`.
+
+    `vocab_size`: None: what the configuration says, or the default. Raises ConfigError and DataError.
+    """
+    wanted = parse_option(config.task.options().get("tokenizer", "bytes"))
+    given = wanted.train if wanted and wanted.train else TrainTokenizer()
+    changed = {} if vocab_size is None else {"vocab_size": vocab_size}
+    train = {"train": {**given.model_dump(mode="json"), **changed}}
+    task = build_task(config.task.model_copy(update={"tokenizer": train}))
+    if not isinstance(task, LanguageModeling):
+        raise ConfigError("has no tokenizer", where="task.kind", value=config.task.kind, fix="use language_modeling")
+    source = resolve_source.open_kind(resolve_source.source_kind(config.data), config.data)
+    parts = source.parts(config.data.part_size_bytes)
+    task.learn(training_records(config, task, source, parts))
+    uri, tokenizer = storage.absolute(out), task.tokenizer
+    storage.publish(uri, tokenizer.content)
+    texts = [
+        language_modeling.text_of(record) for record in islice(training_records(config, task, source, parts), NUM_SHOWN)
+    ]
+    num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    return {
+        "uri": uri,
+        "sha256": tokenizer.digest,
+        "num_ids": tokenizer.num_ids,
+        "bytes_per_token": sum(map(len, texts)) / max(1, num_tokens),
+    }

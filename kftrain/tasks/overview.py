@@ -1,0 +1,76 @@
+"""Some samples of a dataset as its report shows them: `overview.json` beside the manifest.
+
+Which ones follows from the number of blocks alone. They are read from the shards, so that what is shown is what
+training gets, and written once for each dataset.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kftrain import storage
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.schema import SPLITS, Arrays
+from kftrain.data.shards.manifest import Manifest, shard_uri
+from kftrain.data.shards.reader import read_index
+from kftrain.data.shards.verify import block_keys
+from kftrain.errors import UserCodeError
+from kftrain.plugins import user_code
+from kftrain.tasks.base import Task
+from kftrain.tasks.shown import fields
+
+OVERVIEW_NAME = "overview.json"
+
+NUM_EXAMPLES = {"train": 8, "validation": 4}
+
+MAX_ROWS = 512
+"""Of a block that is shown."""
+
+
+def read_overview(manifest_uri: str) -> Any:
+    """What was written for the dataset; None where nothing was."""
+    return storage.read_json_if_exists(_uri(manifest_uri))
+
+
+def write_overview(task: Task, manifest_uri: str, manifest: Manifest) -> Any:
+    """Writes it, unless it is there, and gives it. Raises DataError for a damaged shard, UserCodeError."""
+    found = read_overview(manifest_uri)
+    if found is None:
+        found = {"examples": [each for split in SPLITS for each in _examples(task, manifest_uri, manifest, split)]}
+        storage.publish_json(_uri(manifest_uri), found)
+    return found
+
+
+def _uri(manifest_uri: str) -> str:
+    return storage.join(manifest_uri.rsplit("/", 1)[0], OVERVIEW_NAME)
+
+
+def _examples(task: Task, manifest_uri: str, manifest: Manifest, split: str) -> list[dict[str, Any]]:
+    dataset = ShardedDataset(manifest_uri, manifest, split)
+    shards = manifest.splits[split].shards
+    block_starts = np.cumsum([0, *(shard.num_blocks for shard in shards)])
+    sample_starts = np.cumsum([0, *(shard.num_samples for shard in shards)])
+    count = min(NUM_EXAMPLES[split], int(block_starts[-1]))
+    found = []
+    for number in (each * int(block_starts[-1]) // count for each in range(count)):
+        place = int(np.searchsorted(block_starts, number, side="right")) - 1
+        shard, block = shards[place], number - int(block_starts[place])
+        rows = read_index(manifest_uri, shard, manifest.schema_of(split))[:, 0]
+        start = int(sample_starts[place] + rows[:block].sum())
+        arrays = dataset.read(np.arange(start, start + min(MAX_ROWS, int(rows[block]))))
+        keys = block_keys(shard_uri(manifest_uri, shard), manifest.schema_of(split))
+        key = next(itertools.islice(keys, block, None), "")
+        found.append({"key": key, "split": split, **fields(_shown(task, arrays), "task.show")})
+    return found
+
+
+def _shown(task: Task, arrays: Arrays) -> Mapping[str, Any]:
+    with user_code("task.show"):
+        shown = task.show(arrays)
+    if not isinstance(shown, Mapping):
+        raise UserCodeError("must return a mapping", where="task.show", value=type(shown).__name__)
+    return shown

@@ -1,0 +1,47 @@
+"""A data worker's process: `python -m kftrain.train.data_worker DESCRIPTOR`, started by a process of a training.
+
+It reads the same samples and builds the same task as that one, without torch unless the task's module imports it. What
+ends a training is not for it: it ends when its end of the socket is closed, or with the process that has started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+
+from kftrain import outages
+from kftrain.config import Config
+from kftrain.data.worker_messages import WorkerConnection
+from kftrain.data.worker_processes import decode_rows
+from kftrain.errors import BUG_CODE, error_to_dict, print_traceback
+from kftrain.process.parent_death import die_with_parent
+from kftrain.run.paths import RunPaths
+from kftrain.train.reading import samples_and_decoding
+
+
+def main(descriptor: int) -> int:
+    """Decodes until nobody asks any more; returns the exit code."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the one who asks may need some more batches to stop well
+        signal.signal(number, signal.SIG_IGN)
+    connection = WorkerConnection(socket.socket(fileno=descriptor))
+    received = connection.receive()
+    if received is None:
+        return 0
+    greeting, _ = received
+    try:
+        resolved = Config.model_validate(greeting["config"])
+        outages.limit(resolved.launch.timeout_seconds / 2)
+        decode_rows(connection, *samples_and_decoding(RunPaths(greeting["run"]), resolved))
+    except Exception as error:  # noqa: BLE001 - the last line of defence of a process: the one who asks raises it
+        print_traceback(error)
+        with contextlib.suppress(OSError):
+            connection.send({"error": error_to_dict(error), "fatal": True})
+        return BUG_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

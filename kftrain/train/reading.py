@@ -1,0 +1,142 @@
+"""What a training reads, and who reads it. Nothing here imports torch: data workers read the same."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.data.adopted.conversion import conversion_of
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.decoding import Decoding, Samples
+from kftrain.data.expanded import Gather, ValidationRows, expanded
+from kftrain.data.loader import CountTerms, Send, TrainLoader, Workers
+from kftrain.data.order import BatchPlan, Order
+from kftrain.data.shards.cache import opened_of
+from kftrain.data.shards.manifest import Manifest, read_manifest
+from kftrain.data.shards.verified import Uses, note_opened
+from kftrain.data.training_split import open_training_split
+from kftrain.data.worker_processes import WorkerCommand
+from kftrain.process.machine import num_cpus
+from kftrain.run.paths import RunPaths
+from kftrain.tasks import build_task_of
+from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import decode_row
+from kftrain.trust import read_shards, require_places
+
+MAX_WORKERS = 16
+"""Of one process, unless the configuration asks for more."""
+
+WORKER = "kftrain.train.data_worker"
+"""The module that a data worker's process runs."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: the same for every attempt of the run."""
+
+    paths: RunPaths
+    config: Config
+    manifest_uri: str
+    manifest: Manifest
+    identity: dict[str, Any]
+    task: Task
+    uses: Uses | None = None
+    """Where its processes say which shards they read."""
+
+    @property
+    def digest(self) -> str:
+        """The training digest."""
+        return storage.digest_json(self.identity)
+
+
+def read_training(paths: RunPaths, config: Config) -> Training:
+    """The training of a run. Raises DataError and ConfigError."""
+    shards = read_shards(paths)
+    manifest = read_manifest(shards.manifest_uri)
+    require_places(manifest, shards.manifest_uri, config)
+    return Training(
+        paths=paths,
+        config=config,
+        manifest_uri=shards.manifest_uri,
+        manifest=manifest,
+        identity=config.training_identity(shards.dataset_digest),
+        task=build_task_of(config.task, shards.manifest_uri, manifest.task_settings),
+    )
+
+
+def training_samples(training: Training) -> Samples:
+    """All samples of the training split."""
+    return _opened(training)[0]
+
+
+def _opened(training: Training) -> tuple[Samples, Order]:
+    conversion = conversion_of(training.manifest, training.task)
+    window, uses = training.task.window, training.uses
+    return open_training_split(training.manifest_uri, training.manifest, training.config, window, uses, conversion)
+
+
+def validation_rows(training: Training, gather: Gather, share: tuple[int, int]) -> ValidationRows:
+    """What the periodic evaluations read, as far as they do. Collective: see `expanded`."""
+    dataset = ShardedDataset(
+        training.manifest_uri,
+        training.manifest,
+        "validation",
+        training.uses,
+        conversion_of(training.manifest, training.task),
+    )
+    evaluate = training.config.evaluate
+    if not evaluate.interval_steps:
+        return dataset
+    return expanded(dataset, training.task, gather, share, evaluate.max_interval_samples)
+
+
+def decoding_of(training: Training) -> Decoding | None:
+    """How the samples are decoded; None where they are used as they are stored."""
+    task, config = training.task, training.config
+    if not task.decodes:
+        return None
+    return Decoding(decode_row(task), config.run.seed, config.data.max_bad_samples)
+
+
+def new_loader(
+    training: Training, num_ranks: int, rank: int, count_terms: CountTerms, send: Send | None = None
+) -> TrainLoader:
+    """The steps of one of `num_ranks` processes that read different samples. Raises DataError and ConfigError."""
+    config = training.config
+    samples, order = _opened(training)
+    plan = BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
+    prefetch, decoding = config.data.prefetch_batches, decoding_of(training)
+    return TrainLoader(samples, order, plan, rank, prefetch, count_terms, decoding, _workers(training), send)
+
+
+def _workers(training: Training) -> Workers:
+    data = training.config.data
+    count = data.workers
+    if count == "auto":
+        count = usual_workers(num_cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if training.task.decodes else 0
+    greeting = {"run": training.paths.uri, "config": training.config.to_dict()}
+    if data.worker_kind == "threads":
+        return Workers(count)
+    opened = functools.partial(note_opened, training.uses)
+    return Workers(count, WorkerCommand([sys.executable, "-m", WORKER], greeting, opened))
+
+
+def usual_workers(num_cpus: int, num_processes: int) -> int:
+    """Workers of each of several processes that share a machine: a CPU is left to each of these itself."""
+    return max(1, min(MAX_WORKERS, num_cpus // num_processes - 1))
+
+
+def samples_and_decoding(paths: RunPaths, config: Config) -> tuple[Samples, Decoding, Callable[[], list[Any]]]:
+    """What a data worker of a run needs to know, and what tells which files it has opened since it was asked last."""
+    training = read_training(paths, config)
+    opened = opened_of(config.data, training.manifest.dataset_digest)
+    training = replace(training, uses=opened)
+    decoding = decoding_of(training)
+    assert decoding is not None, "a task that decodes nothing has no workers"
+    return training_samples(training), decoding, opened.take

@@ -1,0 +1,39 @@
+"""How often a process of a job reads the manifest of the dataset: a large one takes long, and all ranks read it."""
+
+import pytest
+from helpers import in_process, jobs
+
+from kftrain import storage
+from kftrain.evaluate.session import evaluate
+
+READERS = ("read_bytes", "open_read", "read_ranges", "sha256_file")
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The URIs that are read, one entry a read."""
+    uris = []
+
+    def counted(reader):
+        def counting(uri, *arguments, **options):
+            uris.append(uri)
+            return reader(uri, *arguments, **options)
+
+        return counting
+
+    for name in READERS:
+        monkeypatch.setattr(storage, name, counted(getattr(storage, name)))
+    return uris
+
+
+def test_a_process_that_trains_or_evaluates_reads_the_manifest_once(tmp_path, monkeypatch, read):
+    paths, resolved = jobs.make_run(tmp_path, ["train.steps=2", "evaluate.interval_steps=1"])
+    manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
+    read.clear()
+    in_process.train(paths, resolved, monkeypatch)
+    assert read.count(manifest_uri) == 1, read
+    jobs.request_evaluation(paths)
+    read.clear()
+    with in_process.alone(monkeypatch):
+        evaluate(paths, resolved)
+    assert read.count(manifest_uri) == 1, read

@@ -1,0 +1,283 @@
+"""`kftrain.open_dataset` in people's own loops: plain torch loaders, several ranks, stops in the middle, webdataset."""
+
+import io
+import itertools
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from helpers.source_checks import Sharded
+from helpers.toy_data import shard_toy, text_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import kftrain
+from kftrain.data import torch_dataset
+from kftrain.data.decoding import Generators
+from kftrain.data.order import TrainingOrder
+from kftrain.errors import ConfigError
+from kftrain.tasks.augment import Augment
+from kftrain.tasks.image_classification import ImageClassification
+from kftrain.tasks.settings import TaskConfig
+
+RNG = np.random.default_rng(0)
+SECTION = {"kind": "image_classification", "image_size": 8, "num_channels": 3, "num_classes": 2, "resize": "crop"}
+SECTION |= {"storage": "files"}
+
+
+def whole_list(samples):
+    return list(samples)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """URI of a dataset of 60 JPEGs and PNGs, and the contents of the files by extension."""
+    folder = tmp_path_factory.mktemp("images")
+    written = {}
+    for number in range(60):
+        extension = ("jpg", "png")[number % 3 == 0]
+        path = folder / "in" / "ab"[number % 2] / f"{number:02d}.{extension}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(RNG.integers(0, 256, (9 + number % 5, 12, 3), dtype=np.uint8)).save(path)
+        written.setdefault(extension, set()).add(path.read_bytes())
+    task = ImageClassification(**{name: value for name, value in SECTION.items() if name != "kind"})
+    return Sharded(folder / "in", folder / "root", task).result.manifest_uri, written
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """URI of a dataset of arrays."""
+    folder = tmp_path_factory.mktemp("toy")
+    return shard_toy(text_folder(folder / "in"), folder / "root").manifest_uri
+
+
+# -- by number -------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_read_by_number_as_they_are_stored_or_as_the_task_uses_them(files):
+    uri, written = files
+    raw = kftrain.open_dataset(uri)
+    assert len(raw) == raw.num_samples == len(list(raw)) > 40
+    assert {sample["image"] for sample in raw} <= written["jpg"] | written["png"]
+    assert all(type(sample["image"]) is bytes for sample in raw)
+    decoded = kftrain.open_dataset(uri, task=TaskConfig.model_validate(SECTION))
+    for number in (0, 7, len(raw) - 1, -1):
+        image = Image.open(io.BytesIO(raw[number]["image"])).convert("RGB")
+        side = min(image.size)
+        left, top = (image.size[0] - side) / 2, (image.size[1] - side) / 2
+        expected = image.resize((8, 8), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+        assert np.array_equal(decoded[number]["image"], np.asarray(expected))
+        assert decoded[number]["label"] == raw[number]["label"]
+    for number in (len(raw), -len(raw) - 1):
+        with pytest.raises(IndexError):
+            raw[number]
+    with pytest.raises(ConfigError, match="open it with task="):
+        raw.collate([raw[0]])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchs_own_loader_takes_it_as_a_map(files, num_workers):
+    dataset = kftrain.open_dataset(files[0], task=TaskConfig.model_validate(SECTION))
+    loader = DataLoader(dataset, batch_size=7, num_workers=num_workers, collate_fn=dataset.collate)
+    batches = list(loader)
+    assert [len(batch["label"]) for batch in batches[:-1]] == [7] * (len(batches) - 1)
+    found = torch.cat([batch["image"] for batch in batches])
+    expected = dataset.task.batch({name: np.stack([row[name] for row in dataset]) for name in ("image", "label")})
+    assert torch.equal(found, expected["image"]) and found.shape[1:] == (3, 8, 8)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert np.array_equal(again[3]["image"], dataset[3]["image"])
+
+
+def test_a_stream_of_tokens_is_cut_into_sequences_by_the_task(tmp_path):
+    from kftrain.tasks import build_task
+
+    task = build_task(TaskConfig(kind="language_modeling", sequence_length=16, tokenizer="bytes"))
+    shards = Sharded(text_folder(tmp_path / "in"), tmp_path / "root", task).result
+    stored = kftrain.open_dataset(shards.manifest_uri)
+    sequences = kftrain.open_dataset(shards.manifest_uri, task=task)
+    assert len(sequences) < stored.num_samples and sequences.num_samples == stored.num_samples
+    tokens = np.array([sample["tokens"] for sample in stored])
+    assert np.array_equal(sequences[3]["tokens"], tokens[3 * 16 : 4 * 16 + 1])
+    rows = kftrain.open_dataset(shards.manifest_uri, "validation", task=task)
+    assert rows[0]["tokens"].shape == sequences[3]["tokens"].shape and len(rows) >= rows.num_samples
+    assert sequences.collate([sequences[0], sequences[1]])
+
+
+# -- in the training order ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_order_and_the_augmentation_of_training(files):
+    task = ImageClassification(
+        image_size=8, num_channels=3, num_classes=2, resize="crop", storage="files",
+        augment=Augment(crop_scale=(0.3, 1.0), flip=True),
+    )  # fmt: skip
+    dataset = kftrain.open_dataset(files[0], task=task)
+    order, generators = TrainingOrder(len(dataset), 5, 1024, 64), Generators(5)
+    found = list(dataset.in_training_order(seed=5, batch_size=4, epochs=2))
+    assert len(found) == 2 * len(dataset)
+    raw = kftrain.open_dataset(files[0])
+    for position, sample in enumerate(found):
+        stored = raw[int(order.locate(np.array([position]))[0])]
+        expected = task.decode(stored, generators.at(position))
+        assert np.array_equal(sample["image"], expected["image"]) and sample["label"] == expected["label"]
+    assert not np.array_equal(found[0]["image"], found[len(dataset)]["image"])
+
+
+def numbered(count):
+    """A dataset whose samples are their own numbers."""
+
+    class Numbered:
+        def __len__(self):
+            return count
+
+        def samples(self, numbers, generators):
+            return iter(numbers.tolist())
+
+    return Numbered()
+
+
+def ordered(count, **options):
+    defaults = {"seed": 1, "batch_size": 1, "epochs": 1, "rank": 0, "world_size": 1, "shuffle": True}
+    return torch_dataset.InTrainingOrder(
+        numbered(count), **{**defaults, "range_samples": 3, "window_ranges": 2, **options}
+    )
+
+
+def as_worker(monkeypatch, worker, num_workers):
+    info = SimpleNamespace(id=worker, num_workers=num_workers) if num_workers > 1 else None
+    monkeypatch.setattr(torch_dataset, "get_worker_info", lambda: info)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_each_sample_comes_once_an_epoch_for_any_ranks_workers_stops_and_changes_of_both(data):
+    count = data.draw(st.integers(1, 60))
+    position, seen = 0, []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(data.draw(st.integers(1, 3))):  # a life; the last goes on to the end of the epoch
+            world, workers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+            size = data.draw(st.integers(1, 5))
+            stop = data.draw(st.integers(0, 6))
+            per_rank = []
+            for rank in range(world):
+                parts = []
+                for worker in range(workers):
+                    as_worker(patch, worker, workers)
+                    dataset = ordered(count, rank=rank, world_size=world, batch_size=size)
+                    dataset.load_state_dict({"position": position})
+                    samples = list(dataset)
+                    parts.append([samples[first : first + size] for first in range(0, len(samples), size)])
+                # as a DataLoader does: one batch of each worker in turn
+                batches = [batch for turn in itertools.zip_longest(*parts) for batch in turn if batch]
+                per_rank.append(batches)
+            if position % (size * world) or any(len(batches) < stop for batches in per_rank):
+                stop = 0  # another batch would cut through what is read already
+            seen += [sample for batches in per_rank for batch in batches[:stop] for sample in batch]
+            resumed = ordered(count, batch_size=size, world_size=world)
+            resumed.load_state_dict({"position": position})
+            position = min(resumed.state_after(stop)["position"], count)
+            if position == count:
+                break
+        as_worker(patch, 0, 1)
+        if position < count:
+            dataset = ordered(count)
+            dataset.load_state_dict({"position": position})
+            seen += list(dataset)
+    assert sorted(seen) == list(range(count))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_worker_goes_on_from_its_own_state(monkeypatch, num_workers):
+    """As torchdata's StatefulDataLoader asks each worker for its state, and gives it back to it."""
+    whole = sorted(ordered(50))
+    for stop in (0, 1, 4, 7, 10, 99):
+        seen = []
+        for worker in range(num_workers):
+            as_worker(monkeypatch, worker, num_workers)
+            dataset = ordered(50, batch_size=4)
+            seen += itertools.islice(iter(dataset), stop + worker)
+            state = dataset.state_dict()
+            resumed = ordered(50, batch_size=4)
+            resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
+            if stop < 99:
+                seen += list(resumed)
+            elif num_workers > 1:
+                assert list(resumed) == [], "it has finished its share of the epoch"
+                assert len(list(resumed)) > 0, "and takes part in the next one"
+        assert sorted(seen) == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_are_the_same_for_any_number_of_workers_and_after_a_resume(toy, world_size):
+    dataset = kftrain.open_dataset(toy)
+    name = dataset.schema.fields[0].name
+
+    def batches(num_workers, skip=0):
+        found = []
+        for rank in range(world_size):
+            shuffled = dataset.in_training_order(seed=3, batch_size=5, epochs=1, rank=rank, world_size=world_size)
+            shuffled.load_state_dict(shuffled.state_after(skip))
+            loader = DataLoader(shuffled, batch_size=5, num_workers=num_workers, collate_fn=whole_list)
+            found.append([np.stack([sample[name] for sample in batch]).tobytes() for batch in loader])
+        return found
+
+    alone = batches(0)
+    assert batches(2) == alone
+    assert batches(2, skip=3) == batches(0, skip=3) == [rank[3:] for rank in alone]
+    assert sum(map(len, alone)) == pytest.approx(len(dataset) / 5, abs=world_size)
+
+
+def test_an_iteration_follows_the_one_before_and_epochs_differ():
+    dataset = ordered(20)
+    first, second = list(dataset), list(dataset)
+    assert sorted(first) == sorted(second) == list(range(20)) and first != second
+    dataset.set_epoch(0)
+    assert list(dataset) == first
+    endless = ordered(20, epochs=None)
+    assert list(itertools.islice(iter(endless), 40)) == first + second
+    assert endless.state_dict() == {"position": 40}
+    assert list(ordered(20, shuffle=False)) == list(range(20))
+
+
+def test_what_is_no_state_or_no_rank_is_refused():
+    for state in ({}, {"position": -1}, {"position": "7"}, {"position": 1, "start": "x"}):
+        with pytest.raises(ConfigError, match="not a state"):
+            ordered(20).load_state_dict(state)
+    for options in ({"rank": 2, "world_size": 2}, {"batch_size": 0}, {"epochs": 0}):
+        with pytest.raises(ConfigError, match="must be"):
+            ordered(20, **options)
+
+
+def test_opening_a_dataset_imports_no_torch(files):
+    code = (
+        "import sys, kftrain; dataset = kftrain.open_dataset(sys.argv[1]); dataset[0]; next(dataset.as_webdataset());"
+        "assert 'torch' not in sys.modules; dataset.in_training_order(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, files[0]], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+# -- webdataset --------------------------------------------------------------------------------------------------------
+
+
+def test_it_begins_a_pipeline_of_webdataset(files):
+    uri, written = files
+    dataset = kftrain.open_dataset(uri)
+    raw = list(webdataset.DataPipeline(dataset.as_webdataset))
+    for extension in ("jpg", "png"):
+        assert {sample[extension] for sample in raw if extension in sample} <= written[extension]
+    assert sum("png" in sample for sample in raw) + sum("jpg" in sample for sample in raw) == len(dataset)
+    pipeline = webdataset.DataPipeline(
+        dataset.as_webdataset, webdataset.decode("rgb8"), webdataset.to_tuple("jpg;png", "label.npy")
+    )
+    for sample, (pixels, label) in zip(dataset, pipeline, strict=True):
+        expected = np.asarray(Image.open(io.BytesIO(sample["image"])).convert("RGB"))
+        assert np.array_equal(pixels, expected) and label == sample["label"]
+    assert len({sample["__key__"] for sample in raw}) == len(dataset)

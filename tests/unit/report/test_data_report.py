@@ -1,0 +1,88 @@
+"""The report of a dataset: counts, classes, sizes, findings and samples, from plain JSON."""
+
+import base64
+import re
+from typing import Any
+
+import pytest
+
+from kftrain import report
+
+HOSTILE = "<script>x</script>|`*_"
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\nnot really").decode()
+
+
+@pytest.fixture
+def described(manifest: dict[str, Any]) -> dict[str, Any]:
+    split = {"num_records": 1000, "content_bytes": 20_480_000, "size_counts": {"0": 3, "14": 400, "15": 597}}
+    return manifest | {
+        "statistics": {
+            "train": split | {"classes": {"label": {"0": 300, "1": 700}}},
+            "validation": split | {"num_records": 100, "classes": {"label": {"1": 50, "2": 50}}},
+        },
+        "findings": {
+            "content in both splits": {"count": 12, "first": ["b.txt = a.txt", "d.txt = c.txt"]},
+            "empty": {"count": 3, "first": ["e.txt"]},
+        },
+    }
+
+
+OVERVIEW = {
+    "examples": [
+        {"key": "dog/1.jpg", "split": "train", "shown": {"label": "1"}, "picture": PNG},
+        {"key": "doc.txt", "split": "validation", "shown": {"text": "once upon a time"}, "picture": ""},
+    ]
+}
+
+
+def cells(page: str) -> list[list[str]]:
+    rows = re.findall(r"<tr.*?</tr>", page, flags=re.DOTALL)
+    return [
+        [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row, flags=re.DOTALL)]
+        for row in rows
+    ]
+
+
+def test_counts_classes_sizes_and_findings_are_shown(described: dict[str, Any]) -> None:
+    rows = cells(report.shards_html("run", described, OVERVIEW))
+    assert ["1", "700 (70.0 %)", "50 (50.0 %)"] in rows and ["0", "300 (30.0 %)", "0 (0.0 %)"] in rows
+    assert rows.index(["1", "700 (70.0 %)", "50 (50.0 %)"]) < rows.index(["0", "300 (30.0 %)", "0 (0.0 %)"])
+    assert ["content in both splits", "12", "b.txt = a.txt, d.txt = c.txt"] in rows
+    assert ["empty", "3", "3"] in rows
+    assert any(row[:2] == ["train", "1,000"] for row in rows)
+
+
+def test_copies_in_the_validation_split_are_said_in_a_sentence(described: dict[str, Any]) -> None:
+    for page in (report.shards_html("run", described), report.shards_markdown(described)):
+        assert "12 validation records of the training split" in page
+    assert "look too good" not in report.shards_markdown({**described, "findings": {}})
+
+
+def test_samples_are_shown_with_pictures_and_texts(described: dict[str, Any]) -> None:
+    page = report.shards_html("run", described, OVERVIEW)
+    assert f"data:image/png;base64,{PNG}" in page and "once upon a time" in page
+    text = report.shards_markdown(described, OVERVIEW)
+    assert "once upon a time" in text and PNG not in text
+
+
+def test_only_the_largest_classes_are_named(described: dict[str, Any]) -> None:
+    counts = {str(number): 1000 - number for number in range(60)}
+    described["statistics"]["train"]["classes"] = {"label": counts}
+    rows = cells(report.shards_html("run", described))
+    assert any(row[0] == "36 others" for row in rows) and not any(row[0] == "59" for row in rows)
+
+
+def test_what_strangers_wrote_stays_text(described: dict[str, Any]) -> None:
+    described["statistics"]["train"]["classes"] = {HOSTILE: {HOSTILE: 3}}
+    described["findings"][HOSTILE] = {"count": 1, "first": [HOSTILE]}
+    shown = {"key": HOSTILE, "split": HOSTILE, "shown": {HOSTILE: HOSTILE}, "picture": '"><script>y</script>'}
+    page = report.shards_html(HOSTILE, described, {"examples": [shown]})
+    assert "<script>" not in page
+
+
+@pytest.mark.parametrize(
+    "broken", [None, 3, "x", [], {"train": 3}, {"train": {"classes": 3, "size_counts": {"x": "y"}}}]
+)
+def test_what_is_missing_or_broken_is_left_out(manifest: dict[str, Any], broken: Any) -> None:
+    page = report.shards_html("run", manifest | {"statistics": broken, "findings": broken}, {"examples": broken})
+    assert "Splits" in page
