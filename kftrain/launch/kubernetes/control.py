@@ -235,13 +235,18 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     kind = cluster.kind
     logs = Logs(cluster, sum(kind.replicas(job).values()), write, follow, limited=False)
-    now: Mapping[str, Any] | None = job
-    while now is not None and now["metadata"]["uid"] == uid:
-        logs.follow(observation.newest(observation.parse_pods(cluster.list_pods(name), time.time(), kind)))
-        if not follow or logs.is_broken or kind.conditions(now) & ENDED:
+    has_ended = bool(kind.conditions(job) & ENDED)
+    while True:
+        pods = observation.newest(observation.parse_pods(cluster.list_pods(name), time.time(), kind))
+        now = cluster.read_job(name)  # after its pods: where it is still the same, they are not those of a later job
+        if now is None or now["metadata"]["uid"] != uid:
             break
-        time.sleep(POLL_SECONDS)
-        now = cluster.read_job(name)
+        logs.follow(pods)
+        if not follow or has_ended or logs.is_broken:
+            break
+        has_ended = bool(kind.conditions(now) & ENDED)
+        if not has_ended:  # else once more: a last pod may have come after the look at the pods
+            time.sleep(POLL_SECONDS)
     logs.drain()
 
 

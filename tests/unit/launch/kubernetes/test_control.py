@@ -12,6 +12,7 @@ from kftrain import cli
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import control, watcher
 from kftrain.launch.kubernetes.annotations import SUSPENDED_ANNOTATION
+from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 
 
@@ -106,6 +107,26 @@ def test_following_the_logs_ends_where_another_job_takes_the_name(followed, name
         namespace.write(WORKERS[0], "of another job")
     thread.join(10)
     assert not thread.is_alive() and found == ["worker-0: first"]
+
+
+def test_the_pods_of_another_job_are_not_followed(job, namespace, monkeypatch):
+    """The job is replaced between the look at it and the look at its pods; the other one goes on for long."""
+    job()
+    namespace.run_pods(JOB)
+    found, list_pods = [], JobClient.list_pods
+
+    def list_pods_of_another(cluster, name):
+        namespace.delete("pytorchjobs", JOB)
+        job()
+        namespace.run_pods(JOB)
+        namespace.write(WORKERS[0], "of another job")
+        return list_pods(cluster, name)
+
+    monkeypatch.setattr(JobClient, "list_pods", list_pods_of_another)
+    thread = threading.Thread(target=cluster_jobs().logs, args=("r", "train", True, found.append), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and found == []
 
 
 def test_following_the_logs_ends_where_nobody_reads_them(job, namespace):
