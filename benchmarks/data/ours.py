@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import io
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,22 @@ def dataset(kind: str, folder: Path, num_samples: int, shard_size_bytes: int = c
     publish_json(str(folder / "manifest.json"), manifest.to_dict())
 
 
+def adopt(shards: Path, into: Path) -> None:
+    """A dataset of the peer's shards, as they are, found at `into`; one more shard is held out."""
+    from kftrain.config import Config
+    from kftrain.data.adopted import adopting
+
+    with tarfile.open(shards / "validation-000000.tar", "w") as archive:
+        for extension, value in (("jpg", content.images(shards.parent)[0]), ("cls", b"0")):
+            member = tarfile.TarInfo(f"{content.key(0)}.{extension}")
+            member.size = len(value)
+            archive.addfile(member, io.BytesIO(value))
+    data = {"source": str(shards), "shards": "adopt"}
+    root = {"storage_root": str(shards.parent / "adopting")}
+    made = adopting.adopt(Config.model_validate({"run": root, "data": data}), None, lambda line: None)
+    into.symlink_to(Path(made.manifest_uri).parent)
+
+
 def opened(folder: Path) -> ShardedDataset | TokenWindows:
     """Its training split: images, or a stream of tokens cut into samples."""
     window = Window(content.SEQUENCE_LENGTH, content.SEQUENCE_LENGTH, {"tokens": 0})
@@ -124,13 +141,13 @@ def loader_of(samples: ShardedDataset | TokenWindows, **options: Any) -> TrainLo
 def read_images(name: str, arguments: argparse.Namespace) -> Work:
     """Encoded images in training order, each copied once as a decoder would."""
     samples = opened(Path(arguments.folder) / name)
-    total = samples.num_samples
-    order = order_of(samples)
+    total, order = samples.num_samples, order_of(samples)
+    (field,) = (each.name for each in samples.schema.fields if "jpg" in each.extensions)
 
     def files() -> Iterator[Any]:
         for start in range(0, total, content.BATCH_SIZE):
             rows = samples.read(order.locate(np.arange(start, min(start + content.BATCH_SIZE, total))))
-            yield from rows["image"]
+            yield from rows[field]
 
     return Work(total, lambda: fresh_process.copy_all(files()), lambda: content.checksum(files()))
 
@@ -255,7 +272,7 @@ def shard(num_processes: int, arguments: argparse.Namespace) -> Work:
     from kftrain.tasks import build_task
 
     folder, results = Path(arguments.folder) / "text", []
-    data = {"source": str(folder), "processes": num_processes, "part_size_bytes": 8_000_000}
+    data = {"source": str(folder), "processes": num_processes, "part_size_bytes": 8_000_000, "validation_fraction": 0.2}
     document = {"run": {"storage_root": arguments.out}, "data": data, "task": {"kind": "language_modeling"}}
     config = Config.model_validate(document)
 
@@ -317,6 +334,7 @@ WORKS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "write-images-limit": functools.partial(write_limit, "images"),
     "write-tokens-limit": functools.partial(write_limit, "tokens"),
     "read-images": functools.partial(read_images, "ours-images"),
+    "adopted": functools.partial(read_images, "adopted-images"),
     "read-images-limit": functools.partial(read_limit, "ours-images"),
     "token-batches": token_batches,
     "token-batches-limit": token_batches_limit,

@@ -164,6 +164,22 @@ def read_images(bench: Bench) -> list[Row]:
     return rows
 
 
+def adopted(bench: Bench) -> list[Row]:
+    """The shards that webdataset has written, in training order where they are."""
+    name, bar = "read adopted stock shards in training order", 11
+    if "webdataset" not in bench.peers:
+        return [Row(name, f"≥ {bar}x webdataset", "—", False, "webdataset cannot be imported here")]
+    datasets(bench, "images", ("webdataset",))
+    ours.adopt(bench.folder / "webdataset-images", bench.folder / "adopted-images")
+    count = bench.num_samples("images")
+    commands = {
+        "ours": bench.command("ours", "adopted", count),
+        "webdataset": bench.command("peers", "read-images-webdataset", count),
+    }
+    runs = bench.compare(bench.checked(commands))
+    return [against(runs, name, "webdataset", bar, "per_second", others(runs))]
+
+
 def token_batches(bench: Bench) -> list[Row]:
     """Batches of 64 as int64 tensors, with prefetch."""
     datasets(bench, "tokens")
@@ -198,7 +214,7 @@ def decoded(bench: Bench) -> list[Row]:
 
 def sharding(bench: Bench) -> list[Row]:
     """The shard step with two processes and with one, whose digests a thread makes."""
-    content.make_text(bench.folder / "text", max(2, round(16 * bench.scale)))
+    content.make_text(bench.folder / "text", max(8, round(16 * bench.scale)))
     commands = {f"{count}": bench.command("ours", f"shard-{count}", 1) for count in (1, 2)}
     runs = bench.compare(bench.checked(commands))
     wall, cpu = ratio(runs, "2", "1"), ratio(runs, "1", "2", "per_cpu_second")
@@ -264,6 +280,7 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "write-images": write_images,
     "write-tokens": write_tokens,
     "read-images": read_images,
+    "adopted": adopted,
     "token-batches": token_batches,
     "decoded": decoded,
     "sharding": sharding,

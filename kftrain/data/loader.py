@@ -8,7 +8,6 @@ the order, so resuming is asking for another first step.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -75,6 +74,18 @@ def deeper(num_steps: int, has_waited: bool, step_bytes: int) -> int:
     return num_steps + 1 if has_waited and fits and num_steps < MAX_PREFETCH_BATCHES else num_steps
 
 
+MAX_READ_BYTES = 4 << 20
+"""Of the steps that are read at once."""
+
+
+def wider(num_steps: int, step_bytes: int) -> int:
+    """How many steps to read at once after a read of so many: what a read costs is shared by small ones.
+
+    The first read is of one step, so that nobody waits longer for it; the number doubles as far as they fit.
+    """
+    return max(1, min(2 * num_steps, MAX_READ_BYTES // max(1, step_bytes)))
+
+
 @dataclass(frozen=True)
 class Workers:
     """Who reads and decodes."""
@@ -99,6 +110,46 @@ class Counters:
     """Sum, over the steps that were taken, of how many were ready to be taken."""
     num_steps: int = 0
     """That were taken."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Steps that are read at once."""
+
+    steps: range
+    pending: Pending
+    future: Future[list[StepBatch]]
+
+
+class _Ahead:
+    """Steps that are read before they are asked for, by a thread of its own."""
+
+    def __init__(
+        self, steps: range, begin: Callable[[range], Pending], make: Callable[[range, Pending], list[StepBatch]]
+    ) -> None:
+        self._upcoming = steps
+        self._begin = begin
+        self._make = make
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self.reads: deque[_Read] = deque()
+        """In order; the first is taken next."""
+
+    def look(self, num_steps: int, steps_of_read: int) -> None:
+        """Begins reads of so many steps each, until at least `num_steps` are ahead or no more are to come."""
+        while self._upcoming and sum(len(read.steps) for read in self.reads) < num_steps:
+            steps, self._upcoming = self._upcoming[:steps_of_read], self._upcoming[steps_of_read:]
+            pending = self._begin(steps)
+            self.reads.append(_Read(steps, pending, self._thread.submit(self._make, steps, pending)))
+
+    def num_ready(self) -> int:
+        """Steps that could be taken now."""
+        return sum(len(read.steps) for read in self.reads if read.future.done())
+
+    def close(self) -> None:
+        """Ends the thread; nobody waits for what it reads."""
+        for read in self.reads:
+            read.pending.cancel()
+        self._thread.shutdown(cancel_futures=True)
 
 
 class TrainLoader:
@@ -143,6 +194,7 @@ class TrainLoader:
         self._offsets = plan.offsets(rank)
         self._weights = plan.weights(rank)
         self._fetcher: Fetcher | None = None
+        self._step_bytes = 0
         self.counters = Counters()
 
     def steps(self, first_step: int, num_steps: int) -> Generator[StepBatch, None, None]:
@@ -171,38 +223,42 @@ class TrainLoader:
 
     def _loaded(self, steps: range) -> Generator[StepBatch, None, None]:
         if not self.prefetch_batches:
-            for step in steps:
-                yield self._make(step, self._begin(step))
+            yield from self._one_by_one(steps)
             return
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        ahead: deque[tuple[Pending, Future[StepBatch]]] = deque()
-        upcoming = iter(steps)
-
-        def look_ahead() -> None:
-            for step in itertools.islice(upcoming, self.prefetch_batches - len(ahead)):
-                pending = self._begin(step)
-                ahead.append((pending, thread.submit(self._make, step, pending)))
-
+        ahead = _Ahead(steps, self._begin, self._make)
         try:
-            look_ahead()
-            while ahead:
-                self.counters.ready_steps += sum(future.done() for _, future in ahead)
-                future = ahead.popleft()[1]
-                has_waited = not future.done()
-                batch = future.result()
-                if self._adapts and self.counters.num_steps:  # for the first one everybody waits
-                    self.prefetch_batches = deeper(self.prefetch_batches, has_waited, batch.num_bytes)
-                look_ahead()
-                yield batch
+            ahead.look(self.prefetch_batches, 1)
+            while ahead.reads:
+                yield from self._taken(ahead, ahead.reads.popleft())
         finally:
-            for pending, _ in ahead:
-                pending.cancel()
-            thread.shutdown(cancel_futures=True)
+            ahead.close()
 
-    def _begin(self, step: int) -> Pending:
+    def _taken(self, ahead: _Ahead, read: _Read) -> Generator[StepBatch, None, None]:
+        has_waited = not read.future.done()
+        try:
+            batches = read.future.result()
+        except DataError:
+            if len(read.steps) == 1:
+                raise
+            yield from self._one_by_one(read.steps)  # those before the one that cannot be read are good
+            return
+        if self._adapts and self.counters.num_steps:  # for the first one everybody waits
+            self.prefetch_batches = deeper(self.prefetch_batches, has_waited, batches[0].num_bytes)
+        ahead.look(self.prefetch_batches, 1 if self._decoding else wider(len(batches), self._step_bytes))
+        for num_left in reversed(range(len(batches))):
+            self.counters.ready_steps += num_left + ahead.num_ready()
+            yield batches[-1 - num_left]
+
+    def _one_by_one(self, steps: range) -> Generator[StepBatch, None, None]:
+        for step in steps:
+            one = range(step, step + 1)
+            yield from self._make(one, self._begin(one))
+
+    def _begin(self, steps: range) -> Pending:
         if self._fetcher is None:
             self._fetcher = self._new_fetcher()
-        return self._fetcher.begin((step * self._plan.global_batch_size + self._offsets).ravel())
+        firsts = np.arange(steps.start, steps.stop, dtype=np.int64) * self._plan.global_batch_size
+        return self._fetcher.begin((firsts[:, None, None] + self._offsets).ravel())
 
     def _new_fetcher(self) -> Fetcher:
         samples, locate, workers = self._samples, self._order.locate, self._workers
@@ -212,10 +268,17 @@ class TrainLoader:
             return DecodingThreads(samples, locate, self._decoding, workers.count)
         return DecodingProcesses(samples, locate, self._decoding, workers.count, self._offsets.size, workers.command)
 
-    def _make(self, step: int, pending: Pending) -> StepBatch:
+    def _make(self, steps: range, pending: Pending) -> list[StepBatch]:
         fetched = pending.result()
+        self._step_bytes = fetched.filled.num_bytes // len(steps)
         self.counters.num_bytes += fetched.filled.num_bytes
         self.counters.decode_seconds += fetched.filled.seconds
+        rows = self._offsets.size
+        return [
+            self._make_one(step, fetched.part(number * rows, (number + 1) * rows)) for number, step in enumerate(steps)
+        ]
+
+    def _make_one(self, step: int, fetched: Fetched) -> StepBatch:
         micro_batches, num_terms = [], 0.0
         for number, weight in enumerate(self._weights_of(fetched)):
             start = number * self._plan.micro_batch_rows

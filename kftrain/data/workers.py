@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -25,10 +25,16 @@ Locate = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Fetched:
-    """The rows of one step of one rank."""
+    """Rows of one or more steps of one rank."""
 
     arrays: Arrays
     filled: Filled = field(default_factory=Filled)
+
+    def part(self, start: int, stop: int) -> Fetched:
+        """Rows start … stop - 1, by themselves."""
+        bad = {row - start: sample for row, sample in self.filled.bad.items() if start <= row < stop}
+        arrays = {name: array[start:stop] for name, array in self.arrays.items()}
+        return Fetched(arrays, replace(self.filled, bad=bad))
 
 
 class Pending(Protocol):

@@ -10,7 +10,7 @@ from helpers.toy_data import shard_folder
 from safetensors.torch import load_file
 
 from kftrain import storage
-from kftrain.run import attempts, commit, documents
+from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 
 pytestmark = pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_torn_shard_is_found_before_the_first_step(tmp_path):
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 11
     assert shard.name in storage.read_json(paths.error)["line"]
-    assert attempts.last_attempt(paths) == 0
+    assert "step 1/" not in done.stdout and commit.last_step(paths) == 0
 
 
 def test_bf16_trains_and_says_so(tmp_path, reference):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kftrain.data import dataset as datasets
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.loader import MicroBatch, StepBatch, TrainLoader
+from kftrain.data.loader import MicroBatch, StepBatch, TrainLoader, wider
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.errors import DataError
 
@@ -106,12 +106,13 @@ def test_an_error_of_the_reader_is_raised_in_the_consumer_at_its_step(
     dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch, prefetch: int
 ) -> None:
     loader = loader_of(dataset, prefetch=prefetch)
-    read, calls = dataset.read, iter(range(100))
+    read = dataset.read
+    missing = TrainingOrder(dataset.num_samples, 7, 32, 4).locate(np.array([3 * 16 + 5]))
 
-    def failing(*arguments: np.ndarray) -> dict[str, np.ndarray]:
-        if next(calls) == 3:
+    def failing(samples: np.ndarray) -> dict[str, np.ndarray]:
+        if missing in samples:
             raise DataError("missing", where="train-000000.tar")
-        return read(*arguments)
+        return read(samples)
 
     monkeypatch.setattr(dataset, "read", failing)
     steps = loader.steps(0, 10)
@@ -148,13 +149,32 @@ def test_reading_goes_on_while_the_consumer_computes(dataset: ShardedDataset, mo
     steps.close()
 
 
+def test_small_steps_are_read_together(dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sizes = dataset.read, []
+    monkeypatch.setattr(dataset, "read", lambda samples: (sizes.append(len(samples)), read(samples))[1])
+    batches = list(loader_of(dataset, prefetch=2).steps(3, 40))
+    assert sizes == [16, 16, 32, 64, 128, 256, 128]
+    monkeypatch.undo()
+    alone = list(loader_of(dataset, prefetch=0).steps(3, 40))
+    for batch, expected in zip(batches, alone, strict=True):
+        assert batch.first_sample == expected.first_sample and batch.num_terms == expected.num_terms
+        for field, array in expected.micro_batches[0].arrays.items():
+            assert np.array_equal(batch.micro_batches[0].arrays[field], array)
+
+
+@given(st.integers(1, 1000), st.integers(0, 1 << 33))
+def test_what_is_read_at_once_is_bounded(num_steps: int, step_bytes: int) -> None:
+    found = wider(num_steps, step_bytes)
+    assert 1 <= found <= 2 * num_steps and (found == 1 or found * step_bytes <= 4 << 20)
+
+
 def test_waiting_for_data_is_counted(dataset: ShardedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = loader_of(dataset, prefetch=1)
     read = dataset.read
     monkeypatch.setattr(dataset, "read", lambda *arguments: (time.sleep(0.02), read(*arguments))[1])
     assert loader.counters.stall_seconds == 0
     list(loader.steps(0, 3))
-    assert loader.counters.stall_seconds >= 0.05
+    assert loader.counters.stall_seconds >= 0.03  # of two reads: one step, and two at once
 
 
 def test_more_processes_than_samples_are_refused_with_both_numbers(tmp_path: Path) -> None:
