@@ -4,6 +4,7 @@
     ├── ConfigError          10  the configuration is wrong
     │   └── GpuMemoryError       a process needs more memory than its GPU has
     ├── DataError            11  source or shards are missing, empty, unreadable or not what their manifest says
+    │   └── EmptyWindowError     nothing of the source lies in the window of time that was asked for
     ├── CheckpointError      12  no usable checkpoint, or one of another training
     │   └── OtherTrainingError   the run is another training than the one that was asked for; nothing was changed
     │       └── OldOrderError 10     an earlier release began it, and only that one has its order of samples
@@ -154,6 +155,10 @@ class DataError(KftrainError):
 
     exit_code = 11
     failure_class = FailureClass.DATA
+
+
+class EmptyWindowError(DataError):
+    """The source is there, and nothing of it lies in the window of time that was asked for: there is nothing new."""
 
 
 class CheckpointError(KftrainError):

@@ -15,6 +15,7 @@ import io
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -255,6 +256,22 @@ VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "
 def version_of(info: dict[str, Any]) -> str:
     """What changes with the content of an object; empty where its store says nothing of the kind."""
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+
+
+MODIFIED_KEYS = ("LastModified", "updated", "last_modified", "mtime", "created")
+"""Under which stores say when an object was written, the best first."""
+
+
+def modified_of(info: dict[str, Any]) -> datetime | None:
+    """When an object was written, in UTC; None where its store does not say. A time without a zone is in UTC there."""
+    found = next((info[key] for key in MODIFIED_KEYS if info.get(key)), None)
+    if isinstance(found, str):
+        found = datetime.fromisoformat(found)
+    if isinstance(found, int | float):
+        found = datetime.fromtimestamp(found, timezone.utc)
+    if not isinstance(found, datetime):
+        return None
+    return found.astimezone(timezone.utc) if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 class _ObjectReader(PositionedStream):

@@ -32,9 +32,18 @@ from kftrain.outages import (
     ride_out,
     telling_full_disk,
 )
-from kftrain.remote import RemotePath, version_of
+from kftrain.remote import RemotePath, modified_of, version_of
 
-__all__ = ("full_error", "is_full", "is_outage", "retrying_for", "plain_errors", "telling_full_disk", "version_of")
+__all__ = (
+    "full_error",
+    "is_full",
+    "is_outage",
+    "modified_of",
+    "plain_errors",
+    "retrying_for",
+    "telling_full_disk",
+    "version_of",
+)
 """What belongs to storage and is written elsewhere."""
 
 HASH_CHUNK_BYTES = 1 << 20
@@ -169,7 +178,7 @@ def read_json_if_exists(uri: str) -> Any | None:
 def find(uri: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The URI of every object at or below a remote path -> its name there, and what its store says of it.
 
-    That is `size`, and what `version_of` takes.
+    That is `size`, and what `version_of` and `modified_of` take.
     """
     return RemotePath(uri).find()
 

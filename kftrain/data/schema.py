@@ -166,6 +166,15 @@ class SourcePart:
     size_bytes: int = 0
     """What is read for it, about."""
 
+    def identity(self) -> list[Any]:
+        """What it is made from, wherever its files lie."""
+        return [self.context, *map(_unplaced, self.pieces)]
+
+
+def _unplaced(piece: dict[str, Any]) -> dict[str, Any]:
+    file = piece.get("file")
+    return {**piece, "file": {**file, "uri": ""}} if isinstance(file, dict) else piece
+
 
 @dataclass(frozen=True)
 class Window:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import tzinfo
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from kftrain.data.shares import slots_by_weight
+from kftrain.data.time_window import UTC, TimeWindow, instant, utc_text, zone_of
+from kftrain.errors import ConfigError
 from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Amount, Count, Section
 
@@ -17,6 +20,64 @@ MAX_WINDOW_SAMPLES = 1 << 22
 DEFAULT_SOURCE = "stdlib"
 
 Weight = Annotated[float, Field(ge=0.0)]
+
+
+class WindowConfig(Section):
+    """Which part of a source is read: what lies between two instants. A schedule fills in `start` and `end`."""
+
+    by: Literal["none", "path", "modified", "column"] = "none"
+    """What says the time: dates in paths (`date=2026-11-21/`, `hour=05/`, or `year=2026/month=11/day=21/`), when a file
+    was changed, or a field of each record; `none`: everything is read."""
+    start: str = ""
+    """The first instant, as in RFC 3339: `2026-11-14T00:00:00Z`."""
+    end: str = ""
+    """The first instant after it. A day or an hour belongs to the window in which it ends."""
+    column: str = ""
+    """The field of a record that holds its time; of paths the name of the date, where it is not `date`."""
+    number_unit: Literal["", "seconds", "milliseconds", "microseconds", "nanoseconds"] = ""
+    """Of times that are numbers, counted from 1970; empty: they are refused."""
+    time_zone: str = ""
+    """Of dates and times that name none, as `Europe/Berlin`. Empty: UTC in paths; in a column they are refused."""
+
+    @field_validator("start", "end")
+    @classmethod
+    def _in_utc(cls, value: str) -> str:
+        return utc_text(instant(value)) if value else ""
+
+    @field_validator("time_zone")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value:
+            zone_of(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> WindowConfig:
+        if self.by == "none" and (self.start or self.end):
+            raise ValueError("a window needs by: path, modified or column")
+        if self.by == "column" and not self.column:
+            raise ValueError("by: column needs the name of a column")
+        if bool(self.start) != bool(self.end):
+            raise ValueError("a window has a start and an end")
+        if self.start:
+            TimeWindow.parse(self.start, self.end)
+        return self
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a window at all."""
+        return self.by != "none"
+
+    def window(self) -> TimeWindow:
+        """Its instants. Raises ConfigError where nobody has filled them in."""
+        if not self.start:
+            fix = "a schedule sets both; without one, set data.window.start and data.window.end"
+            raise ConfigError("the window has no start and no end", where="data.window", value=self.by, fix=fix)
+        return TimeWindow.parse(self.start, self.end)
+
+    def zone(self) -> tzinfo | None:
+        """Of times that name none."""
+        return zone_of(self.time_zone) if self.time_zone else UTC if self.by == "path" else None
 
 
 class ComponentConfig(Section):
@@ -30,6 +91,8 @@ class ComponentConfig(Section):
     """Its share of the samples of training is this over the sum of all weights."""
     text_field: str = ""
     """As `data.text_field`, where it is another one."""
+    windowed: bool = True
+    """Whether `data.window` holds for it, if there is one; else all of it is read."""
 
 
 class PhaseConfig(Section):
@@ -51,6 +114,8 @@ class DataConfig(Section):
     `text_field`. Each is sharded by itself and seen exactly once in each epoch of its own."""
     mixture_phases: tuple[PhaseConfig, ...] = ()
     """Other weights from a step on: each with `first_step` and `weights`, by name."""
+    window: WindowConfig = WindowConfig()
+    """Which part of the source is read."""
     shards: Literal["write", "adopt"] = "write"
     """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
     fields: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
@@ -111,8 +176,9 @@ class DataConfig(Section):
     def of_component(self, component: ComponentConfig) -> DataConfig:
         """The same for one dataset of the mixture alone."""
         text_field = component.text_field or self.text_field
-        changes = {"source": component.source, "text_field": text_field, "mixture": (), "mixture_phases": ()}
-        return self.model_copy(update=changes)
+        window = self.window if component.windowed else WindowConfig()
+        changes = {"source": component.source, "text_field": text_field, "window": window}
+        return self.model_copy(update={**changes, "mixture": (), "mixture_phases": ()})
 
     @model_validator(mode="after")
     def _check_mixture(self) -> DataConfig:
@@ -125,6 +191,8 @@ class DataConfig(Section):
             raise ValueError("a mixture is of written shards: leave out shards: adopt")
         if names and self.length_group_batches:
             raise ValueError("length_group_batches and mixture exclude each other: its batches are of all components")
+        if self.window.is_set and self.shards == "adopt":
+            raise ValueError("a window is of written shards: leave out shards: adopt")
         steps = [phase.first_step for phase in self.mixture_phases]
         if sorted(set(steps)) != steps:
             raise ValueError("mixture_phases stand in the order of their first_step, each with another one")

@@ -35,6 +35,7 @@ from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source
+from kftrain.data.sources.windowed import TIMES_FOLDER
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
 
@@ -125,12 +126,13 @@ class _Sharding:
         self._config = config
         self._task = task
         self._kind = resolve_source.source_kind(config.data)
-        self._source = resolve_source.open_kind(self._kind, config.data)
+        self._root = config.run.storage_root
+        self._shards_uri = storage.join(self._root, "shards")
+        times_uri = storage.join(self._shards_uri, TIMES_FOLDER)
+        self._source = resolve_source.open_kind(self._kind, config.data, times_uri)
         self._progress = progress
         self._listing_digest = storage.digest_json(self._source.listing())
         self._encoding = Encoding.of(config.data, config.task.kind, task)
-        self._root = config.run.storage_root
-        self._shards_uri = storage.join(self._root, "shards")
         self._settings = self._all_settings()
 
     def _all_settings(self) -> dict[str, Any]:
@@ -151,8 +153,11 @@ class _Sharding:
 
     def source_digest(self) -> str:
         """Digest of all that decides the shards, as far as it is known without reading the source."""
-        size = self._config.data.part_size_bytes
-        return storage.digest_json({**self._settings, "part_size_bytes": size, "listing": self._listing_digest})
+        data = self._config.data
+        # The window itself is not in it: what lies in it is listed. How it is chosen decides where parts end.
+        chosen = {"window": [data.window.by, data.window.column]} if data.window.is_set else {}
+        known = {**self._settings, "part_size_bytes": data.part_size_bytes, "listing": self._listing_digest, **chosen}
+        return storage.digest_json(known)
 
     def latest_uri(self) -> str:
         """What leads to the last dataset of this source under these settings, whatever the source held then."""
@@ -202,7 +207,7 @@ class _Sharding:
     def _encoded(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
         """What became of each part."""
         settings = self._all_settings()
-        inputs = [storage.digest_json({**settings, "part": [*_identity(part)]}) for part in parts]
+        inputs = [storage.digest_json({**settings, "part": part.identity()}) for part in parts]
         found: dict[int, PartDocument] = {}
         written: list[int] = []
         look_at = time.monotonic()
@@ -315,14 +320,6 @@ def training_records(config: Config, task: Task, source: Source, parts: list[Sou
         name = cluster_of(task, record) if task.names_clusters else ""
         if resolve_source.split_of(record, config.data.validation_fraction, name) == "train":
             yield record
-
-
-def _identity(part: SourcePart) -> Iterator[Any]:
-    """What a part is made from, wherever its files lie."""
-    yield part.context
-    for piece in part.pieces:
-        file = piece.get("file")
-        yield {**piece, "file": {**file, "uri": ""}} if isinstance(file, dict) else piece
 
 
 def _line(document: PartDocument, number: int, num_parts: int, reused: bool) -> str:

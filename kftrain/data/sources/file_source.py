@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kftrain.data.schema import Record, SourcePart
-from kftrain.data.sources.listing import SourceFile, list_files
+from kftrain.data.sources.listing import ListedFile, SourceFile, list_with_times
 from kftrain.data.sources.pieces import Piece, group, whole
+from kftrain.data.sources.selection import Selection
 from kftrain.errors import DataError
 
 
@@ -23,21 +24,31 @@ class FileSource:
         self._wanted = wanted
         self._what = what
         self._skipped_folders = skipped_folders
+        self._selection = Selection()
+
+    def select(self, selection: Selection) -> None:
+        """From now on only these of its files are there."""
+        self._selection = selection
 
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files. Raises DataError where there are none."""
         return [entry.to_dict() for entry in self.entries()]
 
     def entries(self) -> list[SourceFile]:
-        """The files, sorted by name. Raises DataError where there are none."""
-        found = list_files(self.uri, self._wanted, self._skipped_folders)
+        """The files that are selected, in their order. Raises DataError where there are none."""
+        return self._selection.chosen(self.listed(), self.uri)
+
+    def listed(self) -> list[ListedFile]:
+        """All files, whether they are selected or not, sorted by name. Raises DataError where there are none."""
+        found = list_with_times(self.uri, self._wanted, self._skipped_folders)
         if not found:
             raise DataError(f"the source has no {self._what}", where=self.uri, fix="check data.source")
         return found
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """The files, and ranges of those that are larger, in order. Raises DataError."""
-        return group((piece for file in self.entries() for piece in self.pieces(file, target_bytes)), target_bytes)
+        pieces = (piece for file in self.entries() for piece in self.pieces(file, target_bytes))
+        return group(pieces, target_bytes, folder_of=self._selection.folder_of)
 
     def read(self, part: SourcePart) -> Iterator[Record]:
         """The records of a part. Raises DataError naming the file."""

@@ -11,7 +11,7 @@ from kftrain.data.images import decode_image
 from kftrain.data.schema import Lazy, LazyFields, Record, SourcePart
 from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, held_out_name, is_image
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import SourceFile, reading_source
+from kftrain.data.sources.listing import ListedFile, SourceFile, reading_source
 from kftrain.data.sources.pieces import Piece, group, whole
 from kftrain.errors import DataError
 
@@ -23,7 +23,8 @@ class ImageFolderSource(FileSource):
 
     Key = path in the folder. Classes are numbered in the order of their names. Where the folder is split
     already, `validation` comes before `val` before `test`: the first that is there is our validation split and
-    the others are left out.
+    the others are left out. In a window of time the classes are those of all images, so that they keep their numbers;
+    folders that only say the time are none.
     """
 
     def __init__(self, uri: str) -> None:
@@ -34,16 +35,20 @@ class ImageFolderSource(FileSource):
 
         Raises DataError where there are none, and for an image without a class.
         """
-        return [image.entry for image in self._images()[0]]
+        listed, splits = self._listed_and_splits()
+        return [image.entry for image in self._images(self._selection.chosen(listed, self.uri), splits)]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """The images, sorted by name. A class that is new may give all classes other numbers: then each part changes.
 
         Raises DataError.
         """
-        images, splits = self._images()
-        context = {"splits": splits, "class_names": list(_class_names(images))}
-        return group((whole(image.entry) for image in images), target_bytes, context)
+        listed, splits = self._listed_and_splits()
+        everything = self._images([each.file for each in listed], splits)
+        images = self._images(self._selection.chosen(listed, self.uri), splits)
+        context = {"splits": splits, "class_names": list(_class_names(everything))}
+        pieces = (whole(image.entry) for image in images)
+        return group(pieces, target_bytes, context, self._selection.folder_of)
 
     def read(self, part: SourcePart) -> Iterator[Record]:
         """`{"image": uint8 [height, width, channels], "label": int, "class_names": all of them}`, sorted by key.
@@ -53,7 +58,7 @@ class ImageFolderSource(FileSource):
         class_names = tuple(part.context["class_names"])
         numbers = {name: number for number, name in enumerate(class_names)}
         for document in part.pieces:
-            image = _located(Piece.from_dict(document).file, part.context["splits"])
+            image = self._located(Piece.from_dict(document).file, part.context["splits"])
             with reading_source(image.entry.uri):
                 content = storage.read_bytes(image.entry.uri)
             fields = LazyFields(
@@ -63,13 +68,27 @@ class ImageFolderSource(FileSource):
             extension = image.entry.name.rsplit(".", 1)[-1].lower()
             yield Record(image.entry.name, fields, image.split, {extension: content})
 
-    def _images(self) -> tuple[list[_Image], dict[str, str]]:
-        """The images that are used, and the split that each of the first folders stands for: none where a hash does."""
-        entries = super().entries()
-        held_out = _held_out_folder({_top(entry.name) for entry in entries}, self.uri)
-        splits = {} if held_out is None else {"train": "train", held_out: "validation"}
-        used = (entry for entry in entries if not splits or _top(entry.name) in splits)
-        return [_located(entry, splits) for entry in used], splits
+    def _listed_and_splits(self) -> tuple[list[ListedFile], dict[str, str]]:
+        """All files, and the split that each of the first folders stands for: none where a hash does."""
+        listed = self.listed()
+        held_out = _held_out_folder({self._top(each.file) for each in listed}, self.uri)
+        return listed, {} if held_out is None else {"train": "train", held_out: "validation"}
+
+    def _images(self, entries: list[SourceFile], splits: dict[str, str]) -> list[_Image]:
+        """Those that are used."""
+        return [self._located(entry, splits) for entry in entries if not splits or self._top(entry) in splits]
+
+    def _located(self, entry: SourceFile, splits: dict[str, str]) -> _Image:
+        split = splits.get(self._top(entry), "")
+        folders = self._selection.without_dates(entry.name).split("/")[bool(split) : -1]
+        if not folders:
+            raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)
+        return _Image(entry, split, folders[0])
+
+    def _top(self, entry: SourceFile) -> str:
+        """The first folder of a path, but for those of dates; '' for a file that is in none."""
+        first, has_folder, _ = self._selection.without_dates(entry.name).partition("/")
+        return first if has_folder else ""
 
 
 class _Image(NamedTuple):
@@ -94,14 +113,6 @@ def _held_out_folder(folders: set[str], where: str) -> str | None:
     return held_out_name(folders)
 
 
-def _located(entry: SourceFile, splits: dict[str, str]) -> _Image:
-    split = splits.get(_top(entry.name), "")
-    folders = entry.name.split("/")[bool(split) : -1]
-    if not folders:
-        raise DataError("an image without a class", where=entry.uri, fix=_LAYOUT)
-    return _Image(entry, split, folders[0])
-
-
 def _class_names(images: list[_Image]) -> tuple[str, ...]:
     """The classes that are trained on. Raises DataError for an image of any other."""
     names = {image.class_name for image in images if image.split != "validation"}
@@ -114,8 +125,3 @@ def _class_names(images: list[_Image]) -> tuple[str, ...]:
                 fix="add it there, or leave it out here",
             )
     return tuple(sorted(names))
-
-
-def _top(name: str) -> str:
-    """The first folder of a path; '' for a file that is in none."""
-    return name.partition("/")[0] if "/" in name else ""

@@ -7,10 +7,12 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kftrain import storage
+from kftrain.data.time_window import from_nanoseconds
 from kftrain.errors import DataError
 
 
@@ -30,6 +32,14 @@ class SourceFile:
         return {"name": self.name, "size_bytes": self.size_bytes, "version": self.version}
 
 
+class ListedFile(NamedTuple):
+    """A file as it is listed. When it was written is no part of what a dataset is known by."""
+
+    file: SourceFile
+    modified: datetime | None
+    """In UTC; None where the store does not say."""
+
+
 @contextlib.contextmanager
 def reading_source(where: str) -> Iterator[None]:
     """Makes what goes wrong while reading raw data a DataError that names the file."""
@@ -44,6 +54,13 @@ def reading_source(where: str) -> Iterator[None]:
 def list_files(
     uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
 ) -> list[SourceFile]:
+    """As `list_with_times`, without the times."""
+    return [listed.file for listed in list_with_times(uri, wanted, skipped_folders)]
+
+
+def list_with_times(
+    uri: str, wanted: Callable[[str], bool], skipped_folders: frozenset[str] = frozenset()
+) -> list[ListedFile]:
     """The regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
 
     Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth.
@@ -53,16 +70,17 @@ def list_files(
         entries = (
             _local_entries(uri, skipped_folders) if storage.is_local(uri) else _remote_entries(uri, skipped_folders)
         )
-        return sorted((entry for entry in entries if wanted(entry.name)), key=lambda entry: entry.name)
+        return sorted((entry for entry in entries if wanted(entry.file.name)), key=lambda entry: entry.file.name)
 
 
-def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[SourceFile]:
+def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
     root = storage.local_path(uri)
     for path in _local_paths(root, skipped_folders):
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
             name = path.name if path == root else path.relative_to(root).as_posix()
-            yield SourceFile(name, str(path), status.st_size, str(status.st_mtime_ns))
+            file = SourceFile(name, str(path), status.st_size, str(status.st_mtime_ns))
+            yield ListedFile(file, from_nanoseconds(status.st_mtime_ns))
 
 
 def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
@@ -74,14 +92,15 @@ def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not _hidden(name))
 
 
-def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[SourceFile]:
+def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
     found = storage.find(uri)
     if not found:
         raise FileNotFoundError(uri)
     for path, (name, info) in found.items():
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
-            yield SourceFile(name, path, int(info["size"]), storage.version_of(info))
+            file = SourceFile(name, path, int(info["size"]), storage.version_of(info))
+            yield ListedFile(file, storage.modified_of(info))
 
 
 def _hidden(name: str) -> bool:

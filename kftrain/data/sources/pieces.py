@@ -9,7 +9,8 @@ it in two. A piece that grows beyond a power of two, or goes, may be the end of 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,15 +54,24 @@ def whole(file: SourceFile) -> Piece:
     return Piece(file, size_bytes=file.size_bytes)
 
 
-def group(pieces: Iterable[Piece], target_bytes: int, context: dict[str, Any] | None = None) -> list[SourcePart]:
-    """Pieces in order as parts of about `target_bytes` on average."""
+def group(
+    pieces: Iterable[Piece],
+    target_bytes: int,
+    context: dict[str, Any] | None = None,
+    folder_of: Callable[[str], str] | None = None,
+) -> list[SourcePart]:
+    """Pieces in order as parts of about `target_bytes` on average.
+
+    `folder_of`: of a file's name; no part holds files of two folders.
+    """
     return [
         SourcePart(
             tuple(piece.to_dict() for piece in part),
             dict(context or {}),
             sum(piece.size_bytes + PIECE_BYTES for piece in part),
         )
-        for part in _grouped(pieces, target_bytes)
+        for folder in _by_folder(pieces, folder_of)
+        for part in _grouped(folder, target_bytes)
     ]
 
 
@@ -70,6 +80,14 @@ def ends_part(name: str, size_bytes: int, target_bytes: int) -> bool:
     size = 1 << (size_bytes + PIECE_BYTES).bit_length()  # the next power of two: a small change of a file moves no end
     hashed = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
     return hashed * target_bytes < size << 64
+
+
+def _by_folder(pieces: Iterable[Piece], folder_of: Callable[[str], str] | None) -> Iterator[Iterable[Piece]]:
+    if folder_of is None:
+        yield pieces
+        return
+    for _, found in itertools.groupby(pieces, key=lambda piece: folder_of(piece.file.name)):
+        yield found
 
 
 def _grouped(pieces: Iterable[Piece], target_bytes: int) -> Iterator[list[Piece]]:

@@ -35,6 +35,7 @@ from kftrain.data.sources.parquet import ParquetSource, is_parquet
 from kftrain.data.sources.text import JsonLinesSource, StdlibSource, TextFolderSource, is_json_lines, is_text
 from kftrain.data.sources.user import UserSource
 from kftrain.data.sources.webdataset import WebDatasetSource, is_shard, is_shard_pattern
+from kftrain.data.sources.windowed import within_window
 from kftrain.errors import ConfigError, DataError
 
 BUILT_IN: dict[str, Callable[[], Source]] = {"stdlib": StdlibSource, "digits": DigitsSource}
@@ -90,8 +91,16 @@ def source_kind(data: DataConfig) -> str:
     return _SAVED_DATASET if is_saved_dataset(names) else _only_kind(names, name).name
 
 
-def open_kind(kind: str, data: DataConfig) -> Source:
-    """The source of a kind that `source_kind` has found. Raises ConfigError, UserCodeError."""
+def open_kind(kind: str, data: DataConfig, times_uri: str = "") -> Source:
+    """The source of a kind that `source_kind` has found, or what of it lies in `data.window`.
+
+    `times_uri`: a folder for what is remembered of the times of records; empty: nothing is.
+    Raises ConfigError, UserCodeError.
+    """
+    return within_window(_open(kind, data), data, times_uri)
+
+
+def _open(kind: str, data: DataConfig) -> Source:
     if kind in BUILT_IN:
         return BUILT_IN[kind]()
     if kind == _USERS:

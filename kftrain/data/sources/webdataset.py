@@ -21,7 +21,7 @@ from kftrain.data.schema import PICKLES, Lazy, LazyFields, Record
 from kftrain.data.sources import tar_samples
 from kftrain.data.sources.decoding import IMAGE_SUFFIXES, checked_text, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.listing import SourceFile, list_files, reading_source
+from kftrain.data.sources.listing import ListedFile, list_with_times, reading_source
 from kftrain.data.sources.pieces import Piece
 from kftrain.data.sources.tar_reader import Member
 from kftrain.errors import DataError
@@ -51,12 +51,12 @@ class WebDatasetSource(FileSource):
         super().__init__(uri, is_shard, "shards (*.tar)")
         self._text_field = text_field
 
-    def entries(self) -> list[SourceFile]:
+    def listed(self) -> list[ListedFile]:
         """The shards, sorted by name. Raises DataError where there are none, or one of a pattern is missing."""
         if not is_shard_pattern(self.uri) or storage.exists(self.uri):
-            return super().entries()
+            return super().listed()
         folder, _, _ = self.uri.partition("{")[0].rpartition("/")
-        below = {entry.name: entry for entry in list_files(folder or ".", is_shard)}
+        below = {listed.file.name: listed for listed in list_with_times(folder or ".", is_shard)}
         entries = {}
         for name in expand_braces(self.uri.removeprefix(folder).removeprefix("/"), self.uri):
             if name not in below:

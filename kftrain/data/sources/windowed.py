@@ -1,0 +1,168 @@
+"""What of a source lies in a window of time: some of its files, or some of the records of any source."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from kftrain import storage
+from kftrain.data.schema import Record, Source, SourcePart
+from kftrain.data.settings import DataConfig, WindowConfig
+from kftrain.data.sources.file_source import FileSource
+from kftrain.data.sources.selection import ByPath, ByTime, empty_window
+from kftrain.data.time_window import instant, moment_of, utc_text
+from kftrain.errors import ConfigError, DataError, KftrainError
+
+TIMES_FOLDER = "times"
+"""Below `shards/`: from when to when the records of a part are, by what the part was made from."""
+
+CLIPPED = "window"
+"""In the context of a part: what of it lies in the window, where not all of it does."""
+
+Times = tuple[datetime, datetime] | None
+"""Of the first and of the last record of a part by time; None where it has none."""
+
+
+def within_window(source: Source, data: DataConfig, times_uri: str) -> Source:
+    """What of a source lies in `data.window`; all of it where there is none.
+
+    Raises ConfigError for a source that cannot be cut so, and for a window without instants.
+    """
+    config = data.window
+    if not config.is_set:
+        return source
+    if config.by == "column":
+        return RecordsInWindow(source, config, data.source, times_uri)
+    if not isinstance(source, FileSource):
+        fix = "use by: column, or a source of files"
+        raise ConfigError("its records are in no files", where="data.window.by", value=config.by, fix=fix)
+    source.select(ByPath(config) if config.by == "path" else ByTime(config))
+    return source
+
+
+class RecordsInWindow:
+    """The records of a source whose time, a field of theirs, lies in the window.
+
+    Each part is read once to learn from when to when its records are, which is remembered. One that lies in the window
+    as a whole is the same in every such window, and is encoded once for all of them; of one that the window cuts only
+    the cut ends are part of what it is known by.
+    """
+
+    def __init__(self, source: Source, config: WindowConfig, name: str, times_uri: str) -> None:
+        """`name`: of the source, in errors."""
+        self._source = source
+        self._config = config
+        self._window = config.window()
+        self._zone = config.zone()
+        self._name = name
+        self._times_uri = times_uri
+        self._known: dict[str, Times] = {}
+
+    def listing(self) -> list[dict[str, Any]]:
+        """That of the source, and the window. Raises DataError."""
+        return [*self._source.listing(), {"window": str(self._window), **self._column()}]
+
+    def parts(self, target_bytes: int) -> list[SourcePart]:
+        """The parts of the source that have records in the window.
+
+        Raises DataError for a record of no known time; EmptyWindowError.
+        """
+        found = [self._clipped(part) for part in self._source.parts(target_bytes)]
+        chosen = [part for part in found if part is not None]
+        if not any(CLIPPED not in part.context or next(self.read(part), None) is not None for part in chosen):
+            raise empty_window(self._name, self._window)
+        return chosen
+
+    def read(self, part: SourcePart) -> Iterator[Record]:
+        """The records of a part that lie in the window. Raises DataError."""
+        clipped = part.context.get(CLIPPED)
+        if clipped is None:
+            yield from self._source.read(part)
+            return
+        context = {key: value for key, value in part.context.items() if key != CLIPPED}
+        first, end = (instant(text) if text else None for text in (clipped["start"], clipped["end"]))
+        for record in self._source.read(replace(part, context=context)):
+            moment = self._time_of(record)
+            if (first is None or first <= moment) and (end is None or moment < end):
+                yield record
+
+    def records(self) -> Iterator[Record]:
+        """All records in the window."""
+        for part in self.parts(sys.maxsize):
+            yield from self.read(part)
+
+    def _clipped(self, part: SourcePart) -> SourcePart | None:
+        """The part as far as it lies in the window; None where nothing of it does."""
+        times = self._times(part)
+        if times is None:
+            return None
+        first, last = times
+        if last < self._window.start or first >= self._window.end:
+            return None
+        start = utc_text(self._window.start) if first < self._window.start else ""
+        end = utc_text(self._window.end) if last >= self._window.end else ""
+        if not start and not end:
+            return part
+        return replace(part, context={**part.context, CLIPPED: {"start": start, "end": end, **self._column()}})
+
+    def _times(self, part: SourcePart) -> Times:
+        digest = storage.digest_json({"part": part.identity(), **self._column()})
+        if digest not in self._known:
+            self._known[digest] = self._remembered(digest, part)
+        return self._known[digest]
+
+    def _remembered(self, digest: str, part: SourcePart) -> Times:
+        uri = storage.join(self._times_uri, f"{digest}.json") if self._times_uri else ""
+        known, times = _read_times(uri) if uri else (False, None)
+        if not known:
+            times = self._seen(part)
+            if uri:
+                storage.publish_json(uri, {"times": [utc_text(moment) for moment in times or ()]})
+        return times
+
+    def _seen(self, part: SourcePart) -> Times:
+        first = last = None
+        for record in self._source.read(part):
+            moment = self._time_of(record)
+            first, last = min(first or moment, moment), max(last or moment, moment)
+        return None if first is None or last is None else (first, last)
+
+    def _column(self) -> dict[str, str]:
+        """What decides the time of a record."""
+        config = self._config
+        return {"column": config.column, "number_unit": config.number_unit, "time_zone": config.time_zone}
+
+    def _time_of(self, record: Record) -> datetime:
+        column = self._config.column
+        if column not in record.fields:
+            where, fix = f"{self._name} {record.key}", f"it has: {', '.join(record.fields)}"
+            raise DataError("the record has no such column", where=where, value=column, fix=fix)
+        value = record.fields[column]
+        try:
+            return moment_of(value, self._zone, self._config.number_unit)
+        except ValueError as error:
+            raise DataError(
+                f"the column '{column}' says no time: {error}",
+                where=f"{self._name} {record.key}",
+                value=value,
+                fix="correct or delete the record, or set data.window",
+            ) from error
+
+
+def _read_times(uri: str) -> tuple[bool, Times]:
+    """Whether something was remembered that is whole, and what."""
+    try:
+        found = storage.read_json_if_exists(uri)
+        if found is None:
+            return False, None
+        if not found["times"]:
+            return True, None
+        first, last = map(instant, found["times"])
+    except (KftrainError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, KftrainError) and error.retryable:
+            raise
+        return False, None
+    return True, (first, last)
