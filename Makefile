@@ -21,8 +21,9 @@ TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: demo test test-slow mutants docs lint format bench bench-data compile images e2e e2e-full clean
 
-demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model; each call takes the next seed
+demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
+	$(BIN)/kftrain models compare --run "$$(ls -td $(DEMO)/runs/*/ | head -1)" --html $(DEMO)/compare.html
 
 # Slow files come first in the alphabet, and stay there: the short ones fill what is left of the time.
 test: $(VENV)/.ready  ## what needs no cluster and no GPU; the long proofs are in test-slow

@@ -125,6 +125,46 @@ def paired_improvement(
     return _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
 
 
+def paired_differences(
+    metrics: Metrics,
+    ours: Statistics,
+    theirs: Statistics,
+    slices: Mapping[str, str],
+    num_bootstrap: int,
+    confidence: float,
+    seed: int,
+) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
+    """Each metric of ours minus the same of theirs, with its paired interval: over all groups, and by slice.
+
+    Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. `slices`: key of
+    a group -> name of its slice; empty: none. All are of the same resamples, so a slice that one easily misses has
+    unknown bounds. A metric that one side does not determine is left out.
+    """
+    (ours, order), (theirs, their_order) = _aligned(ours, theirs)
+    pair = [_table(ours, order), _table(theirs, their_order)]
+    of_group = np.asarray([slices.get(key, "") for key in np.asarray(ours[KEYS])[order].tolist()])
+    names = sorted(set(slices.values()))
+    parts = [np.arange(len(of_group)), *(np.flatnonzero(of_group == name) for name in names)]
+    tables = [_Table(columns, sums[rows], rows) for rows in parts for columns, sums in pair]
+    samples = _resampled(metrics, tables, num_bootstrap, seed)
+    values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
+    found = [
+        {
+            name: _interval(name, float(values[at][name] - values[at + 1][name]), drawn, confidence)
+            for name, drawn in _minus(samples[at], samples[at + 1]).items()
+            if np.isfinite(values[at][name]) and np.isfinite(values[at + 1][name])
+        }
+        for at in range(0, len(tables), 2)
+    ]
+    return found[0], dict(zip(names, found[1:], strict=True))
+
+
+def _minus(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The differences of the metrics that both have; what is not finite on one side is not in the difference."""
+    with np.errstate(invalid="ignore"):
+        return {name: values - theirs[name] for name, values in ours.items() if name in theirs}
+
+
 def by_appearance(numbers: np.ndarray) -> np.ndarray:
     """The same numbers counted from 0, in the order in which they appear."""
     _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from kftrain import config as configuration
-from kftrain import registry, storage
+from kftrain import registry, report, storage
 from kftrain.cli.options import config_options, echo, json_option
 from kftrain.config import Config
-from kftrain.errors import TrackingError
-from kftrain.registry import ComparedVersion
-from kftrain.report import wording
+from kftrain.errors import ConfigError, TrackingError
+from kftrain.report import environment, wording
+from kftrain.report.comparison import headline
+from kftrain.report.versions import VersionComparison, called, to_plain
 from kftrain.run.config import read_config
 from kftrain.run.documents import Interval
 from kftrain.run.paths import RunPaths
@@ -39,22 +41,35 @@ def model_options(command: Command) -> Command:
 
 
 @models_command.command()
-@click.argument("versions", type=int, nargs=-1)
+@click.argument("versions", nargs=-1)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the same as Markdown.")
 @model_options
 @json_option
 def compare(
-    versions: tuple[int, ...],
+    versions: tuple[str, ...],
+    html: Path | None,
+    markdown: Path | None,
     run_uri: str | None,
     config_file: tuple[str, ...],
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Show versions beside each other: metrics with intervals, improvement over the champion. Default: all."""
-    from kftrain.stages.register import task_metrics
+    """Show versions beside each other: metrics with intervals, improvement over one of them, what differs.
 
+    VERSIONS are numbers (3, v3) or aliases (champion). All are compared with the champion if it is among them, else
+    with the first. Default: all; on a page the champion and the newest, six of them.
+    """
+    from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
+
+    pages = [path for path in (html, markdown) if path is not None]
     config = _config(run_uri, config_file, overrides)
-    found = registry.compare(config, versions, task_metrics(config))
-    echo(json.dumps([_plain(each) for each in found], indent=2) if as_json else _table(found))
+    found = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
+    if html is not None:
+        _write(html, report.comparison_html(found, environment.facts()))
+    if markdown is not None:
+        _write(markdown, report.comparison_markdown(found))
+    echo(json.dumps(to_plain(found), indent=2) if as_json else _table(found, pages))
 
 
 @models_command.command()
@@ -101,22 +116,26 @@ def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[
     return resolve.anchored(configuration.load(config_file, overrides), ".")
 
 
-def _plain(version: ComparedVersion) -> dict[str, Any]:
-    return {
-        **{key: getattr(version, key) for key in ("version", "aliases", "run_uri", "evaluation_digest")},
-        "metrics": {name: found.model_dump(mode="json") for name, found in version.metrics.items()},
-        "improvement": version.improvement.model_dump(mode="json") if version.improvement else None,
-    }
+def _write(path: Path, text: str) -> None:
+    """Raises ConfigError where nothing can be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=str(path), fix="name another file") from error
 
 
-def _table(versions: list[ComparedVersion]) -> str:
+def _table(found: VersionComparison, pages: list[Path]) -> str:
     lines = []
-    for each in versions:
-        aliases = f" ({', '.join(each.aliases)})" if each.aliases else ""
-        metrics = ", ".join(f"{name} {_shown(found)}" for name, found in each.metrics.items()) or "no evaluation"
-        better = f"; against the champion {_shown(each.improvement, signed=True)}" if each.improvement else ""
-        lines.append(f"version {each.version}{aliases}: {metrics}{better}")
-    return "\n".join(lines) or "no versions"
+    for each in found.versions:
+        metrics = each.evaluation.metrics if each.evaluation else {}
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items()) or "no evaluation"
+        gain = found.improvement(each.differences.get(found.metric))
+        better = f"; improvement over {found.base.name} {_shown(gain, signed=True)}" if gain else ""
+        problem = f"; {each.problem}" if each.problem else ""
+        lines.append(f"{called(each)}: {shown}{better}{problem}")
+    lines += [headline(found), *(f"page: {path}" for path in pages)]
+    return "\n".join(lines)
 
 
 def _shown(found: Interval, signed: bool = False) -> str:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from kftrain.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.registry.findings import AuditFinding, ComparedVersion, audit, compare
+    from kftrain.registry.compared import ComparedVersion, ComparedVersions, compare
+    from kftrain.registry.findings import AuditFinding, audit
     from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
     from kftrain.registry.registration import RegisteredVersion, register
 
@@ -22,6 +23,7 @@ __all__ = [
     "Champion",
     "AuditFinding",
     "ComparedVersion",
+    "ComparedVersions",
 ]
 
 __getattr__ = attributes(
@@ -34,10 +36,11 @@ __getattr__ = attributes(
         "rollback": "kftrain.registry.promotion",
         "remove_dead_writers": "kftrain.registry.promotion",
         "audit": "kftrain.registry.findings",
-        "compare": "kftrain.registry.findings",
+        "compare": "kftrain.registry.compared",
         "RegisteredVersion": "kftrain.registry.registration",
         "Champion": "kftrain.registry.promotion",
         "AuditFinding": "kftrain.registry.findings",
-        "ComparedVersion": "kftrain.registry.findings",
+        "ComparedVersion": "kftrain.registry.compared",
+        "ComparedVersions": "kftrain.registry.compared",
     },
 )

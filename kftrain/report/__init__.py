@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kftrain.config import Config
+from kftrain.report import comparison as _comparison
 from kftrain.report import evaluation as _evaluation
 from kftrain.report import failure as _failure
 from kftrain.report import finish as _finish
@@ -19,6 +20,7 @@ from kftrain.report import run as _run
 from kftrain.report import shards as _shards
 from kftrain.report import training as _training
 from kftrain.report.content import Fact
+from kftrain.report.versions import VersionComparison
 from kftrain.run.advice import Situation
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.error import ErrorDocument
@@ -31,12 +33,14 @@ __all__ = [
     "registration_html",
     "failure_html",
     "finish_html",
+    "comparison_html",
     "shards_markdown",
     "training_markdown",
     "evaluation_markdown",
     "registration_markdown",
     "failure_markdown",
     "finish_markdown",
+    "comparison_markdown",
 ]
 
 
@@ -140,3 +144,13 @@ def finish_html(run_uri: str, report_uri: str, removed: Sequence[str] = (), warn
 def finish_markdown(run_uri: str, report_uri: str, removed: Sequence[str] = (), warnings: Sequence[str] = ()) -> str:
     """The same as Markdown."""
     return markdown.render(_finish.section(run_uri, report_uri, removed, warnings))
+
+
+def comparison_html(found: VersionComparison, written: Sequence[Fact] = ()) -> str:
+    """Versions of a model: which is better and where, their curves, what they took, and what differs between them."""
+    return page.render(_comparison.page(found, written))
+
+
+def comparison_markdown(found: VersionComparison) -> str:
+    """The same as tables."""
+    return markdown.render(_comparison.section(found))

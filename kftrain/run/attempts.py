@@ -10,13 +10,14 @@ with the same step as the one before says that the attempt before made no progre
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 import uuid
 
 from kftrain import storage
-from kftrain.errors import FencedError
+from kftrain.errors import DataError, FencedError
 from kftrain.run import documents
 from kftrain.run.paths import RunPaths
 
@@ -40,6 +41,15 @@ def last_attempt(paths: RunPaths) -> int:
     """Number of the highest claim; 0 where there is none."""
     numbers = [name.removesuffix(".json") for name in storage.list_names(paths.attempts)]
     return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def claims(paths: RunPaths) -> list[Claim]:
+    """All claims of a run in order; one that cannot be read is left out."""
+    found = []
+    for number in range(1, last_attempt(paths) + 1):
+        with contextlib.suppress(DataError):
+            found.append(documents.read(Claim, paths.attempt(number)))
+    return found
 
 
 def claim(paths: RunPaths, start_step: int, world_size: int) -> int:

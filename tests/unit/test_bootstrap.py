@@ -138,3 +138,45 @@ def test_few_groups_with_a_value_among_many_are_not_certain(num_with_value, is_k
     found = bootstrap.paired_improvement(accuracy, "accuracy", "maximize", one, two, 1000, 0.95, 0)
     assert found.value == pytest.approx(0.4)
     assert (found.low > 0) == is_known and (found.high < np.inf) == is_known
+
+
+def naive_differences(ours, theirs, num_bootstrap, confidence, seed, members):
+    """Of the groups' numbers `members`, by a loop over draws from all of them."""
+    generator = np.random.default_rng(seed)
+    values = []
+    for _ in range(num_bootstrap):
+        drawn = [i for i in generator.integers(0, len(ours["keys"]), len(ours["keys"])) if i in members]
+        rates = [sum(s["correct"][i] for i in drawn) / sum(s["count"][i] for i in drawn) for s in (ours, theirs)]
+        values.append(rates[0] - rates[1])
+    tail = (1 - confidence) / 2
+    return np.quantile(values, [tail, 1 - tail])
+
+
+def test_paired_differences_of_all_metrics_and_slices_equal_those_of_a_naive_loop():
+    theirs = classifier(30, 0.6, seed=1)
+    ours = theirs | {"correct": np.minimum(theirs["count"], theirs["correct"] + np.arange(30) % 2)}
+    slices = {key: "even" if number % 2 == 0 else "odd" for number, key in enumerate(theirs["keys"].tolist())}
+    whole, parts = bootstrap.paired_differences(accuracy, ours, theirs, slices, 200, 0.9, 7)
+    assert set(whole) == {"accuracy", "error"} and set(parts) == {"even", "odd"}
+    for found, members in (
+        (whole, set(range(30))),
+        (parts["odd"], set(range(1, 30, 2))),
+        (parts["even"], set(range(0, 30, 2))),
+    ):
+        low, high = naive_differences(ours, theirs, 200, 0.9, 7, members)
+        assert (found["accuracy"].low, found["accuracy"].high) == pytest.approx((low, high), abs=1e-12)
+        assert found["accuracy"].value == pytest.approx(-found["error"].value)
+    assert parts["even"]["accuracy"].value == 0 < parts["odd"]["accuracy"].low
+
+
+def test_a_slice_of_one_group_has_a_difference_but_no_bounds_and_a_shuffled_side_changes_nothing():
+    ours, theirs = classifier(20, 0.7, seed=2), classifier(20, 0.7, seed=2)
+    ours = ours | {"correct": np.minimum(ours["correct"] + 1, ours["count"])}
+    shuffled = {name: values[::-1] for name, values in theirs.items()}
+    arguments = ({"document-00003": "rare"}, 200, 0.95, 0)
+    whole, parts = bootstrap.paired_differences(accuracy, ours, theirs, *arguments)
+    assert (whole, parts) == bootstrap.paired_differences(accuracy, ours, shuffled, *arguments)
+    rare = parts["rare"]["accuracy"]
+    assert (rare.low, rare.high) == (-np.inf, np.inf)
+    expected = (ours["correct"][3] - theirs["correct"][3]) / theirs["count"][3]
+    assert rare.value == pytest.approx(expected)

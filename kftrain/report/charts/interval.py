@@ -172,5 +172,5 @@ def _slice(row: SliceRow, whole: float, scale: Scale, y: float) -> list[Markup]:
 
 def _signed(row: IntervalRow) -> tuple[str, str]:
     if row.low is None or row.high is None:
-        return wording.number(float(row.value)), ""
+        return f"{'+' if row.value > 0 else ''}{wording.number(float(row.value))}", ""
     return wording.interval(row.value, row.low, row.high, signed=True)

@@ -1,4 +1,4 @@
-"""Curves over steps: one or several series, directly labelled, with reference lines.
+"""Curves over steps, or over what has been spent: one or several series, directly labelled, with reference lines.
 
 A curve of any length costs a bounded number of bytes: per pixel column its first, lowest, highest and last
 value are kept, so no spike is lost. Long noisy curves get a running mean on top. Values that are not finite
@@ -48,7 +48,7 @@ PADDING_TOP_PX, PADDING_BOTTOM_PX = 8, 26
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: points `(step, value)` with ascending steps; values may be NaN or infinite."""
+    """A curve: points `(x, value)` with ascending x, as the step; values may be NaN or infinite."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -99,21 +99,24 @@ def line_chart(
     height: float = 120,
     from_zero: bool = False,
     max_x_ticks: int = 5,
+    x_name: str = "step",
+    x_is_whole: bool = True,
 ) -> Markup:
     """A drawing of the curves, or one sentence where no value can be drawn.
 
     Several curves are named at their right ends; a single one is named by the caption. `x_range` gives small
-    multiples one axis.
+    multiples one axis; `x_is_whole`: fractions make no sense on it.
     """
     drawn = [each for each in series if each.finite_points]
     if not drawn:
         return Markup('<p class="empty">No finite value was recorded.</p>')
     levels = [each for each in references if wording.finite(each.value) is not None]
-    frame = _frame(drawn, levels, height, x_range, from_zero, max_x_ticks)
+    across = _across(drawn, x_range, max_x_ticks, x_is_whole)
+    frame = _Frame(across, _value_scale(drawn, levels, height, from_zero), height)
     parts = [
         *svg.vertical_axis(frame.up, height),
         *svg.horizontal_axis(frame.across, height),
-        _step_title(frame),
+        _x_title(x_name, frame),
     ]
     parts += [svg.line(0, frame.y(level.value), "100%", frame.y(level.value), "reference") for level in levels]
     curves = [part for index, each in enumerate(drawn) for part in _curve(each, index, frame)]
@@ -171,17 +174,9 @@ def _extremes(column: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [column[index] for index in sorted(kept)]
 
 
-def _frame(
-    series: list[Series],
-    levels: list[ReferenceLine],
-    height: float,
-    x_range: tuple[float, float] | None,
-    from_zero: bool,
-    max_x_ticks: int,
-) -> _Frame:
-    steps = x_range or [x for each in series for x, _ in each.finite_points]
-    across = linear_scale(steps, max_x_ticks, loose=False, smallest_step=1.0)
-    return _Frame(across, _value_scale(series, levels, height, from_zero), height)
+def _across(series: list[Series], x_range: tuple[float, float] | None, max_x_ticks: int, x_is_whole: bool) -> Scale:
+    ends = x_range or [x for each in series for x, _ in each.finite_points]
+    return linear_scale(ends, max_x_ticks, loose=False, smallest_step=1.0 if x_is_whole else 0.0)
 
 
 def _value_scale(series: Sequence[Series], levels: Sequence[ReferenceLine], height: float, from_zero: bool) -> Scale:
@@ -190,12 +185,12 @@ def _value_scale(series: Sequence[Series], levels: Sequence[ReferenceLine], heig
     return scale_for(values, max(3, round(height / TICK_PX)), from_zero=from_zero)
 
 
-def _step_title(frame: _Frame) -> Markup:
+def _x_title(name: str, frame: _Frame) -> Markup:
     """The name of the horizontal axis, left of its first tick label."""
     first, label = frame.across.ticks[:1], frame.across.labels[:1]
     near_edge = first and frame.across.fraction(first[0]) < 0.1
     dx = -8 - (wording.width_px(label[0]) / 2 if near_edge else 0)
-    return svg.text("step", 0, frame.height + 14, anchor="end", dx=dx)
+    return svg.text(name, 0, frame.height + 14, anchor="end", dx=dx)
 
 
 def _curve(series: Series, index: int, frame: _Frame) -> list[Markup]:

@@ -13,9 +13,10 @@ from kftrain.cli import cli
 from kftrain.data.shards import manifest
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes.control import ClusterJobs
-from kftrain.registry import AuditFinding, ComparedVersion
-from kftrain.run.documents import Interval
+from kftrain.registry import AuditFinding
+from kftrain.report.versions import ReportedVersion, VersionComparison
 from kftrain.run.error import read_error
+from kftrain.stages import comparison
 
 HOSTILE = "caf\u00e9\x1b[2J\x1b]0;owned\x07\x1b[1A\r\x9b31m\u202e!"
 SHOWN = "caf\u00e9"
@@ -33,15 +34,9 @@ def assert_harmless(output):
 
 
 def test_models(monkeypatch):
-    found = ComparedVersion(
-        version=1,
-        aliases=(HOSTILE,),
-        run_uri="r",
-        evaluation_digest="d",
-        metrics={HOSTILE: Interval(value=0.5, low=0.4, high=0.6)},
-        improvement=None,
-    )
-    monkeypatch.setattr(registry, "compare", lambda *arguments: [found])
+    version = ReportedVersion(1, (HOSTILE,), problem=HOSTILE)
+    found = VersionComparison("m", HOSTILE, "minimize", 0.95, 1, "d", [version])
+    monkeypatch.setattr(comparison, "compare_versions", lambda *arguments: found)
     assert_harmless(invoke("models", "compare"))
     monkeypatch.setattr(registry, "audit", lambda *arguments: [AuditFinding(1, f"tag {HOSTILE} differs")])
     assert_harmless(invoke("models", "audit"))

@@ -273,15 +273,3 @@ def test_audit_finds_exports_that_are_gone_damaged_or_foreign(config, finished):
     storage.publish(weights, storage.read_bytes(weights).replace(b"tensors", b"poison!"))
     assert [(f.version, "no export here" in f.problem) for f in registry.audit(config)] == [(1, True)]
     assert [f.version for f in registry.audit(config, contents=True)] == [1, 2]
-
-
-def test_compare_shows_metrics_aliases_and_the_difference_to_the_champion(config, finished, metrics):
-    for name, quality in (("one", 0.6), ("two", 0.7), ("three", 0.65)):
-        finished(name, quality).submit()
-    rows = {row.version: row for row in registry.compare(config, [], metrics)}
-    assert list(rows) == [3, 2, 1]
-    assert rows[2].aliases == ("champion",) and rows[2].improvement is None
-    assert rows[1].improvement.value == pytest.approx(-0.1) and rows[3].improvement.value == pytest.approx(-0.05)
-    assert rows[3].metrics["accuracy"].value == pytest.approx(0.65, abs=0.01)
-    with pytest.raises(TrackingError, match="no such version"):
-        registry.compare(config, [7], metrics)

@@ -1,0 +1,105 @@
+"""Versions of a registered model beside each other: gathers what their runs left behind, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kftrain import registry
+from kftrain.config import Config
+from kftrain.data.shards import manifest as manifests
+from kftrain.data.shards.manifest import Manifest
+from kftrain.data.windows import is_stream
+from kftrain.errors import KftrainError
+from kftrain.plugins import user_code
+from kftrain.registry import ComparedVersion
+from kftrain.report.versions import ReportedVersion, VersionComparison
+from kftrain.run import attempts, documents
+from kftrain.run.config import read_config
+from kftrain.run.documents import Completion, RunShards
+from kftrain.run.paths import RunPaths
+from kftrain.run.timeline import timeline
+from kftrain.stages.dataset import read_dataset
+from kftrain.stages.register import task_metrics
+from kftrain.stages.train import read_history
+from kftrain.tasks import build_task, build_task_of
+from kftrain.tracking.runs import flatten
+from kftrain.trust import Trust
+
+PAGE_VERSIONS = 6
+"""So many stand on a page where none are named: the champion and the newest."""
+
+
+def compare_versions(config: Config, names: Sequence[str] = (), at_most: int = 0) -> VersionComparison:
+    """Versions by number or alias (`v3`, `champion`) with what their runs left; see `registry.compare`.
+
+    What cannot be read of a run is left out, and the version says so. Raises TrackingError, EvaluationError.
+    """
+    task = build_task(config.task)
+
+    def slice_names(keys: list[str], sums: Mapping[str, np.ndarray]) -> list[str]:
+        if config.data.mixture:
+            return [key.partition("/")[0] for key in keys]
+        with user_code("task.slice_names"):
+            return task.slice_names(keys, sums)
+
+    found = registry.compare(config, names, task_metrics(config), slice_names, at_most)
+    return VersionComparison(
+        model_name=found.model_name,
+        metric=config.registry.metric,
+        goal=config.registry.goal,
+        confidence=config.registry.confidence,
+        baseline=found.baseline,
+        evaluation_digest=found.evaluation_digest,
+        versions=[_reported(each, Trust.of(config)) for each in found.versions],
+    )
+
+
+def _reported(version: ComparedVersion, trust: Trust) -> ReportedVersion:
+    reference, run, problem = version.reference, dict[str, Any](), version.problem
+    if reference is not None:
+        try:
+            trust.require_place(reference.run_uri)
+            run = _read_run(RunPaths(reference.run_uri))
+        except KftrainError as error:
+            problem = "; ".join(part for part in (problem, f"its run cannot be read: {error.line}") if part)
+    return ReportedVersion(
+        version=version.version,
+        aliases=version.aliases,
+        run_uri=reference.run_uri if reference else "",
+        problem=problem,
+        evaluation=version.evaluation,
+        differences=version.differences,
+        slice_differences=version.slice_differences,
+        **run,
+    )
+
+
+def _read_run(paths: RunPaths) -> dict[str, Any]:
+    """What a run's folder says of a version. Raises KftrainError."""
+    config = read_config(paths)
+    shards, manifest = read_dataset(paths)
+    completion, history = documents.read(Completion, paths.complete), read_history(paths)
+    return {
+        "completion": completion,
+        "history": history,
+        "timeline": timeline(attempts.claims(paths), completion, history),
+        "settings": flatten(config.to_dict()),
+        "data": flatten(_described(manifest)),
+        "tokens_per_sample": _tokens_per_sample(config, shards, manifest),
+        "has_gpus": config.launch.gpus_per_node > 0,
+    }
+
+
+def _described(manifest: Manifest) -> dict[str, Any]:
+    return {name: value for name, value in manifests.describe(manifest).items() if name != "baselines"}
+
+
+def _tokens_per_sample(config: Config, shards: RunShards, manifest: Manifest) -> int:
+    """How many new tokens a sample of training holds; 0 where the data is no stream of them."""
+    if not is_stream(manifest.sample_schema):
+        return 0
+    window = build_task_of(config.task, shards.manifest_uri, manifest.task_settings).window
+    return window.stride if window is not None else 0
