@@ -40,7 +40,7 @@ def shard(
         processes_per_node: Processes on each of them.
         steps: Optimizer steps of the whole training.
         learning_rate: Peak learning rate.
-        promotion: `auto` or `manual`.
+        promotion: `auto`, `manual` or `never`.
         trainer_image: Image of the worker pods.
         queue: Kueue LocalQueue that admits the jobs.
         resume_run: The run to go on with, its id or the URI of its folder; empty starts a new one.

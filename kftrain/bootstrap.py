@@ -13,6 +13,8 @@ chunks, so memory stays near `CHUNK_BYTES` however many groups and resamples the
 resamples times 20 ns.
 
 Results depend on the seed and the groups, not on the order of the groups: they are sorted first.
+
+The paired interval is the wider of this one and Student's t over the jackknife (`significance`).
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ from typing import Literal
 
 import numpy as np
 
+from kftrain import significance
 from kftrain.errors import ConfigError, EvaluationError
 from kftrain.run.documents import Interval
 
 KEYS = "keys"
 """The one entry among the statistics that is none: the names of the groups, `[groups]` str."""
+
+SLICES, SLICE_NAMES = "slices", "slice_names"
+"""Where sums are kept by slice: the number of each row's slice, `[rows]` int, and the slices' names."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -106,9 +112,10 @@ def paired_improvement(
 ) -> Interval:
     """How much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
 
-    The interval is two-sided, so of two equally good models it lies above zero with half of `1 - confidence`.
-    Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. An
-    unknown metric is a ConfigError.
+    The interval is two-sided, so of two equally good models it lies above zero with half of `1 - confidence`. Its
+    bounds are the outer ones of the percentiles and of Student's t over the jackknife, which holds also for few groups
+    and for a `confidence` that the resamples cannot tell. Both statistics must have an entry `keys`, and the same
+    groups in any order, else EvaluationError. An unknown metric is a ConfigError.
     """
     tables = [_Table(*_table(statistics, order)) for statistics, order in _aligned(challenger, champion)]
     values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
@@ -122,7 +129,19 @@ def paired_improvement(
     ours, theirs = _resampled(metrics, tables, num_bootstrap, seed)
     sign = 1.0 if goal == "maximize" else -1.0
     value = sign * float(values[0][metric] - values[1][metric])
-    return _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+    found = _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+    without = [_metrics_of(metrics, table.names, table.sums.sum(axis=0) - table.sums)[metric] for table in tables]
+    low, high = significance.jackknife_interval(value, sign * (without[0] - without[1]), confidence)
+    return Interval(value=value, low=min(low, found.low), high=max(high, found.high))
+
+
+def paired_values(metrics: Metrics, metric: str, challenger: Statistics, champion: Statistics) -> list[np.ndarray]:
+    """The metric of each group alone, `[groups]`, of challenger and champion in one order. Raises as the above."""
+    found = []
+    for statistics, order in _aligned(challenger, champion):
+        names, sums = _table(statistics, order)
+        found.append(np.asarray(_metrics_of(metrics, names, sums)[metric], np.float64))
+    return found
 
 
 def paired_differences(

@@ -100,4 +100,6 @@ def _registered(registration: Registration) -> list[str]:
         lines.append(f"{before}: {registration.metric} {shown(registration.champion)}")
     if registration.improvement is not None:
         lines.append(f"improvement {shown(registration.improvement, signed=True)}")
+    if registration.awaits_person:
+        lines.append(f"a person decides: kftrain models promote {registration.version} --reason …")
     return lines

@@ -8,13 +8,42 @@ import numpy as np
 
 from kftrain import bootstrap
 from kftrain.errors import EvaluationError
-from kftrain.evaluate.score import Statistics
+from kftrain.evaluate.score import Statistics, group_sums
 from kftrain.plugins import user_code
 from kftrain.run.documents import Interval, Slice
 from kftrain.tasks.base import Task
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
+
+
+def parts_of(task: Task, sums: Statistics, keys: list[str], names: Sequence[str] = ()) -> np.ndarray:
+    """Name of the slice that each group belongs to, `[groups]` str; `names`: where the task does not say it."""
+    with user_code("task.slice_names"):
+        part_of = np.array(names or task.slice_names(keys, sums))
+    if len(part_of) != len(keys):
+        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(part_of))
+    return part_of
+
+
+def sums_by_slice(
+    sums: Statistics, keys: list[str], units: np.ndarray, part_of: np.ndarray
+) -> dict[str, np.ndarray] | None:
+    """The sums of each unit within each slice that it has a part in, with the key of the unit's first group.
+
+    None where all groups are in one slice.
+    """
+    names, codes = np.unique(part_of, return_inverse=True)
+    if len(names) < 2:
+        return None
+    pairs, rows = np.unique(np.stack([codes, units], axis=1), axis=0, return_inverse=True)
+    _, first = np.unique(units, return_index=True)
+    return {
+        bootstrap.KEYS: np.array([keys[first[unit]] for unit in pairs[:, 1]]),
+        bootstrap.SLICES: pairs[:, 0].astype(np.int64),
+        bootstrap.SLICE_NAMES: names,
+        **group_sums(sums, rows.ravel(), len(pairs)),
+    }
 
 
 def measure(
@@ -32,10 +61,7 @@ def measure(
     the bootstrap resamples more than a group as one; `names`: of the part that each group belongs to, where the task
     does not say it. A metric that a part does not determine (a rate of nothing) is left out of it.
     """
-    with user_code("task.slice_names"):
-        part_of = np.array(names or task.slice_names(keys, sums))
-    if len(part_of) != len(keys):
-        raise EvaluationError(f"task.slice_names must name each of {len(keys)} groups", value=len(part_of))
+    part_of = parts_of(task, sums, keys, names)
     named = part_of.tolist() if len(set(part_of)) > 1 else None
     whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, 0, units)
     slices = {

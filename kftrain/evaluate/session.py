@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kftrain import storage
+from kftrain import bootstrap, storage
 from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
@@ -26,7 +26,7 @@ from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import examples
 from kftrain.evaluate.identity import SPLIT
-from kftrain.evaluate.measures import CONFIDENCE, measure
+from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_slice
 from kftrain.evaluate.score import Statistics, group_sums, score
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World, join_world
@@ -49,6 +49,7 @@ from kftrain.trust import Trust, read_shards, require_places
 
 METRICS = "metrics.json"
 STATISTICS = "statistics.npz"
+SLICES = "slices.npz"
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ def _publish(
     scored: _Scored,
 ) -> None:
     content = pack_statistics(*of_units(scored.sums, scored.keys, scored.units))
+    components = [key.partition("/")[0] for key in scored.keys] if manifest.components else []
+    part_of = parts_of(scored.task, scored.sums, scored.keys, components)
+    by_slice = sums_by_slice(scored.sums, scored.keys, scored.units, part_of)
+    slices_content = pack(by_slice) if by_slice else b""
     metrics, slices = measure(
         scored.task,
         scored.sums,
@@ -171,7 +176,7 @@ def _publish(
         scored.keys,
         config.evaluate.num_bootstrap,
         scored.units,
-        [key.partition("/")[0] for key in scored.keys] if manifest.components else [],
+        part_of.tolist(),
     )
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
@@ -188,7 +193,10 @@ def _publish(
         confusion=_confusion(scored.task, scored.sums),
         examples=scored.examples,
         statistics_sha256=storage.sha256_bytes(content),
+        slices_sha256=storage.sha256_bytes(slices_content) if slices_content else "",
     )
+    if slices_content:
+        storage.publish(storage.join(target.output_uri, SLICES), slices_content)
     storage.publish(storage.join(target.output_uri, STATISTICS), content)
     storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
 
@@ -201,9 +209,13 @@ def of_units(sums: Statistics, keys: list[str], units: np.ndarray) -> tuple[Stat
 
 
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
-    """`statistics.npz`: the sums per unit, and the units' keys. Equal content is equal bytes."""
+    """`statistics.npz`: the sums per unit, and the units' keys."""
+    return pack({bootstrap.KEYS: np.array(keys), **grouped})
+
+
+def pack(arrays: dict[str, Any]) -> bytes:
+    """Arrays as a file. Equal content is equal bytes."""
     buffer = io.BytesIO()
-    arrays: dict[str, Any] = {"keys": np.array(keys), **grouped}
     np.savez(buffer, **arrays)
     return buffer.getvalue()
 

@@ -40,6 +40,8 @@ JOURNAL_TAG = "kftrain.journal"
 
 CHAMPION = "champion"
 PREVIOUS_CHAMPION = "previous_champion"
+CHALLENGER = "challenger"
+"""The last version that a person is to decide about. It only shows: nothing is decided by it."""
 
 MAX_ROUNDS = 100
 """Every round that is lost, another promotion has won; so many in a row mean that something else is wrong."""
@@ -144,6 +146,13 @@ class ChampionAlias:
             return entries, aliased, "settled"
         gone = end is not None and not self.exists(end)
         return entries, aliased, "lagging" if writers and not gone else "external"
+
+    def point_challenger(self, version: int, awaits_person: bool) -> None:
+        """Shows that a person decides about a version, or that nobody does any more."""
+        if awaits_person:
+            client.set_alias(self.uri, self.model_name, CHALLENGER, version)
+        elif client.get_aliases(self.uri, self.model_name).get(CHALLENGER) == version:
+            client.set_alias(self.uri, self.model_name, CHALLENGER, None)
 
     def exists(self, version: int) -> bool:
         """Whether the registry still has the version."""

@@ -10,14 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kftrain import bootstrap, storage
-from kftrain.bootstrap import Metrics
+from kftrain.bootstrap import Metrics, Statistics
 from kftrain.config import Config
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
 from kftrain.run import documents
 from kftrain.run.documents import Evaluation, Interval, Unmeasured
 from kftrain.run.paths import RunPaths
+from kftrain.significance import PairedTest, mcnemar
 from kftrain.trust import Trust
+
+SLICES = "slices.npz"
+"""Beside `statistics.npz`: a row for each unit and slice that it has a part in."""
 
 RESAMPLING_SEED = 0
 """The same for every comparison: equal inputs give equal decisions."""
@@ -29,6 +33,8 @@ class MeasuredExport:
 
     evaluation: Evaluation
     statistics: dict[str, np.ndarray]
+    slices: dict[str, Statistics] | None = None
+    """Slice -> the sums of each unit within it, with its keys; None where the evaluation has kept none."""
 
     @property
     def num_groups(self) -> int:
@@ -39,17 +45,32 @@ class MeasuredExport:
 def read_measured(folder: str) -> MeasuredExport:
     """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
     evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
-    where = storage.join(folder, "statistics.npz")
+    statistics = _read_arrays(storage.join(folder, "statistics.npz"), evaluation.statistics_sha256)
+    if not evaluation.slices_sha256:
+        return MeasuredExport(evaluation, statistics)
+    slices = unpack_slices(_read_arrays(storage.join(folder, SLICES), evaluation.slices_sha256))
+    return MeasuredExport(evaluation, statistics, slices)
+
+
+def _read_arrays(where: str, sha256: str) -> dict[str, np.ndarray]:
     try:
         content = storage.read_bytes(where)
-        if hashlib.sha256(content).hexdigest() != evaluation.statistics_sha256:
+        if hashlib.sha256(content).hexdigest() != sha256:
             raise EvaluationError("the statistics are not those of metrics.json", where=where, fix="evaluate again")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return MeasuredExport(evaluation, dict(arrays))
+            return dict(arrays)
     except FileNotFoundError as error:
         raise EvaluationError("the statistics are missing", where=where, fix="evaluate again") from error
     except (ValueError, zipfile.BadZipFile) as error:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
+
+
+def unpack_slices(arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
+    """Slice -> statistics of its units, from the rows that `evaluate.session` has kept."""
+    sums = {name: values for name, values in arrays.items() if name not in (bootstrap.SLICES, bootstrap.SLICE_NAMES)}
+    codes = arrays[bootstrap.SLICES]
+    members = {str(name): codes == code for code, name in enumerate(arrays[bootstrap.SLICE_NAMES])}
+    return {name: {key: values[rows] for key, values in sums.items()} for name, rows in members.items()}
 
 
 def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> MeasuredExport | None:
@@ -78,15 +99,81 @@ def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) 
     return found.reason if is_ours else ""
 
 
-def improvement(config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport) -> Interval:
-    """How much better the challenger is in the gate's metric. Raises EvaluationError, or ConfigError for the metric."""
+def improvement(
+    config: Config,
+    metrics: Metrics,
+    challenger: MeasuredExport,
+    champion: MeasuredExport,
+    confidence: float | None = None,
+) -> Interval:
+    """How much better the challenger is in the gate's metric. Raises EvaluationError, or ConfigError for the metric.
+
+    `confidence`: None: as it is configured.
+    """
+    return _paired(config, metrics, challenger.statistics, champion.statistics, confidence)
+
+
+def paired_test(
+    config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
+) -> PairedTest | None:
+    """McNemar's test, where the metric is a share of units that are right: of each alone 0 or 1, of all their mean.
+
+    None for all other metrics, and where an effect is asked for that it knows nothing of.
+    """
+    name, settings = config.registry.metric, config.registry
+    if settings.min_effect:
+        return None
+    values = bootstrap.paired_values(metrics, name, challenger.statistics, champion.statistics)
+    wholes = [found.evaluation.metrics[name].value for found in (challenger, champion)]
+    if not all(_is_share(units, whole) for units, whole in zip(values, wholes, strict=True)):
+        return None
+    ours, theirs = ((units == 1.0) == (settings.goal == "maximize") for units in values)
+    return mcnemar(ours, theirs)
+
+
+def slice_improvements(
+    config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
+) -> dict[str, Interval] | None:
+    """How much better the challenger is on each slice that has enough groups and the metric; None without their sums.
+
+    All slices together have the configured confidence (Bonferroni). A slice resamples its own units.
+    """
+    if not challenger.evaluation.slices:
+        return {}
+    if challenger.slices is None or champion.slices is None:
+        return None
+    ours, theirs = challenger.slices, champion.slices
+    shared = [
+        name for name in sorted(ours) if name in theirs and _is_comparable(config, metrics, ours[name], theirs[name])
+    ]
+    confidence = 1.0 - (1.0 - config.registry.confidence) / max(1, len(shared))
+    return {name: _paired(config, metrics, ours[name], theirs[name], confidence) for name in shared}
+
+
+def _paired(
+    config: Config, metrics: Metrics, challenger: Statistics, champion: Statistics, confidence: float | None
+) -> Interval:
     return bootstrap.paired_improvement(
         metrics,
         config.registry.metric,
         config.registry.goal,
-        challenger.statistics,
-        champion.statistics,
+        challenger,
+        champion,
         config.evaluate.num_bootstrap,
-        config.registry.confidence,
+        confidence or config.registry.confidence,
         RESAMPLING_SEED,
     )
+
+
+def _is_comparable(config: Config, metrics: Metrics, ours: Statistics, theirs: Statistics) -> bool:
+    """Whether a slice has enough units, the same in both, and a metric in each."""
+    own, other = (np.sort(np.asarray(each[bootstrap.KEYS])) for each in (ours, theirs))
+    if len(own) < config.registry.slice_min_groups or not np.array_equal(own, other):
+        return False
+    wholes = ({name: sums.sum() for name, sums in each.items() if name != bootstrap.KEYS} for each in (ours, theirs))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return all(np.isfinite(metrics(whole)[config.registry.metric]) for whole in wholes)
+
+
+def _is_share(units: np.ndarray, whole: float) -> bool:
+    return bool(np.isin(units, (0.0, 1.0)).all()) and bool(np.isclose(units.mean(), whole, rtol=0.0, atol=1e-12))

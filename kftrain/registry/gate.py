@@ -1,16 +1,41 @@
-"""The gate: whether a challenger becomes champion. A pure decision, with its reason in one sentence."""
+"""The gate: whether a challenger becomes champion. A pure decision, with its reasons as data and in one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TypeVar
 
-from kftrain.bootstrap import Goal
+from kftrain import significance
 from kftrain.errors import ConfigError
-from kftrain.run.documents import Interval
+from kftrain.registry.settings import RegistryConfig
+from kftrain.run.documents import GateReason, Interval
+from kftrain.significance import PairedTest
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the gate knows of a challenger."""
+
+    challenger: Interval
+    num_groups: int
+    """Independent units that were compared."""
+    champion: Interval | None = None
+    improvement: Interval | None = None
+    """Paired difference at `confidence`, positive is better."""
+    confidence: float = 0.0
+    """Of the interval of `improvement`, as it is for this try."""
+    number: int = 0
+    """Which try against this champion it is; 0: tries are not counted."""
+    test: PairedTest | None = None
+    """McNemar's test, where the metric is a share of units that are right."""
+    slices: Mapping[str, Interval] | None = field(default_factory=dict)
+    """Slice -> improvement on it, for those that are looked at; None: they should be, but cannot."""
+    obstacle: str = ""
+    """Why there is no improvement although there is, or was, a champion; empty: there never was one."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +44,21 @@ class Decision:
 
     promote: bool
     reason: str
+    """One sentence."""
+    reasons: tuple[GateReason, ...] = ()
+    """All that was looked at."""
+
+    @property
+    def awaits_person(self) -> bool:
+        """Whether nothing speaks against it, and yet it is not promoted."""
+        return not self.promote and bool(self.reasons) and all(each.verdict != "against" for each in self.reasons)
+
+
+def confidence_at(settings: RegistryConfig, number: int) -> float:
+    """Of the interval that the `number`-th try against a champion is decided by."""
+    if not settings.correct_repeated_tries:
+        return settings.confidence
+    return significance.confidence_of_try(settings.confidence, number)
 
 
 def metric_of(metrics: Mapping[str, Value], name: str) -> Value:
@@ -29,56 +69,126 @@ def metric_of(metrics: Mapping[str, Value], name: str) -> Value:
     return metrics[name]
 
 
-def decide(
-    *,
-    metric: str,
-    goal: Goal,
-    min_effect: float,
-    confidence: float,
-    promotion: Literal["auto", "manual"],
-    challenger: Interval,
-    champion: Interval | None,
-    improvement: Interval | None,
-    obstacle: str,
-    num_groups: int,
-    min_groups: int,
-) -> Decision:
+def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
     """Promotes the first model, and one whose improvement exceeds `min_effect` even at its lower confidence bound.
 
-    `improvement` is the paired difference, positive is better. `obstacle` says why there is none although there is, or
-    was, a champion; empty: there never was one. With `manual`, with an obstacle, and where fewer than `min_groups`
-    groups were compared, nothing is promoted, and the reason says what would have been.
+    It must also pass McNemar's test where that applies, and must not be shown to be worse on a slice where slices are
+    looked at. Whether a person decides instead says the policy; so it is where the champion cannot be compared, and
+    where fewer than `min_groups` groups were. The reason then says what would have been.
     """
-    if obstacle:
-        return Decision(False, f"not promoted, a person decides: {obstacle}")
-    if champion is None or improvement is None:
-        decision = Decision(True, f"first model: {metric} {challenger.value:.6g}")
-    else:
-        decision = _compare(metric, goal, min_effect, confidence, challenger, champion, improvement)
-    if decision.promote and promotion == "manual":
-        return Decision(False, f"would be promoted, but promotion is manual: {decision.reason}")
-    if decision.promote and improvement is not None and num_groups < min_groups:
-        few = f"{num_groups} groups are too few to decide without a person (registry.min_groups is {min_groups})"
-        return Decision(False, f"would be promoted, but {few}: {decision.reason}")
-    return decision
+    leading = _comparison(settings, evidence)
+    others = [*_test(evidence), *_slices(settings, evidence)]
+    policy = _policy(settings, evidence)
+    reasons = (leading, *others, *policy)
+    promote = all(each.verdict == "for" for each in reasons)
+    return Decision(promote, _sentence(leading, others, policy), reasons)
 
 
-def _compare(
-    metric: str,
-    goal: Goal,
-    min_effect: float,
-    confidence: float,
-    challenger: Interval,
-    champion: Interval,
-    improvement: Interval,
-) -> Decision:
-    bounds = f"[{improvement.low:.4g}, {improvement.high:.4g}] at {confidence:.0%} confidence"
-    change = f"{metric} {champion.value:.6g} -> {challenger.value:.6g} ({goal})"
-    figures = f"{change}, improvement {improvement.value:.4g} {bounds}"
+def _sentence(leading: GateReason, others: list[GateReason], policy: list[GateReason]) -> str:
+    against = [each.text for each in others if each.verdict != "for"]
+    if leading.verdict == "person":
+        return f"not promoted, a person decides: {leading.text}"
+    if leading.verdict == "for" and against:
+        return f"not promoted, {'; '.join(against)}: {leading.text}"
+    if leading.verdict == "for" and policy:
+        return f"would be promoted, but {' and '.join(each.text for each in policy)}: {leading.text}"
+    return leading.text
+
+
+def _comparison(settings: RegistryConfig, evidence: Evidence) -> GateReason:
+    metric, improvement = settings.metric, evidence.improvement
+    if evidence.obstacle:
+        return GateReason(code="not_comparable", verdict="person", text=evidence.obstacle)
+    if evidence.champion is None or improvement is None:
+        value = evidence.challenger.value
+        text = f"first model: {metric} {value:.6g}"
+        return GateReason(code="first_model", verdict="for", text=text, figures={"challenger": value})
+    code, said = _standing(settings.min_effect, improvement)
+    figures = {
+        "challenger": evidence.challenger.value,
+        "champion": evidence.champion.value,
+        **_bounds(improvement),
+        "limit": settings.min_effect,
+        "confidence": evidence.confidence,
+        **({"try": float(evidence.number)} if evidence.number else {}),
+    }
+    verdict = "for" if code == "better" else "against"
+    return GateReason(
+        code=code, verdict=verdict, text=f"{said}: {_figures(settings, evidence, improvement)}", figures=figures
+    )
+
+
+def _standing(min_effect: float, improvement: Interval) -> tuple[str, str]:
     if improvement.low > min_effect:
-        return Decision(True, f"better: {figures}")
+        return "better", "better"
     if improvement.high < 0:
-        return Decision(False, f"worse: {figures}")
+        return "worse", "worse"
     if improvement.low > 0:
-        return Decision(False, f"better, but not by more than {min_effect:g}: {figures}")
-    return Decision(False, f"not significantly better: {figures}")
+        return "below_min_effect", f"better, but not by more than {min_effect:g}"
+    return "not_significant", "not significantly better"
+
+
+def _figures(settings: RegistryConfig, evidence: Evidence, improvement: Interval) -> str:
+    assert evidence.champion is not None
+    change = f"{settings.metric} {evidence.champion.value:.6g} -> {evidence.challenger.value:.6g} ({settings.goal})"
+    number = f", try {evidence.number}" if evidence.number else ""
+    bounds = f"[{improvement.low:.4g}, {improvement.high:.4g}] at {100 * evidence.confidence:.5g}% confidence{number}"
+    return f"{change}, improvement {improvement.value:.4g} {bounds}"
+
+
+def _test(evidence: Evidence) -> list[GateReason]:
+    """McNemar's test at the level of the interval's one side."""
+    if evidence.test is None:
+        return []
+    test, level = evidence.test, (1.0 - evidence.confidence) / 2.0
+    figures = {"better": test.num_better, "worse": test.num_worse, "p_value": test.p_value, "limit": level}
+    counts = f"{test.num_better} right that were wrong, {test.num_worse} wrong that were right"
+    passed = test.p_value <= level
+    said = f"McNemar's test {'agrees' if passed else 'does not agree'}"
+    text = f"{said} ({counts}, p = {test.p_value:.2g}, needed {level:.2g})"
+    code = "mcnemar" if passed else "mcnemar_not_significant"
+    return [GateReason(code=code, verdict="for" if passed else "against", text=text, figures=figures)]
+
+
+def _slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
+    """Each slice on which the challenger is shown to be worse by more than is allowed; or that there is none."""
+    limit = settings.max_slice_regression
+    if limit is None or evidence.improvement is None:
+        return []
+    if evidence.slices is None:
+        text = "the champion's or the challenger's evaluation has no sums by slice: delete their metrics.json"
+        return [GateReason(code="slices_missing", verdict="person", text=text)]
+    worse = {name: found for name, found in evidence.slices.items() if found.high < -limit}
+    if not worse:
+        text = f"not shown to be worse by more than {limit:g} on any of {len(evidence.slices)} slices"
+        return [GateReason(code="slices", verdict="for", text=text, figures={"limit": limit})]
+    return [
+        GateReason(
+            code="slice_worse",
+            verdict="against",
+            text=f"worse on slice {name} by {-found.value:.4g} [{-found.high:.4g}, {-found.low:.4g}]",
+            figures={**_bounds(found), "limit": limit},
+        )
+        for name, found in sorted(worse.items(), key=lambda each: each[1].value)
+    ]
+
+
+def _policy(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
+    """What leaves the decision to a person, whatever the model is."""
+    found = []
+    if settings.promotion == "manual":
+        found.append(GateReason(code="promotion_manual", verdict="person", text="promotion is manual"))
+    if settings.promotion == "never":
+        found.append(GateReason(code="promotion_never", verdict="against", text="registry.promotion is never"))
+    if evidence.improvement is not None and evidence.num_groups < settings.min_groups:
+        few = f"{evidence.num_groups} groups are too few to decide without a person"
+        text = f"{few} (registry.min_groups is {settings.min_groups})"
+        figures = {"value": float(evidence.num_groups), "limit": float(settings.min_groups)}
+        found.append(GateReason(code="too_few_groups", verdict="person", text=text, figures=figures))
+    return found
+
+
+def _bounds(found: Interval) -> dict[str, float]:
+    """Value and bounds, as far as they are known."""
+    values = {"value": found.value, "low": found.low, "high": found.high}
+    return {name: value for name, value in values.items() if isfinite(value)}

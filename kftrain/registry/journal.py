@@ -25,7 +25,7 @@ from typing import Literal
 from kftrain import storage
 from kftrain.errors import RetryableError, TrackingError
 from kftrain.run import documents
-from kftrain.run.documents import Interval
+from kftrain.run.documents import GateReason, Interval
 
 BEAT_SECONDS = 5.0
 """How often a writer changes its mark."""
@@ -56,6 +56,12 @@ class Entry(documents.Document):
     improvement: Interval | None = None
     export_digest: str = ""
     """Of the version, to tell it from another one of this number; empty in old journals and for foreign versions."""
+    reasons: tuple[GateReason, ...] = ()
+    """Why, as data, where the gate decided it."""
+    num_tries: int = 0
+    """Which try against the champion before it was; 0: none was counted."""
+    confidence: float = 0.0
+    """Of the interval of `improvement`; 0: not known."""
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,16 @@ from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
 from kftrain.progress import Progress, to_log
-from kftrain.registry import comparison, journal, lineage
+from kftrain.registry import comparison, journal, judgement, lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
-from kftrain.registry.gate import Decision, decide, metric_of
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
+from kftrain.registry.judgement import Challenger, Judgement
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
 from kftrain.registry.registration import RegisteredVersion, require_same_export
-from kftrain.run.documents import Completion, Evaluation, Interval, Registration
+from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, endpoint
-
-NO_EVALUATION = "has no evaluation on the same data with the same settings"
 
 
 @dataclass(frozen=True)
@@ -37,26 +35,6 @@ class Champion:
     checkpoint_digest: str
     export_uri: str
     export_digest: str
-
-
-@dataclass(frozen=True)
-class _Challenger:
-    """A registered version, with the evaluation of the run that wants it to be champion."""
-
-    paths: RunPaths
-    registered: RegisteredVersion
-    measured: MeasuredExport
-
-
-@dataclass(frozen=True)
-class _GateResult:
-    """A decision and what it was made from. `rival`: the version that was compared with; `former`: it was champion."""
-
-    decision: Decision
-    rival: int | None
-    champion: Interval | None
-    improvement: Interval | None
-    former: bool = False
 
 
 def champion(config: Config) -> Champion | None:
@@ -102,17 +80,17 @@ def gate_and_promote(
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
-    challenger = _Challenger(paths, registered, _read_challenger(paths, evaluation))
+    challenger = Challenger(paths, registered, _read_challenger(paths, evaluation))
     alias = ChampionAlias.of(config)
 
-    def propose(entries: list[Entry]) -> tuple[_GateResult, Entry | None]:
+    def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:
         if champion_version(entries) == registered.version:
-            return _standing(config, alias, entries, challenger), None
-        result = _judge(config, alias, entries, challenger, metrics)
+            return judgement.standing(config, alias, entries, challenger), None
+        result = judgement.judge(config, alias, entries, challenger, metrics)
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
-        return result, next_entry(
+        entry = next_entry(
             entries,
             "promote",
             registered.version,
@@ -121,8 +99,15 @@ def gate_and_promote(
             result.improvement,
             registered.export_digest,
         )
+        of_gate = {
+            "reasons": result.decision.reasons,
+            "num_tries": result.number,
+            "confidence": result.confidence,
+        }
+        return result, entry.model_copy(update=of_gate)
 
     registration = _registration(config, paths, registered, evaluation, alias.transact(propose))
+    alias.point_challenger(registered.version, registration.awaits_person)
     _record(config, registration)
     storage.publish_json(paths.registration, registration.to_dict())
     return registration
@@ -139,7 +124,9 @@ def promote(config: Config, version: int, reason: str) -> Entry:
         entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
-    return alias.transact(propose)
+    entry = alias.transact(propose)
+    alias.point_challenger(version, awaits_person=False)
+    return entry
 
 
 def rollback(config: Config) -> Entry:
@@ -177,82 +164,6 @@ def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
         progress(f"warning: {error.line}")
 
 
-def _judge(
-    config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger, metrics: Metrics
-) -> _GateResult:
-    """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
-    registered, own = challenger.registered, challenger.measured
-    formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
-    if registered.identical and registered.version in formers:
-        reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
-        return _GateResult(Decision(False, reason), champion_version(entries), None, None)
-    rival, measured, obstacle = _rival(alias, entries, challenger)
-    improvement = comparison.improvement(config, metrics, own, measured) if measured else None
-    settings, metric = config.registry, config.registry.metric
-    theirs = metric_of(measured.evaluation.metrics, metric) if measured else None
-    decision = decide(
-        metric=metric,
-        goal=settings.goal,
-        min_effect=settings.min_effect,
-        confidence=settings.confidence,
-        promotion=settings.promotion,
-        challenger=metric_of(own.evaluation.metrics, metric),
-        champion=theirs,
-        improvement=improvement,
-        obstacle=obstacle,
-        num_groups=own.num_groups,
-        min_groups=settings.min_groups,
-    )
-    former = rival is not None and rival != champion_version(entries)
-    said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
-    said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
-    return _GateResult(
-        Decision(decision.promote, ": ".join([*said, decision.reason])), rival, theirs, improvement, former
-    )
-
-
-def _rival(
-    alias: ChampionAlias, entries: list[Entry], challenger: _Challenger
-) -> tuple[int | None, MeasuredExport | None, str]:
-    """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
-
-    A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
-    there is none any more, the last one that can be measured counts.
-    """
-    number = champion_version(entries)
-    if number is not None:
-        measured = _measured(alias, entries, number, challenger)
-        return number, measured, "" if measured else _obstacle(alias, entries, number, challenger)
-    own = challenger.registered.version
-    formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
-    for former in formers:
-        measured = _measured(alias, entries, former, challenger)
-        if measured is not None:
-            return former, measured, ""
-    if not any(entry.version for entry in entries):
-        return None, None, ""
-    return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
-
-
-def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: _Challenger) -> str:
-    """Why the champion has no figures to compare with, as far as the evaluation has said."""
-    reference, digest = alias.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
-    export_digest = reference.export_digest if reference else ""
-    reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
-    return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")
-
-
-def _standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: _Challenger) -> _GateResult:
-    """The result for the champion itself: the one that made it champion, if this is a repetition."""
-    entry, registered = entries[-1], challenger.registered
-    if registered.identical:
-        reason = f"identical to version {registered.version}, which is champion: nothing was registered"
-        return _GateResult(Decision(False, reason), registered.version, None, None)
-    measured = _measured(alias, entries, entry.previous, challenger)
-    theirs = measured.evaluation.metrics.get(config.registry.metric) if measured else None
-    return _GateResult(Decision(True, entry.reason), entry.previous, theirs, entry.improvement)
-
-
 def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport:
     folder = paths.evaluation(evaluation.checkpoint_digest, evaluation.evaluation_digest)
     measured = comparison.read_measured(folder)
@@ -261,20 +172,8 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport:
     return measured
 
 
-def _measured(
-    alias: ChampionAlias, entries: list[Entry], version: int | None, challenger: _Challenger
-) -> MeasuredExport | None:
-    """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
-    try:
-        reference = alias.reference(entries, version)
-        digest = challenger.measured.evaluation.evaluation_digest
-        return comparison.find_measured(reference, digest, alias.trust)
-    except (EvaluationError, ConfigError):
-        return None
-
-
 def _registration(
-    config: Config, paths: RunPaths, registered: RegisteredVersion, evaluation: Evaluation, result: _GateResult
+    config: Config, paths: RunPaths, registered: RegisteredVersion, evaluation: Evaluation, result: Judgement
 ) -> Registration:
     return Registration(
         run_id=paths.run_id,
@@ -285,6 +184,10 @@ def _registration(
         tracking_uri=endpoint.redacted(config.tracking.uri),
         promoted=result.decision.promote,
         reason=result.decision.reason,
+        reasons=list(result.decision.reasons),
+        awaits_person=result.decision.awaits_person,
+        num_tries=result.number,
+        confidence=result.confidence,
         metric=config.registry.metric,
         goal=config.registry.goal,
         challenger=evaluation.metrics[config.registry.metric],

@@ -17,8 +17,9 @@ class RegistryConfig(Section):
 
     model_name: str = ""
     """Name of the registered model; empty: the run's name."""
-    promotion: Literal["auto", "manual"] = "auto"
-    """`auto`: a challenger that passes the gate becomes champion; `manual`: the gate only reports."""
+    promotion: Literal["auto", "manual", "never"] = "auto"
+    """`auto`: a challenger that passes the gate becomes champion; `manual`: it gets the alias `challenger`, and a
+    person decides; `never`: the gate only reports."""
     metric: str = "bits_per_byte"
     """The metric that the gate compares."""
     goal: Literal["minimize", "maximize"] = "minimize"
@@ -26,7 +27,17 @@ class RegistryConfig(Section):
     min_effect: Annotated[float, Field(ge=0.0)] = 0.0
     """The improvement must exceed this, in the metric's unit."""
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
-    """Confidence of the two-sided interval that the gate looks at: 0.95 promotes an equal model at 2.5 % a try."""
+    """Confidence of the two-sided interval that the gate looks at: 0.95 promotes an equal model at 2.5 %."""
+    correct_repeated_tries: bool = True
+    """Whether all tries against one champion together have that confidence: the k-th has a wider interval.
+
+    Without it each try has it, and of many equal models one is promoted in the end.
+    """
+    max_slice_regression: Annotated[float, Field(ge=0.0)] | None = None
+    """A challenger that is shown to be worse than the champion by more than this on a slice is not promoted; in the
+    metric's unit. Empty: slices are only reported."""
+    slice_min_groups: Count = 20
+    """Slices of fewer groups are not looked at by the gate."""
     min_groups: Count = 20
     """With fewer groups (documents, images) in the validation split, a person decides, whatever `promotion` says."""
     trusted_kinds: tuple[str, ...] = ()

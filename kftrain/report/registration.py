@@ -21,6 +21,7 @@ def section(config: Config, registration: Registration) -> ReportSection:
         tone="good" if registration.promoted else "neutral",
         sentences=[_sentence(registration.reason), *_meaning(config, registration)],
         charts=charts,
+        tables=_looked_at(registration),
         facts=_facts(registration),
     )
 
@@ -41,11 +42,24 @@ def _meaning(config: Config, registration: Registration) -> list[str]:
     if registration.improvement is None:
         return []
     chance = wording.number(100 * (1 - config.registry.confidence) / 2, 2)
+    if registration.num_tries and registration.confidence > config.registry.confidence:
+        tries = (
+            f"It is try {wording.count(registration.num_tries)} against this champion. All of them together promote a "
+            f"model that is no better with at most {chance}%."
+        )
+    else:
+        tries = f"Of the challengers that are no better about {chance}% are promoted, and more of many tries."
     return [
-        f"The interval is two-sided, so about {chance}% of the challengers that are no better are promoted, and more "
-        "with few groups or many tries. It holds the noise of the validation sample, not that of the seed: the same "
-        "settings trained with another seed may come out differently."
+        f"{tries} The interval holds the noise of the validation sample, not that of the seed: the same settings "
+        "trained with another seed may come out differently."
     ]
+
+
+def _looked_at(registration: Registration) -> list[Table]:
+    """All that the gate looked at, where there is more than the one thing that the sentence says."""
+    said = {"for": "for it", "against": "against it", "person": "a person decides"}
+    rows = [[wording.clean(each.text), said[each.verdict], each.code] for each in registration.reasons]
+    return [Table("What the gate looked at", ["", "speaks", "code"], rows)] if len(rows) > 1 else []
 
 
 def _sentence(text: str) -> str:
@@ -76,7 +90,7 @@ def _improvement_chart(config: Config, registration: Registration, improvement: 
     least = config.registry.min_effect
     guides = [Guide("", 0.0), Guide(f"needed {least:g}", least)] if least else [Guide("no change", 0.0)]
     title = f"Improvement over version {registration.champion_version}"
-    level = wording.number(100 * config.registry.confidence, 3).removesuffix(".0")
+    level = wording.number(100 * (registration.confidence or config.registry.confidence), 5).rstrip("0").rstrip(".")
     note = f"paired, {level}% interval, right is better"
     drawing = interval_chart(rows, guides, description=_description(title, rows), signed=True)
     return Chart(title, drawing, note, _table(title, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_serializer, field_validator
 
@@ -139,6 +139,23 @@ class Evaluation(Document):
     """Sample predictions: some spread over the data, then those with the largest loss."""
     statistics_sha256: str
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
+    slices_sha256: str = ""
+    """Digest of `slices.npz`: the same for each slice; empty where there are none, and in evaluations of before."""
+
+
+class GateReason(BaseModel):
+    """One thing that the gate looked at, and what it said."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    code: str
+    """What it is, for programs: `better`, `worse`, `slice_worse` … (docs/gate.md lists them)."""
+    verdict: Literal["for", "against", "person"]
+    """Whether it speaks for a promotion, or against it, or leaves it to a person."""
+    text: str
+    """For people."""
+    figures: dict[str, float] = {}
+    """What it was decided by: `value`, `low`, `high`, `limit` …; what is not known is left out."""
 
 
 class Registration(Document):
@@ -153,6 +170,14 @@ class Registration(Document):
     promoted: bool
     reason: str
     """One sentence: why it became champion, or why not."""
+    reasons: list[GateReason] = []
+    """The same as data, all that the gate looked at; registrations of before have none."""
+    awaits_person: bool = False
+    """Nothing speaks against it, but a person decides: it has the alias `challenger` until then."""
+    num_tries: int = 0
+    """Which try against this champion it was; 0: none was counted."""
+    confidence: float = 0.0
+    """Of the interval of `improvement`; 0: as `registry.confidence`."""
     metric: str
     goal: str
     challenger: Interval

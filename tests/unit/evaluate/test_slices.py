@@ -5,7 +5,8 @@ import pytest
 
 from kftrain import bootstrap, storage
 from kftrain.errors import EvaluationError
-from kftrain.evaluate.measures import measure
+from kftrain.evaluate.measures import measure, sums_by_slice
+from kftrain.registry import comparison
 from kftrain.run.documents import Slice
 
 NUM_BOOTSTRAP, SEED = 400, 0
@@ -100,3 +101,18 @@ def test_the_order_of_groups_changes_no_interval_of_a_slice():
 
 def test_slices_of_before_have_no_intervals():
     assert Slice.model_validate({"num_samples": 3, "metrics": {"mean": 0.5}}).intervals == {}
+
+
+def test_sums_by_slice_are_those_of_each_unit_within_each_slice_that_it_has_a_part_in():
+    sums = {"value": np.array([1.0, 2.0, 4.0, 8.0, 16.0]), "count": np.ones(5)}
+    units, parts = np.array([0, 1, 0, 1, 2]), np.array(["b", "a", "a", "a", "b"])
+    found = sums_by_slice(sums, ["k0", "k1", "k2", "k3", "k4"], units, parts)
+    slices = comparison.unpack_slices(found)
+    assert list(slices) == ["a", "b"]
+    rows = {
+        name: [dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)]
+        for name, part in slices.items()
+    }
+    assert rows["a"] == [{"keys": "k0", "value": 4.0, "count": 1.0}, {"keys": "k1", "value": 10.0, "count": 2.0}]
+    assert rows["b"] == [{"keys": "k0", "value": 1.0, "count": 1.0}, {"keys": "k4", "value": 16.0, "count": 1.0}]
+    assert sums_by_slice(sums, ["k"] * 5, units, np.array(["all"] * 5)) is None

@@ -12,7 +12,8 @@ pytest.importorskip("mlflow")
 
 from kftrain import bootstrap, registry, storage, tracking
 from kftrain.config import Config, parse
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.evaluate.measures import sums_by_slice
+from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client
 
@@ -64,11 +65,24 @@ def statistics_of(quality):
     return {"correct": 10 * quality + noise, "count": count, "keys": keys}
 
 
-def write_evaluation(paths, completion, statistics, evaluation_digest):
+def packed(arrays):
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    return stream.getvalue()
+
+
+def write_evaluation(paths, completion, statistics, evaluation_digest, slices=None):
+    """`slices`: of each group its slice; None: there are none."""
     stream = io.BytesIO()
     np.savez(stream, **statistics)
     folder = paths.evaluation(completion.checkpoint_digest, evaluation_digest)
     storage.publish(storage.join(folder, "statistics.npz"), stream.getvalue())
+    parts = {}
+    if slices is not None:
+        units = np.arange(NUM_GROUPS)
+        sums = {name: values for name, values in statistics.items() if name != "keys"}
+        parts = {"slices.npz": packed(sums_by_slice(sums, statistics["keys"].tolist(), units, np.array(slices)))}
+        storage.publish(storage.join(folder, "slices.npz"), parts["slices.npz"])
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
         checkpoint_digest=completion.checkpoint_digest,
@@ -79,13 +93,15 @@ def write_evaluation(paths, completion, statistics, evaluation_digest):
         num_groups=NUM_GROUPS,
         confidence=0.95,
         metrics=bootstrap.intervals(accuracy, statistics, 100, 0.95, 0),
+        slices={name: Slice(num_samples=1, metrics={}) for name in dict.fromkeys(slices or ())},
         statistics_sha256=hashlib.sha256(stream.getvalue()).hexdigest(),
+        slices_sha256=hashlib.sha256(parts["slices.npz"]).hexdigest() if parts else "",
     )
     storage.publish_json(storage.join(folder, "metrics.json"), evaluation.to_dict())
     return evaluation
 
 
-def finish_run(config, name, quality, evaluation_digest="e" * 64):
+def finish_run(config, name, quality, evaluation_digest="e" * 64, statistics=None, slices=None):
     """A run whose model answers a share `quality` of everything rightly."""
     paths = RunPaths.of(config.run.storage_root, name)
     export_uri, export_digest = write_export(paths, name)
@@ -105,7 +121,8 @@ def finish_run(config, name, quality, evaluation_digest="e" * 64):
         metrics={},
         seconds=1.0,
     )
-    evaluation = write_evaluation(paths, completion, statistics_of(quality), evaluation_digest)
+    found = statistics_of(quality) if statistics is None else statistics
+    evaluation = write_evaluation(paths, completion, found, evaluation_digest, slices)
     lineage = tracking.DatasetLineage("toy", "d" * 64, "/data/manifest.json")
     return FinishedRun(config, paths, completion, evaluation, tracking.start_run(config, name, lineage))
 
@@ -138,7 +155,7 @@ def config(empty_database, tmp_path):
 
 @pytest.fixture
 def finished(config):
-    return lambda name, quality, digest="e" * 64: finish_run(config, name, quality, digest)
+    return lambda name, quality, digest="e" * 64, **more: finish_run(config, name, quality, digest, **more)
 
 
 @pytest.fixture

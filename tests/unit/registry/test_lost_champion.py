@@ -86,7 +86,7 @@ def test_a_registered_model_that_was_made_anew_does_not_lend_its_numbers_to_old_
     assert (first.version, second.version) == (1, 2)
     for registration in (first, second):
         assert not registration.promoted and registration.champion_version is None
-    assert aliases() == {}
+    assert aliases() == {"challenger": 2}
     with pytest.raises(TrackingError, match="no earlier champion"):
         registry.rollback(config)
 
@@ -150,7 +150,7 @@ def test_a_root_that_moved_is_adopted_by_its_tag(config, finished, finish, alias
     client.set_registered_model_tag(config.tracking.uri, "toy", JOURNAL_TAG, uri)
     registration = finish(moved, "two", 0.9).submit()
     assert not registration.promoted, "the reference of version 1 names the old place: it cannot be measured"
-    assert registration.champion_version == 1 and aliases() == {"champion": 1}
+    assert registration.champion_version == 1 and aliases() == {"champion": 1, "challenger": 2}
 
 
 def test_a_model_of_an_older_kftrain_is_tied_to_the_root_of_its_champion(config, finished, finish, tmp_path):
@@ -206,6 +206,6 @@ def test_a_champion_whose_kind_is_not_allowed_leaves_the_decision_to_a_person(co
     )
     storage.publish_json(run.paths.unmeasured, why.to_dict())
     registration = run.submit()
-    assert not registration.promoted and aliases() == {"champion": 1}
+    assert not registration.promoted and aliases() == {"champion": 1, "challenger": 2}
     assert registration.reason.startswith("not promoted, a person decides: the champion, version 1,")
     assert registration.reason.endswith("(os:system, no)")

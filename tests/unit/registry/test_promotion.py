@@ -60,14 +60,15 @@ def test_a_champion_that_was_evaluated_differently_is_not_compared(config, finis
     registration = finished("two", 0.9, "b" * 64).submit()
     assert not registration.promoted and "no evaluation on the same data" in registration.reason
     assert registration.reason.startswith("not promoted, a person decides: the champion, version 1,")
-    assert (registration.champion, registration.improvement, aliases()) == (None, None, {"champion": 1})
+    assert (registration.champion, registration.improvement) == (None, None)
+    assert registration.awaits_person and aliases() == {"champion": 1, "challenger": 2}
 
 
 def test_manual_promotion_only_reports_and_a_person_decides(config, finished, aliases):
     finished("one", 0.6).submit()
     registration = finished("two", 0.7).submit(changed(config, promotion="manual"))
     assert not registration.promoted and "would be promoted" in registration.reason
-    assert aliases() == {"champion": 1}
+    assert registration.awaits_person and aliases() == {"champion": 1, "challenger": 2}
     assert registry.promote(config, 2, "looks good").number == 2
     assert registry.promote(config, 2, "again").number == 2
     assert aliases() == {"champion": 2, "previous_champion": 1}

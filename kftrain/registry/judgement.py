@@ -1,0 +1,187 @@
+"""What the gate is told of a challenger: whom it is compared with, with which figures, and which try it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kftrain.bootstrap import Metrics
+from kftrain.config import Config
+from kftrain.errors import ConfigError, EvaluationError
+from kftrain.registry import comparison, tries
+from kftrain.registry.champion_alias import ChampionAlias
+from kftrain.registry.comparison import MeasuredExport
+from kftrain.registry.gate import Decision, Evidence, confidence_at, decide, metric_of
+from kftrain.registry.journal import Entry, champion_version, former_champions
+from kftrain.registry.registration import RegisteredVersion
+from kftrain.registry.tries import Tries
+from kftrain.run.documents import GateReason, Interval
+from kftrain.run.paths import RunPaths
+
+NO_EVALUATION = "has no evaluation on the same data with the same settings"
+
+
+@dataclass(frozen=True)
+class Challenger:
+    """A registered version, with the evaluation of the run that wants it to be champion."""
+
+    paths: RunPaths
+    registered: RegisteredVersion
+    measured: MeasuredExport
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A decision and what it was made from."""
+
+    decision: Decision
+    rival: int | None
+    """The version that was compared with."""
+    champion: Interval | None = None
+    improvement: Interval | None = None
+    former: bool = False
+    """`rival` was champion, and there is none now."""
+    number: int = 0
+    """Which try it was; 0: none was counted."""
+    confidence: float = 0.0
+
+
+def judge(
+    config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger, metrics: Metrics
+) -> Judgement:
+    """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
+    registered = challenger.registered
+    formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
+    if registered.identical and registered.version in formers:
+        reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
+        return Judgement(_refusal("identical", reason), champion_version(entries))
+    rival, measured, obstacle = _rival(alias, entries, challenger)
+    found = (
+        _compared(config, challenger, rival, measured, metrics)
+        if measured
+        else _alone(config, challenger, rival, obstacle)
+    )
+    former = rival is not None and rival != champion_version(entries)
+    said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
+    said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
+    decision = replace(found.decision, reason=": ".join([*said, found.decision.reason]))
+    return replace(found, decision=decision, former=former)
+
+
+def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:
+    """The result for the champion itself: the one that made it champion, if this is a repetition."""
+    entry, registered = entries[-1], challenger.registered
+    if registered.identical:
+        reason = f"identical to version {registered.version}, which is champion: nothing was registered"
+        return Judgement(_refusal("identical", reason), registered.version)
+    measured = measured_version(alias, entries, entry.previous, challenger)
+    return Judgement(
+        Decision(True, entry.reason, entry.reasons),
+        entry.previous,
+        measured.evaluation.metrics.get(config.registry.metric) if measured else None,
+        entry.improvement,
+        number=entry.num_tries,
+        confidence=entry.confidence,
+    )
+
+
+def measured_version(
+    alias: ChampionAlias, entries: list[Entry], version: int | None, challenger: Challenger
+) -> MeasuredExport | None:
+    """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
+    try:
+        reference = alias.reference(entries, version)
+        digest = challenger.measured.evaluation.evaluation_digest
+        return comparison.find_measured(reference, digest, alias.trust)
+    except (EvaluationError, ConfigError):
+        return None
+
+
+def _refusal(code: str, reason: str) -> Decision:
+    return Decision(False, reason, (GateReason(code=code, verdict="against", text=reason),))
+
+
+def _alone(config: Config, challenger: Challenger, rival: int | None, obstacle: str) -> Judgement:
+    """Where there is nothing to compare with."""
+    own = challenger.measured
+    evidence = Evidence(metric_of(own.evaluation.metrics, config.registry.metric), own.num_groups, obstacle=obstacle)
+    return Judgement(decide(config.registry, evidence), rival)
+
+
+def _compared(
+    config: Config, challenger: Challenger, rival: int | None, theirs: MeasuredExport, metrics: Metrics
+) -> Judgement:
+    """The decision at the level of this try; one that could promote is counted."""
+    settings, own = config.registry, challenger.measured
+    book = Tries.of(config.run.storage_root, config.model_name, theirs.evaluation.export_digest)
+    evaluated = own.evaluation
+    identity = tries.identity_of(evaluated.export_digest, evaluated.evaluation_digest, settings.metric, settings.goal)
+    latest = list[Judgement]()
+
+    def decided(number: int) -> tuple[Decision, float]:
+        evidence = _evidence(config, own, theirs, metrics, number)
+        decision = decide(settings, evidence)
+        latest[:] = [
+            Judgement(decision, rival, evidence.champion, evidence.improvement, False, number, evidence.confidence)
+        ]
+        return decision, evidence.confidence
+
+    if settings.promotion == "never":  # it cannot promote a model that is no better: no try
+        decided(book.number_of(identity)[0])
+        return replace(latest[0], number=0)
+    book.counted(identity, challenger.paths.run_id, challenger.registered.version, decided)
+    return latest[0]
+
+
+def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics, number: int) -> Evidence:
+    settings = config.registry
+    confidence = confidence_at(settings, number)
+    return Evidence(
+        challenger=metric_of(own.evaluation.metrics, settings.metric),
+        num_groups=own.num_groups,
+        champion=metric_of(theirs.evaluation.metrics, settings.metric),
+        improvement=comparison.improvement(config, metrics, own, theirs, confidence),
+        confidence=confidence,
+        number=number,
+        test=comparison.paired_test(config, metrics, own, theirs),
+        slices=_slices(config, own, theirs, metrics),
+    )
+
+
+def _slices(
+    config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics
+) -> Mapping[str, Interval] | None:
+    if config.registry.max_slice_regression is None:
+        return {}
+    return comparison.slice_improvements(config, metrics, own, theirs)
+
+
+def _rival(
+    alias: ChampionAlias, entries: list[Entry], challenger: Challenger
+) -> tuple[int | None, MeasuredExport | None, str]:
+    """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
+
+    A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
+    there is none any more, the last one that can be measured counts.
+    """
+    number = champion_version(entries)
+    if number is not None:
+        measured = measured_version(alias, entries, number, challenger)
+        return number, measured, "" if measured else _obstacle(alias, entries, number, challenger)
+    own = challenger.registered.version
+    formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
+    for former in formers:
+        measured = measured_version(alias, entries, former, challenger)
+        if measured is not None:
+            return former, measured, ""
+    if not any(entry.version for entry in entries):
+        return None, None, ""
+    return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
+
+
+def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: Challenger) -> str:
+    """Why the champion has no figures to compare with, as far as the evaluation has said."""
+    reference, digest = alias.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
+    export_digest = reference.export_digest if reference else ""
+    reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
+    return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")

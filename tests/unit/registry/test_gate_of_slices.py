@@ -1,0 +1,94 @@
+"""The gate on real files: slices that got worse, and accuracies that McNemar's test does not find better."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from kftrain import storage
+from kftrain.errors import EvaluationError
+
+NUM_GROUPS = 60
+SLICES = ["a"] * 25 + ["b"] * 25 + ["few"] * 10
+
+
+def answers(right):
+    keys = np.array([f"item-{number:03d}" for number in range(NUM_GROUPS)])
+    return {"correct": np.asarray(right, np.float64), "count": np.ones(NUM_GROUPS), "keys": keys}
+
+
+def right_at(*numbers):
+    found = np.zeros(NUM_GROUPS)
+    found[list(numbers)] = 1.0
+    return answers(found)
+
+
+def changed(config, **registry_options):
+    return config.model_copy(update={"registry": config.registry.model_copy(update=registry_options)})
+
+
+@pytest.fixture
+def traded(finished):
+    """A challenger that gained all of slice a and lost a part of b, and its champion."""
+    finished("one", 0, statistics=right_at(*range(25, 42), *range(50, 60)), slices=SLICES).submit()
+    gained = right_at(*range(25), *range(35, 42), *range(50, 60))
+    return finished("two", 0, statistics=gained, slices=SLICES)
+
+
+def test_a_gain_that_costs_a_slice_is_refused_where_slices_are_looked_at(config, traded):
+    refused = traded.submit(changed(config, max_slice_regression=0.05))
+    assert not refused.promoted and "worse on slice b by 0.4" in refused.reason
+    (worse,) = [each for each in refused.reasons if each.code == "slice_worse"]
+    assert worse.figures["value"] == pytest.approx(-0.4) and worse.figures["limit"] == 0.05
+    assert traded.submit(changed(config, max_slice_regression=0.4)).promoted
+
+
+def test_by_default_slices_do_not_decide(traded):
+    found = traded.submit()
+    assert found.promoted and [each.code for each in found.reasons] == ["better", "mcnemar"]
+
+
+def test_slices_of_few_groups_are_not_looked_at(config, finished):
+    finished("one", 0, statistics=right_at(*range(25, 60)), slices=SLICES).submit()
+    run = finished("two", 0, statistics=right_at(*range(50)), slices=SLICES)
+    assert (
+        run.submit(changed(config, max_slice_regression=0.0, slice_min_groups=20, promotion="never")).reasons[2].code
+        == "slices"
+    )
+    small = run.submit(changed(config, max_slice_regression=0.0, slice_min_groups=5))
+    assert not small.promoted and "worse on slice few by 1" in small.reason
+
+
+def test_an_evaluation_of_before_has_no_sums_by_slice_and_leaves_the_decision_to_a_person(config, traded):
+    folder = traded.paths.evaluation(traded.completion.checkpoint_digest, "e" * 64)
+    evaluation = traded.evaluation.model_copy(update={"slices_sha256": ""})
+    storage.publish_json(storage.join(folder, "metrics.json"), evaluation.to_dict())
+    old = dataclasses.replace(traded, evaluation=evaluation)
+    found = old.submit(changed(config, max_slice_regression=0.4))
+    assert not found.promoted and found.awaits_person and "no sums by slice" in found.reason
+    assert old.submit().promoted
+
+
+def test_a_damaged_file_of_slices_is_refused(finished):
+    finished("one", 0.6).submit()
+    run = finished("two", 0, statistics=right_at(*range(50)), slices=SLICES)
+    registered = run.register()
+    folder = run.paths.evaluation(run.completion.checkpoint_digest, "e" * 64)
+    storage.publish(storage.join(folder, "slices.npz"), b"no")
+    with pytest.raises(EvaluationError, match="not those of"):
+        run.gate(registered)
+
+
+def test_mcnemar_decides_a_share_of_units_that_are_right(finished):
+    finished("one", 0, statistics=right_at(*range(20, 40))).submit()
+    found = finished("two", 0, statistics=right_at(*range(9), *range(22, 40))).submit()
+    (test,) = [each for each in found.reasons if each.code.startswith("mcnemar")]
+    tail = sum(math.comb(11, k) for k in range(9, 12)) / 2**11
+    assert test.figures["p_value"] == pytest.approx(tail) and test.figures["limit"] == pytest.approx(0.0125)
+    assert (test.verdict, found.promoted) == ("against", False)
+
+
+def test_mcnemar_says_nothing_of_units_with_parts(finished):
+    finished("one", 0.6).submit()
+    assert [each.code for each in finished("two", 0.7).submit().reasons] == ["better"]
