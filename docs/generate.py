@@ -113,7 +113,7 @@ def section(name: str, kind: Any) -> list[str]:
     """A section and the ones within it, outer ones first."""
     fields: dict[str, FieldInfo] = kind.model_fields
     inner = {key: field.annotation for key, field in fields.items() if is_section(field.annotation)}
-    rows = [row(key, field) for key, field in fields.items() if key not in inner]
+    rows = [row(field.alias or key, field) for key, field in fields.items() if key not in inner]
     listed = {f"{key}[]": item_of(field.annotation) for key, field in fields.items() if is_list(field.annotation)}
     inner |= listed
     head = f"## `{name}`\n\n{inspect.getdoc(kind)}\n\n| key | type | default | |\n|---|---|---|---|\n"

@@ -102,8 +102,14 @@ class Config(Section):
             "seed": self.run.seed,
             **{section: everything[section] for section in ("task", "model", "precision", "optimizer")},
             "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
+            **self._start_identity(),
             **self._order_identity(),
         }
+
+    def _start_identity(self) -> dict[str, Any]:
+        """Whose weights it starts with, by their digest: not what they are called, nor where they lie."""
+        digest = self.train.initial_weights.export_digest
+        return {"initial_weights": digest} if digest else {}
 
     def _order_identity(self) -> dict[str, Any]:
         window = self.data.shuffle_window_shards
@@ -220,7 +226,7 @@ def _nearest_key(location: list[str]) -> str:
         if not part.isdigit():  # which one of a list
             kind = fields[part].annotation
             fields = (get_args(kind) or (kind,))[0].model_fields
-    known = list(fields)
+    known = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
 

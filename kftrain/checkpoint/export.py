@@ -50,6 +50,7 @@ from kftrain.tasks.settings import TaskConfig
 from kftrain.trust import Trust
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 MAX_FILE_BYTES = 2 << 30
@@ -84,6 +85,14 @@ class Recipe:
     model: ModelConfig
     task: TaskConfig
     model_arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportedState:
+    """The tensors of an export, on the CPU, and what says how its model is built."""
+
+    recipe: Recipe
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,21 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
     return LoadedExport(model.eval(), task, config)
 
 
+def load_state(uri: str, digest: str, trust: Trust) -> ExportedState:
+    """The tensors of an export, by name, for a model that is there already; nothing is built of its description.
+
+    As `load_export`, only what the manifest lists is read, and loaded are the bytes that were checked. Raises
+    ConfigError for what the reader does not allow, CheckpointError for an export that is damaged or incomplete.
+    """
+    trust.require_place(uri)
+    manifest = read_export_manifest(uri, digest)
+    recipe = _recipe(uri, manifest, trust)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in _tensor_files(uri, manifest):
+        tensors |= _tensors(uri, manifest, name)
+    return ExportedState(recipe, tensors)
+
+
 def _restore(task: Task, uri: str, manifest: ExportManifest) -> None:
     """Gives the task the files that it was trained with, from the export alone."""
     if task.asset_names:
@@ -236,20 +260,29 @@ def _num_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
 
 def _fill(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
     """Gives the model the tensors of the export, one file in memory at a time."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     missing, unexpected = set(model.state_dict()), set[str]()
     for name in _tensor_files(uri, manifest):
-        content = _content(uri, manifest, name)
+        tensors = _tensors(uri, manifest, name)
         try:
-            keys = model.load_state_dict(load(content), strict=False)
-        except (SafetensorError, RuntimeError, LookupError) as error:
+            keys = model.load_state_dict(tensors, strict=False)
+        except (RuntimeError, LookupError) as error:
             said = " ".join(str(error).splitlines()[:2])
             raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error
         missing, unexpected = missing & set(keys.missing_keys), unexpected | set(keys.unexpected_keys)
     if wrong := unexpected | (missing - set(_tied_names(model))):
         raise CheckpointError("the tensors do not fit the model", where=uri, value=sorted(wrong)[:5])
+
+
+def _tensors(uri: str, manifest: ExportManifest, name: str) -> dict[str, torch.Tensor]:
+    """Those of one file, from the bytes that were checked."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(_content(uri, manifest, name))
+    except (SafetensorError, RuntimeError, LookupError) as error:
+        said = " ".join(str(error).splitlines()[:2])
+        raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error
 
 
 def _tied_names(model: nn.Module) -> list[str]:

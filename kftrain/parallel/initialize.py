@@ -97,15 +97,16 @@ class Drawn:
 
 
 class Scattered:
-    """The first process has built all of it, on its CPU."""
+    """The first process has all of it, on its CPU: it has built it, or read it."""
 
-    def __init__(self, places: Places, world: World) -> None:
-        """Takes their memory from the parameters of the first process. Collective."""
+    def __init__(self, places: Places, world: World, values: dict[str, torch.Tensor] | None = None) -> None:
+        """`values`: of the first process, fp32, by the names of `places`; None: those of its parameters are taken."""
         self.places = places
         self._world = world
         self._values: dict[str, torch.Tensor] = {}
         if self.is_here:
-            self._values = {name: _get(slots[0]).detach() for name, slots in places.items()}
+            built = {name: _get(slots[0]).detach() for name, slots in places.items()}
+            self._values = built if values is None else dict(values)
             empty_parameters(places)
 
     @property

@@ -125,6 +125,7 @@ def _facts(config: Config, completion: Completion) -> list[Fact]:
     return [
         Fact("Run", completion.run_id, code=True),
         Fact("Seed", str(config.run.seed)),
+        *([Fact("Starts with", config.train.initial_weights.origin)] if config.train.initial_weights.origin else []),
         Fact("Processes", str(completion.world_size)),
         Fact("Attempt", str(completion.attempt)),
         content.digest("Dataset digest", completion.dataset_digest),

@@ -17,7 +17,12 @@ class Section(BaseModel):
     """A section: unknown keys are refused, nothing changes after it was read, fields are described where they stand."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
 
 

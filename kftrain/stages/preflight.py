@@ -67,6 +67,7 @@ def check_credentials(config: Config) -> None:
     fixes = {
         "tracking.uri": (config.tracking.uri, "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"),
         "run.storage_root": (config.run.storage_root, "put them into the environment, where the store looks for them"),
+        "train.from": (config.train.start_from, "put them into the environment, where the store looks for them"),
         **{
             key: (source, "put them into the environment, or fetch the data first")
             for key, source in config.data.sources.items()

@@ -135,7 +135,10 @@ def anchored(config: Config, base: str | Path) -> Config:
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     mixture = tuple(each.model_copy(update={"source": _anchored(each.source, base)}) for each in data.mixture)
     data = data.model_copy(update={"source": _anchored(data.source, base), "mixture": mixture})
-    return config.anchored(base).model_copy(update={"data": data})
+    train = config.train
+    if "/" in train.start_from:
+        train = train.model_copy(update={"start_from": storage.absolute(train.start_from, base)})
+    return config.anchored(base).model_copy(update={"data": data, "train": train})
 
 
 def _anchored(source: str, base: str | Path) -> str:

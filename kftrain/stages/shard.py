@@ -17,7 +17,7 @@ from kftrain.process import channel
 from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, preflight, remote, resolve
+from kftrain.stages import failure, initial_weights, preflight, remote, resolve
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
@@ -66,6 +66,7 @@ def shard(
     with failure.announced("shard", progress):
         preflight.check_credentials(config)
         preflight.check_writable(config)
+        config = initial_weights.with_initial_weights(config, paths, progress)
         run = resolve.find_run(config, run_id, must_exist)
         is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
         prepared = _prepare(run, progress) if is_old else None
@@ -102,6 +103,8 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         (shards, described), reused = found, True
     task = build_task_of(config.task, shards.manifest_uri, described.task_settings)
     preflight.check_samples(config, num_training_samples(described, task))
+    if not resolve.has_trained(paths):
+        initial_weights.require_fit(config, task)
     overview = write_overview(task, shards.manifest_uri, described)
     return Prepared(shards, described, reused, time.monotonic() - start, overview)
 

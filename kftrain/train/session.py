@@ -48,6 +48,7 @@ from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.carrier import Carrier
 from kftrain.train.described import Described, describe_export, model_arguments
+from kftrain.train.initial import initial_weights
 from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
 from kftrain.train.model import build_empty
@@ -126,7 +127,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     validation = validation_rows(training, world.gather_slowly, (world.rank, world.size))
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with liveness.watched():
-        engine, described = build(config, training.task, loader, mesh)
+        engine, described = build(config, training.task, loader, mesh, is_first=loaded is None)
     num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
@@ -170,8 +171,12 @@ def _verify(training: Training, world: World) -> None:
     world.agree(lambda: verify_before_start(training.manifest_uri, training.manifest, level, world.rank, world.size))
 
 
-def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[SpmdEngine, Described]:
+def build(
+    config: Config, task: Task, loader: TrainLoader, mesh: Mesh, is_first: bool = True
+) -> tuple[SpmdEngine, Described]:
     """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
+
+    `is_first`: no checkpoint is loaded into it, so that it needs the weights that the run starts with.
 
     Collective. Raises ConfigError and UserCodeError.
     """
@@ -179,6 +184,8 @@ def build(config: Config, task: Task, loader: TrainLoader, mesh: Mesh) -> tuple[
     arguments = model_arguments(task)
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
+    if is_first:
+        weights = initial_weights(model, weights, config, world)
     described = describe_export(model, config, task, arguments)
     kept = begin_training(model)
     if kept and world.is_main:

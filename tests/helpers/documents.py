@@ -136,9 +136,9 @@ def publish_export(uri):
     return uri
 
 
-def publish_described_export(uri, description):
-    """A whole export with this `kftrain.json`; returns its digest."""
-    contents = {"model.safetensors": b"tensors", "kftrain.json": json.dumps(description).encode()}
+def publish_described_export(uri, description, task_files=None):
+    """A whole export with this `kftrain.json`, and files of its task; returns its digest."""
+    contents = {"model.safetensors": b"tensors", "kftrain.json": json.dumps(description).encode(), **(task_files or {})}
     for name, content in contents.items():
         storage.publish(f"{uri}/{name}", content)
     files = {

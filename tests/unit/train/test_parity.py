@@ -1,7 +1,11 @@
 """Training against a bare loop that shares no code with it: own reading of shards, AdamW, schedule and clipping."""
 
 import contextlib
+import json
 import math
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from helpers import in_process, jobs, regression
 from safetensors.torch import load_file
 
 from kftrain import storage
-from kftrain.errors import DivergedError, Preempted
+from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import documents
 from kftrain.run.documents import Completion
@@ -62,16 +66,33 @@ def bare_loop(paths, resolved):
 
 def steps_of(folder, num_steps=STEPS):
     """The ids of each step, as lists of what one process took at a time."""
-    num_micro = math.ceil(BATCH / MICRO)
     ranks = [losses[-num_steps * (len(losses) // num_steps) :] for losses in regression.seen_ids(folder)]
     per_step = len(ranks[0]) // num_steps
-    assert per_step in (num_micro, num_micro - 1), "what the probe saw does not count"
+    assert per_step == math.ceil(math.ceil(BATCH / len(ranks)) / MICRO), "what the probe saw does not count"
     return [[part for losses in ranks for part in losses[s * per_step : (s + 1) * per_step]] for s in range(num_steps)]
 
 
 def exported(paths):
     uri = documents.read(Completion, paths.complete).export_uri
     return load_file(storage.local_path(uri) / "model.safetensors")
+
+
+def based_on(tmp_path, monkeypatch, steps=7):
+    """A trained run whose weights another one starts with, and the overrides that say so."""
+    base, resolved = jobs.prepare(tmp_path, TEXT, [f"train.steps={steps}"], "base")
+    in_process.train(base, resolved, monkeypatch)
+    for file in Path(os.environ.get(regression.SEEN_ENV, "nowhere")).glob("*"):
+        file.unlink()
+    found = documents.read(Completion, base.complete)
+    weights = {"asked": "x/y", "origin": "y", "export_uri": found.export_uri, "export_digest": found.export_digest}
+    return base, ["train.from=x/y", f"train.initial_weights={json.dumps(weights)}", "run.seed=11", "train.steps=20"]
+
+
+def continued_loop(base, paths, resolved):
+    """A bare loop with the weights of a run that is complete, and a new optimizer."""
+    loop = bare_loop(paths, resolved)
+    loop.model.load_state_dict(exported(base))
+    return loop
 
 
 def assert_parity(loop, paths, weight_tolerance=1e-5):
@@ -128,6 +149,76 @@ def test_two_processes_take_the_steps_of_a_bare_loop(tmp_path, seen, strategy):
     for step, ids in enumerate(steps_of(seen)):
         loop.step(step, ids)
     assert_parity(loop, paths)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_continued_training_is_a_bare_loop_with_those_weights(tmp_path, monkeypatch, seen, strategy):
+    base, overrides = based_on(tmp_path, monkeypatch)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, [*overrides, f"parallel.strategy={strategy}"])
+    in_process.train(paths, resolved, monkeypatch)
+    loop = continued_loop(base, paths, resolved)
+    for step, ids in enumerate(steps_of(seen, num_steps=20)):
+        loop.step(step, ids)
+    assert_parity(loop, paths)
+    scratch, resolved = jobs.prepare(tmp_path, TEXT, ["run.seed=11", "train.steps=20"], "scratch")
+    in_process.train(scratch, resolved, monkeypatch)
+    assert jobs.losses(scratch)[1] > 1.5 * jobs.losses(paths)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, ["parallel.strategy=fsdp"]),
+        (2, ["parallel.strategy=ddp"]),
+        (4, ["parallel.strategy=fsdp", "parallel.replicate=2"]),
+    ],
+)
+def test_a_continued_training_in_any_layout_is_a_bare_loop_with_those_weights(
+    tmp_path, monkeypatch, seen, processes, layout
+):
+    base, overrides = based_on(tmp_path, monkeypatch)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, [*overrides, *layout])
+    done = jobs.run_worker(paths, resolved, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("starting with the weights of y: ") == 1
+    loop = continued_loop(base, paths, resolved)
+    for step, ids in enumerate(steps_of(seen, num_steps=20)):
+        loop.step(step, ids)
+    assert_parity(loop, paths)
+
+
+def test_a_resume_loads_the_checkpoint_and_asks_for_the_first_weights_no_more(tmp_path, monkeypatch):
+    base, overrides = based_on(tmp_path, monkeypatch)
+    straight, resolved = jobs.prepare(tmp_path, TEXT, overrides, "straight")
+    in_process.train(straight, resolved, monkeypatch)
+    stopped, _ = jobs.prepare(tmp_path, TEXT, overrides, "stopped")
+    with contextlib.suppress(Preempted):
+        in_process.train(stopped, resolved, monkeypatch, StopAt(5))
+        pytest.fail("was not stopped")
+    shutil.rmtree(storage.local_path(base.uri) / "export")
+    in_process.train(stopped, resolved, monkeypatch)
+    assert jobs.losses(stopped) == jobs.losses(straight)
+    for name, tensor in exported(straight).items():
+        assert torch.equal(exported(stopped)[name], tensor), name
+
+
+def test_another_model_than_the_one_of_the_weights_is_refused_by_the_name_of_a_tensor(tmp_path, monkeypatch):
+    base, overrides = based_on(tmp_path, monkeypatch, steps=2)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, [*overrides, "model.dim=8"])
+    with pytest.raises(ConfigError, match=r"not the one of y: enter.weight is \[8, 6\], and \[16, 6\] there"):
+        in_process.train(paths, resolved, monkeypatch)
+    file = storage.local_path(documents.read(Completion, base.complete).export_uri) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    paths, resolved = jobs.prepare(tmp_path, TEXT, overrides, "damaged")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        in_process.train(paths, resolved, monkeypatch)
+    elsewhere = jobs.prepare(tmp_path / "other", TEXT, overrides)
+    with pytest.raises(ConfigError, match="does not lie below a storage root that may be read here"):
+        in_process.train(*elsewhere, monkeypatch)
 
 
 def test_a_step_that_is_not_finite_is_skipped_as_a_bare_loop_skips_it(tmp_path, monkeypatch, seen):
