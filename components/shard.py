@@ -28,6 +28,7 @@ def shard(
     summary: Output[Markdown],
     report: Output[HTML],
     config_json: dict[str, Any] = {},
+    created: str = "",
 ) -> str:
     """Shards the dataset of a run.
 
@@ -50,6 +51,7 @@ def shard(
         summary: The same as text.
         report: Counts, sizes, classes, findings and some samples of the dataset.
         config_json: The configuration as an object; wins over `config`, key by key.
+        created: When the pipeline run was created; a scheduled one was due at the last time before.
 
     Returns:
         URI of the run's folder.
@@ -62,5 +64,6 @@ def shard(
     training: Knobs = {"steps": steps, "learning_rate": learning_rate}
     job: Knobs = {"nodes": nodes, "processes_per_node": processes_per_node}
     pods: Knobs = {"trainer_image": trainer_image, "queue": queue}
-    outcome = shard_from_pipeline(config, {**names, **training, **job, **pods}, resume_run, job_id, values=config_json)
+    knobs = {**names, **training, **job, **pods}
+    outcome = shard_from_pipeline(config, knobs, resume_run, job_id, values=config_json, created=created)
     return save(outcome, shards, metrics, html=report, markdown=summary)

@@ -55,8 +55,12 @@ class CompletedRun:
     def read(cls, uri: str) -> CompletedRun:
         """The run in a folder. Raises ConfigError, DataError or EvaluationError where a document is missing."""
         from kftrain.stages.evaluate import read_evaluation
+        from kftrain.stages.firing import read_skipped
 
         paths = RunPaths(storage.absolute(uri))
+        skipped = read_skipped(paths)
+        if skipped is not None:
+            raise ConfigError(f"the run had nothing to do: {skipped.line}", where=paths.uri, fix="read the one before")
         config, completion = read_config(paths), documents.read(Completion, paths.complete)
         registration = documents.read(Registration, paths.registration)
         return cls(paths.uri, config, completion, read_evaluation(paths, config, completion), registration)

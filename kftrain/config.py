@@ -25,6 +25,7 @@ from kftrain.models.settings import ModelConfig
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.settings import RunConfig
+from kftrain.schedule.settings import ScheduleConfig
 from kftrain.settings import layers
 from kftrain.settings.section import Section
 from kftrain.tasks.settings import TaskConfig
@@ -54,6 +55,7 @@ class Config(Section):
     registry: RegistryConfig = RegistryConfig()
     launch: LaunchConfig = LaunchConfig()
     tracking: TrackingConfig = TrackingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:

@@ -43,6 +43,9 @@ SECRETS = {
 }
 """Optional Kubernetes secrets and the keys in them, which become environment variables of the same names."""
 
+ALERT_SECRET, ALERT_KEY = "kftrain-alert", "KFTRAIN_ALERT_URL"
+"""Optional, too, and for the step alone that alerts: whoever has the URL can write there."""
+
 USER_ID = 1000
 """The image's user; a namespace under the restricted Pod Security standard admits no step without it."""
 
@@ -102,6 +105,7 @@ def train_pipeline(
         config=config, config_json=config_json, storage_root=storage_root, resume_run=resume_run, job_id=job_id
     )
     prepare(finish_task, cpu="100m", memory="512Mi").set_display_name("finish")
+    kubernetes.use_secret_as_env(finish_task, ALERT_SECRET, {ALERT_KEY: ALERT_KEY}, optional=True)
 
     with dsl.ExitHandler(finish_task, name="run"):
         shard_task = shard(
@@ -119,6 +123,7 @@ def train_pipeline(
             queue=queue,
             resume_run=resume_run,
             job_id=job_id,
+            created=dsl.PIPELINE_JOB_CREATE_TIME_UTC_PLACEHOLDER,
         )
         prepare(shard_task, cpu="1", memory="2Gi")
         train_task = train(run_uri=shard_task.outputs["Output"])

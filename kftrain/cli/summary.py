@@ -12,13 +12,18 @@ from kftrain.run.documents import Completion, Evaluation, Interval, Registration
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
+from kftrain.stages.firing import read_skipped
 
 LABEL_WIDTH = 12
 
 
 def success_lines(run_uri: str) -> list[str]:
     """What was trained, how good it is, and where it is now."""
-    run, paths = CompletedRun.read(run_uri), RunPaths(run_uri)
+    paths = RunPaths(run_uri)
+    skipped = read_skipped(paths)
+    if skipped is not None:
+        return [f"run {paths.run_id} had nothing to do: {skipped.line}"]
+    run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
     return [
         f"run {paths.run_id} is complete",

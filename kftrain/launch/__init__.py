@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from kftrain.launch.base import build_launcher, find_jobs, require_pods
     from kftrain.launch.jobs import run_evaluation, run_training
     from kftrain.launch.kubernetes.ownership import is_pipeline_pod
-    from kftrain.launch.kubernetes.workflow import explain_pipeline_run, pipeline_tags
+    from kftrain.launch.kubernetes.workflow import (
+        explain_pipeline_run,
+        is_pipeline_over,
+        pipeline_place,
+        pipeline_tags,
+    )
 
 __all__ = [
     "build_launcher",
@@ -19,6 +24,8 @@ __all__ = [
     "is_pipeline_pod",
     "explain_pipeline_run",
     "pipeline_tags",
+    "pipeline_place",
+    "is_pipeline_over",
 ]
 
 __getattr__ = attributes(
@@ -32,5 +39,7 @@ __getattr__ = attributes(
         "is_pipeline_pod": "kftrain.launch.kubernetes.ownership",
         "explain_pipeline_run": "kftrain.launch.kubernetes.workflow",
         "pipeline_tags": "kftrain.launch.kubernetes.workflow",
+        "pipeline_place": "kftrain.launch.kubernetes.workflow",
+        "is_pipeline_over": "kftrain.launch.kubernetes.workflow",
     },
 )

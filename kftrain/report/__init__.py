@@ -18,6 +18,7 @@ from kftrain.report import markdown, page
 from kftrain.report import registration as _registration
 from kftrain.report import run as _run
 from kftrain.report import shards as _shards
+from kftrain.report import skipped as _skipped
 from kftrain.report import training as _training
 from kftrain.report.content import Fact
 from kftrain.report.versions import VersionComparison
@@ -35,6 +36,8 @@ __all__ = [
     "finish_html",
     "comparison_html",
     "shards_markdown",
+    "skipped_html",
+    "skipped_markdown",
     "training_markdown",
     "evaluation_markdown",
     "registration_markdown",
@@ -154,3 +157,13 @@ def comparison_html(found: VersionComparison, written: Sequence[Fact] = ()) -> s
 def comparison_markdown(found: VersionComparison) -> str:
     """The same as tables."""
     return markdown.render(_comparison.section(found))
+
+
+def skipped_html(run_uri: str, line: str) -> str:
+    """That a scheduled run had nothing to do, and why."""
+    return page.render(page.single(_skipped.section(run_uri, line), "run"))
+
+
+def skipped_markdown(run_uri: str, line: str) -> str:
+    """The same as Markdown."""
+    return markdown.render(_skipped.section(run_uri, line))

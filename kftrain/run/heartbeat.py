@@ -85,6 +85,15 @@ class Heartbeat:
                 return
 
 
+def last_beat(paths: RunPaths) -> float:
+    """When a launcher was alive, by its own clock, in seconds since the epoch; 0 where nothing says so."""
+    found = None
+    with best_effort("the launcher's heartbeat could not be read"):
+        found = storage.read_json_if_exists(paths.launcher)
+    said = found.get("time") if isinstance(found, dict) else None
+    return float(said) if isinstance(said, int | float) else 0.0
+
+
 @dataclass(frozen=True)
 class Silence:
     """How long a launcher has been silent."""

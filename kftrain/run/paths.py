@@ -13,6 +13,7 @@
 <root>/runs/<run>/evaluation/unmeasured.json                        evaluate      -> register
 <root>/runs/<run>/registration.json                                 register      -> reports
 <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
+<root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
 """
 
@@ -72,6 +73,11 @@ class RunPaths:
     def error(self) -> str:
         """Why the last stage failed."""
         return storage.join(self.uri, "error.json")
+
+    @property
+    def skipped(self) -> str:
+        """Why a scheduled run had nothing to do."""
+        return storage.join(self.uri, "SKIPPED.json")
 
     @property
     def failure(self) -> str:

@@ -16,7 +16,7 @@ from kftrain.run.completion import metrics_uri
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Unmeasured
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, pods, tracked
+from kftrain.stages import failure, firing, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.pods import TaskPodSettings
@@ -28,6 +28,9 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
     """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("evaluate", progress):
+        skipped = firing.skipped_outcome(paths, progress)
+        if skipped is not None:
+            return skipped
         config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
         completion = read_complete(paths, config)

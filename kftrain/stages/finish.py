@@ -20,7 +20,7 @@ from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import parameters, resolve, tracked
+from kftrain.stages import firing, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
@@ -57,11 +57,20 @@ def finish(
             config, paths = _named(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
         return _failed(of_stage("configure", error), run_uri="")
+    outcome, failure = _ended(config, paths, resume_run, job_id, state, progress)
+    firing.end(config, paths, job_id, failure, progress)
+    return outcome
+
+
+def _ended(
+    config: Config, paths: RunPaths, resume_run: str, job_id: str, state: str, progress: Progress
+) -> tuple[Outcome, ErrorDocument | None]:
+    """What the exit handler returns, and why the run failed, if it did."""
     explained, url = None if state in SUCCESS_STATES else _explained(state), config.tracking.kubeflow_url
     if explained is not None and resume_run and not _is_opened_by(paths, job_id):
-        return _failed(explained, paths.uri, url)  # going on with the run was refused: it stays as it was
+        return _failed(explained, paths.uri, url), explained  # going on with it was refused: it stays as it was
     if explained is not None and explained.exit_code == FencedError.exit_code:
-        return _failed(explained, paths.uri, url)  # job, folder and MLflow run are those of who is at work there
+        return _failed(explained, paths.uri, url), explained  # job, folder and MLflow run are those of who is at work
     error_document = None
     with best_effort("error.json could not be read"):
         error_document = read_error(paths.error)
@@ -70,13 +79,13 @@ def finish(
     is_open = None if error_document is None else _leave_report(paths, error_document, url)
     removed, warnings = _clean_up(config, paths, job_id, progress)
     if error_document is None:
-        return _succeeded(paths, removed, warnings)
+        return firing.skipped_outcome(paths, progress) or _succeeded(paths, removed, warnings), None
     if warnings:
         error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)
     if is_open:
         _close(paths, config, error_document, progress)
-    return _failed(error_document, paths.uri, url, is_there=is_open is not False)
+    return _failed(error_document, paths.uri, url, is_there=is_open is not False), error_document
 
 
 def _is_opened_by(paths: RunPaths, job_id: str) -> bool:

@@ -20,7 +20,7 @@ from kftrain.run.commit import differences
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, tracked
+from kftrain.stages import failure, firing, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.evaluate import read_complete, read_evaluation
 from kftrain.stages.outcome import Outcome, finite_metrics
@@ -34,6 +34,9 @@ REPORT_NAME = "report.html"
 def register(run_uri: str, progress: Progress = to_log) -> Outcome:
     """Registers the evaluated model of a run and promotes it by policy. Raises KftrainError."""
     with failure.announced("register", progress):
+        skipped = firing.skipped_outcome(RunPaths(run_uri), progress)
+        if skipped is not None:
+            return skipped
         config = read_config(RunPaths(run_uri))
     return _register("register", RunPaths(run_uri), config, progress)
 

@@ -18,6 +18,7 @@ from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
+from kftrain.stages import firing
 from kftrain.tracking import listing
 from kftrain.tracking.listing import ListedRun
 
@@ -31,7 +32,7 @@ class RunOverview:
     run_id: str
     uri: str
     state: str
-    """`registered`, `trained`, `running`, `stopped`, `failed`, `unfinished`, or `unreadable`."""
+    """`registered`, `trained`, `running`, `stopped`, `failed`, `skipped`, `unfinished`, or `unreadable`."""
     step: int = 0
     """Of the newest committed checkpoint; of those that MLflow lists, the last one that was recorded."""
     num_steps: int = 0
@@ -111,6 +112,9 @@ def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str
         return "stopped" if stopped else "failed", error.line
     if _is_at_work(paths):
         return "running", ""
+    skipped = firing.read_skipped(paths)
+    if skipped is not None:
+        return "skipped", skipped.line
     if registration is not None:
         return "registered", ""
     return ("trained" if storage.exists(paths.complete) else "unfinished"), ""

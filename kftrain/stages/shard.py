@@ -17,8 +17,9 @@ from kftrain.process import channel
 from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, initial_weights, preflight, remote, resolve
+from kftrain.stages import failure, firing, initial_weights, preflight, remote, resolve
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
+from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
 from kftrain.tasks import build_task, build_task_of
@@ -32,21 +33,29 @@ def shard_from_pipeline(
     job_id: str,
     progress: Progress = to_log,
     values: Mapping[str, Any] | None = None,
+    created: str = "",
 ) -> Outcome:
     """Shards for a pipeline run: a new training run named after `job_id`, or the one to resume.
 
-    `text`, `values` and `knobs` are the pipeline's parameters. What the steps after this one cannot do with them is
-    refused here, whoever has started the pipeline.
+    `text`, `values` and `knobs` are the pipeline's parameters; `created`: when the pipeline run was created. What the
+    steps after this one cannot do with them is refused here, whoever has started the pipeline.
     """
     with failure.announced("shard", progress):
         config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
         remote.require_from_here(config)
         run_id = resolve.make_run_id(resumed, job_id, config.run.name)
-    return shard(config, run_id, must_exist=bool(resumed), progress=progress, job_id=job_id)
+        paths = RunPaths.of(config.run.storage_root, run_id)
+        begun = firing.begin(config, paths, job_id, created, bool(resumed), progress)
+    return shard(begun.config, run_id, bool(resumed), progress, job_id, begun)
 
 
 def shard(
-    config: Config, run_id: str, must_exist: bool = False, progress: Progress = to_log, job_id: str = ""
+    config: Config,
+    run_id: str,
+    must_exist: bool = False,
+    progress: Progress = to_log,
+    job_id: str = "",
+    begun: Begun | None = None,
 ) -> Outcome:
     """Opens the run `run_id` and writes the shards of its dataset, unless they exist.
 
@@ -59,6 +68,7 @@ def shard(
         must_exist: Whether a new run is refused.
         progress: Takes a line at a time.
         job_id: Kubeflow's id of the pipeline run that opens it; empty at a shell.
+        begun: What a schedule says to it.
 
     Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
@@ -69,12 +79,13 @@ def shard(
         config = initial_weights.with_initial_weights(config, paths, progress)
         run = resolve.find_run(config, run_id, must_exist)
         is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
-        prepared = _prepare(run, progress) if is_old else None
+        begun = begun or Begun(config)
+        prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
         resolve.keep(run, job_id)
     if not channel.tell(channel.RUN, paths.uri):
         progress(f"run {paths.uri}")
     with failure.reported("shard", paths, config, progress):
-        return _opened(paths, prepared or _prepare(run, progress), progress)
+        return _skipped_or_opened(run, begun, prepared, job_id, progress)
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,20 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         initial_weights.require_fit(config, task)
     overview = write_overview(task, shards.manifest_uri, described)
     return Prepared(shards, described, reused, time.monotonic() - start, overview)
+
+
+def _skipped_or_opened(
+    run: OpenedRun, begun: Begun, prepared: Prepared | None, job_id: str, progress: Progress
+) -> Outcome:
+    skipped = begun.skipped
+    if skipped is None:
+        prepared = prepared or _prepare(run, progress)
+        skipped = firing.unchanged(begun, run.config, run.paths, prepared.shards.dataset_digest, job_id, progress)
+    if skipped is not None:
+        return firing.leave_skipped(run.paths, begun, skipped, job_id)
+    assert prepared is not None
+    storage.remove(run.paths.skipped)  # of a run that somebody goes on with
+    return _opened(run.paths, prepared, progress)
 
 
 def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:

@@ -13,7 +13,7 @@ from kftrain.run.completion import find_completion
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.stages import backfill, failure, pods, tracked
+from kftrain.stages import backfill, failure, firing, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.pods import TaskPodSettings
@@ -23,6 +23,9 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
     """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
+        nothing_to_do = firing.skipped_outcome(paths, progress)
+        if nothing_to_do is not None:
+            return nothing_to_do
         config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
         completion = find_completion(paths, config)  # what is complete stays as it is where another training is refused
         if completion is None:

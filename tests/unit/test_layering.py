@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "tracking": set(),
     "report": {"run"},
     "launch": {"run", "process"},
-    "kubeflow": set(),
+    "schedule": {"run"},
+    "kubeflow": {"schedule"},
     "tasks": {"data", "models", "process.parent_death"},
     "checkpoint": {"run", "data", "models", "parallel", "tasks"},
     "registry": {"run", "tracking", "checkpoint"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "worker": {"run", "process", "launch.spec", "train", "evaluate"},
     "stages": {
         *("run", "process", "data", "tasks", "checkpoint", "evaluate", "launch", "models", "registry"),
-        *("report", "tracking"),
+        *("report", "tracking", "schedule", "kubeflow"),
     },
     "cli": {
         *(
@@ -54,7 +55,7 @@ MAY_IMPORT = {
             "registry",
             "report",
         ),
-        *("stages", "pipelines"),
+        *("stages", "pipelines", "schedule"),
     },
     "components": {"stages"},
     "pipelines": {"components"},
@@ -206,7 +207,7 @@ for module in sys.argv[1:]:
 
 
 def test_the_steps_image_needs_no_torch():
-    folders = ("stages", "run", "process", "launch", "kubeflow", "registry", "report", "tracking", "tasks")
+    folders = ("stages", "run", "process", "launch", "kubeflow", "registry", "report", "schedule", "tracking", "tasks")
     modules = [
         place(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         for path in sources()

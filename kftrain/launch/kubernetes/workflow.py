@@ -14,6 +14,7 @@ from kftrain.config import Config
 from kftrain.errors import BUG_CODE, FailureClass, KftrainError, Preempted, class_of
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import SERVICE_ACCOUNT, Cluster
+from kftrain.launch.kubernetes.control import ENDED_PHASES
 from kftrain.launch.kubernetes.terminate import is_terminated
 from kftrain.process.termination import said_in
 from kftrain.progress import to_log
@@ -69,6 +70,39 @@ def pipeline_tags(config: Config) -> dict[str, str]:
     url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
     found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: cluster_place(cluster)}
     return {**tags, **found, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
+
+
+def pipeline_place() -> tuple[str, str]:
+    """The Workflow that this step belongs to, and its cluster and namespace; '' where there is none."""
+    if not ownership.is_pipeline_pod():
+        return "", ""
+    try:
+        cluster = Cluster()
+        owner, _ = ownership.find_owner(cluster)
+    except KftrainError as error:
+        to_log(f"warning: nobody will see when this pipeline run is over: {error.line}")
+        return "", ""
+    return (owner["name"], cluster_place(cluster)) if owner else ("", "")
+
+
+def is_pipeline_over(workflow: str, place: str) -> bool | None:
+    """Whether a Workflow has ended or is gone; None where that cannot be told here."""
+    if not ownership.is_pipeline_pod():
+        return None
+    try:
+        cluster = Cluster()
+        return is_over(cluster, workflow) if cluster_place(cluster) == place else None
+    except KftrainError as error:
+        to_log(f"warning: the Workflow {workflow} cannot be asked: {error.line}")
+        return None
+
+
+def is_over(cluster: Cluster, workflow: str) -> bool | None:
+    """Whether a Workflow of this namespace has ended or is gone; None where it may not be read. Raises LaunchError."""
+    found = cluster.read_workflow(workflow)
+    if found is None:
+        return True if cluster.sees_workflows else None
+    return str((found.get("status") or {}).get("phase", "")) in ENDED_PHASES
 
 
 def cluster_place(cluster: Cluster) -> str:

@@ -1,0 +1,66 @@
+"""Alerts: one line and a link, to a webhook whose URL is a secret.
+
+The URL comes from the secret `kftrain-alert` and is shown nowhere. An alert that cannot be sent is a warning.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from kftrain.progress import Progress
+
+URL_ENV = "KFTRAIN_ALERT_URL"
+"""Key of the secret `kftrain-alert`, and the variable that it becomes."""
+
+TIMEOUT_SECONDS = 10.0
+
+
+def send(line: str, link: str, over_http: bool, progress: Progress) -> bool:
+    """Sends `{"text": "<line> <link>"}`, as Slack, Mattermost and Google Chat take it; False where nothing was sent."""
+    url = os.environ.get(URL_ENV, "").strip()
+    if not url:
+        return False
+    why = _unusable(url, over_http)
+    why = why or _post(url, json.dumps({"text": f"{line} {link}".strip()}).encode())
+    if why:
+        progress(f"warning: no alert was sent: {why}")
+    return not why
+
+
+def _unusable(url: str, over_http: bool) -> str:
+    """Why nothing is sent there; empty where it is. The URL itself is not said: whoever has it can write there."""
+    try:
+        parts = urlsplit(url)
+        allowed = ("https", "http") if over_http else ("https",)
+        if parts.scheme in allowed and parts.hostname:
+            return ""
+    except ValueError:
+        pass
+    return f"{URL_ENV} is no https URL; http needs schedule.alert_over_http"
+
+
+def _post(url: str, content: bytes) -> str:
+    """Why it failed; empty where it did not."""
+    headers = {"Content-Type": "application/json", "User-Agent": "kftrain"}
+    try:
+        request = urllib.request.Request(url, content, headers)
+        with urllib.request.build_opener(_Here()).open(request, timeout=TIMEOUT_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"the webhook answered {error.code}"
+    except (OSError, http.client.HTTPException, ValueError) as error:  # their words may contain the URL
+        return f"the webhook cannot be reached ({type(error).__name__})"
+
+
+class _Here(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """None: the answer is an error."""

@@ -1,0 +1,74 @@
+"""The section `schedule`."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from kftrain.errors import ConfigError
+from kftrain.schedule import cron
+from kftrain.settings.section import Amount, Section
+
+NAME = r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$"
+
+
+class Policy(Section):
+    """When a schedule is due and what its runs do: of the file `schedule.yaml` and of a run's configuration."""
+
+    cron: str = ""
+    """When it is due: second minute hour day month weekday."""
+    time_zone: str = "UTC"
+    """Whose clock `cron` reads, e.g. `Europe/Berlin`."""
+    skip_unchanged: bool = True
+    """A run that would train what its predecessor has trained ends at once, and registers nothing."""
+    pause_after_failures: Amount = 3
+    """So many failures in a row pause the schedule; 0: none does."""
+    alert_over_http: bool = False
+    """Alerts may go to a URL that is not https."""
+
+
+class ScheduleConfig(Policy):
+    """The schedule that a run belongs to: written by `kftrain schedule`, empty for a run that somebody has started."""
+
+    name: Annotated[str, Field(pattern=rf"^$|{NAME}")] = ""
+    """Name of the schedule; empty: the run belongs to none."""
+    trigger: Literal["cron", "manual", "backfill"] = "cron"
+    """What has started the run: the schedule, `kftrain schedule run-now` or `backfill`. Only the first one is skipped
+    where a run was started for the same instant before."""
+    instant: str = ""
+    """When the run was due, in UTC (`2026-11-22T02:00:00Z`); empty: the last time before it was created."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleConfig:
+        if self.name:
+            try:
+                cron.parse(self.cron, "schedule.cron")
+                cron.zone(self.time_zone, "schedule.time_zone")
+                self.due(datetime.now(timezone.utc))
+            except ConfigError as error:  # pydantic gives it a place of its own
+                raise ValueError(error.line) from error
+        return self
+
+    def due(self, created: datetime) -> datetime:
+        """When a run that was created at a moment was due. Raises ConfigError."""
+        if self.instant:
+            return parse_instant(self.instant, "schedule.instant")
+        return cron.instant_before(cron.parse(self.cron), cron.zone(self.time_zone), created)
+
+
+def parse_instant(text: str, where: str) -> datetime:
+    """A moment in RFC 3339, in UTC. Raises ConfigError."""
+    try:
+        found = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
+    except ValueError:
+        found = datetime.min
+    if found.tzinfo is None:
+        raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
+    return found.astimezone(timezone.utc)
+
+
+def format_instant(moment: datetime) -> str:
+    """A moment in RFC 3339, in UTC, to the second."""
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

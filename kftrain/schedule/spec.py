@@ -1,0 +1,110 @@
+"""`schedule.yaml`: a recurring run as a file, and the configuration that each of its runs gets."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from kftrain import config as configuration
+from kftrain import plain
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.schedule import cron
+from kftrain.schedule.settings import NAME, Policy, ScheduleConfig
+
+
+class ScheduleFile(Policy):
+    """A schedule as people write it."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    """What it is called: of all recurring runs of this name one is enabled."""
+    cron: Annotated[str, Field(min_length=1)]
+    """When it is due: second minute hour day month weekday."""
+    configs: tuple[str, ...] = ()
+    """Configuration files, as paths from this file; a later one wins, key by key."""
+    knobs: dict[str, Any] = Field(default_factory=dict)
+    """Keys that win over the files, e.g. `train.steps: 200`."""
+    experiment: str = ""
+    """Of Kubeflow; empty: named as that of MLflow."""
+    service_account: str = ""
+    """Of the runs' pods; empty: Kubeflow's own."""
+    steps_image: str = ""
+    """Image of the steps; empty: the one of this version."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule, with what its runs are configured with."""
+
+    file: ScheduleFile
+    config: Config
+    """Its section `schedule` is this one."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.file.name
+
+
+def read(path: str | Path) -> Schedule:
+    """The schedule in a file. Raises ConfigError that names file, key, value and fix."""
+    where = str(path)
+    try:
+        with open(path, "rb") as stream:  # no more of it than is looked at: it may be a device
+            text = stream.read(plain.MAX_TEXT_LENGTH + 1).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the schedule: {error}", where=where, fix="check --file") from error
+    return parse(text, where, Path(path).parent)
+
+
+def parse(text: str, where: str, folder: Path) -> Schedule:
+    """The schedule in a text whose configuration files are found from `folder`. Raises ConfigError."""
+    file = _validated(plain.load(text, where), where)
+    cron.parse(file.cron, f"{where}: cron")
+    cron.zone(file.time_zone, f"{where}: time_zone")
+    overrides = [f"{key}={json.dumps(value)}" for key, value in file.knobs.items()]
+    config = configuration.load([str(folder / name) for name in file.configs], overrides)
+    if config.schedule.name:
+        raise ConfigError(
+            "the section schedule is written by kftrain schedule",
+            where=f"{where}: configs",
+            value=config.schedule.name,
+            fix="remove it from the configuration",
+        )
+    policy = {name: getattr(file, name) for name in Policy.model_fields}
+    return Schedule(file, config.model_copy(update={"schedule": ScheduleConfig(name=file.name, **policy)}))
+
+
+def _validated(document: Any, where: str) -> ScheduleFile:
+    if not isinstance(document, dict):
+        raise ConfigError("a schedule is a mapping", where=where, value=document, fix="it begins with 'name: nightly'")
+    found = plain.flaw(document)
+    if found is not None:
+        path, what, value = found
+        raise ConfigError(what, where=f"{where}: {'.'.join(map(str, path))}", value=value)
+    try:
+        return ScheduleFile.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise ConfigError("this key is missing", where=f"{where}: {key}", fix=_help(key)) from error
+        if first["type"] == "extra_forbidden":
+            raise ConfigError("unknown key", where=f"{where}: {key}", value=first["input"], fix=_near(key)) from error
+        raise ConfigError(first["msg"], where=f"{where}: {key}", value=first["input"], fix=_help(key)) from error
+
+
+def _near(key: str) -> str:
+    known = list(ScheduleFile.model_fields)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+
+
+def _help(key: str) -> str:
+    field = ScheduleFile.model_fields.get(key.split(".")[0])
+    return " ".join((field.description or "").split()) if field else ""

@@ -1,0 +1,185 @@
+"""What became of a schedule: documents below its folder in the storage root, each created exclusively.
+
+<root>/schedules/<name>/firings/<key>.json     the first step of a run      -> later runs: who runs for an instant
+<root>/schedules/<name>/outcomes/<key>.json    finish, or gc in its place   -> later runs, `kftrain schedule list`
+<root>/schedules/<name>/events/<n>.json        pauses and their ends        -> later runs
+
+A key begins with the instant, or with the creation of a run by hand: names are in the order of time. It is the same for
+every scheduler: two that fire for one instant, a backlog, and a pod that runs again meet in one document.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Literal
+
+from kftrain import storage
+from kftrain.run import documents
+from kftrain.run.documents import Document
+
+Result = Literal["trained", "skipped", "failed", "canceled"]
+
+FOLDER = "schedules"
+
+MAX_LOOKED_AT = 50
+"""Firings back in time that anything is decided by."""
+
+
+class Firing(Document):
+    """`firings/<key>.json`: a run that works for an instant."""
+
+    instant: str
+    """When it was due, in RFC 3339."""
+    trigger: str
+    job_id: str
+    """Of the pipeline run, the same in all its steps and their pods; else of the process."""
+    run_uri: str
+    created: float
+    """Seconds since the epoch."""
+    workflow: str = ""
+    """Of the pipeline run, where it is one."""
+    cluster: str = ""
+    """Which cluster and namespace the Workflow is in."""
+
+
+class FiringEnd(Document):
+    """`outcomes/<key>.json`: how a firing has ended."""
+
+    result: Result
+    line: str
+    """In words."""
+    job_id: str
+    run_uri: str
+    time: float
+    identity: str = ""
+    """Of what was trained: what is equal need not be trained again."""
+
+
+class ScheduleEvent(Document):
+    """`events/<n>.json`: the schedule was paused, or goes on."""
+
+    kind: Literal["paused", "resumed"]
+    line: str
+    time: float
+
+
+@dataclass(frozen=True)
+class History:
+    """A schedule's documents."""
+
+    uri: str
+
+    @classmethod
+    def of(cls, storage_root: str, name: str) -> History:
+        """Of the schedule of this name."""
+        return cls(storage.join(storage_root, FOLDER, name))
+
+    def recent_keys(self) -> list[str]:
+        """Of the last firings, the newest first."""
+        names = storage.list_names(storage.join(self.uri, "firings"))
+        return sorted((name.removesuffix(".json") for name in names), reverse=True)[:MAX_LOOKED_AT]
+
+    def firing(self, key: str) -> Firing:
+        """A firing. Raises DataError where it is damaged."""
+        return documents.read(Firing, self._firing(key))
+
+    def claim(self, key: str, firing: Firing) -> Firing:
+        """The firing of a key: this one where nobody was faster, else the other."""
+        try:
+            storage.create_json(self._firing(key), firing.to_dict())
+        except FileExistsError:
+            return self.firing(key)
+        return firing
+
+    def ended(self, key: str) -> FiringEnd | None:
+        """How a firing has ended; None: nobody has said so yet."""
+        uri = self._outcome(key)
+        return documents.read(FiringEnd, uri) if storage.exists(uri) else None
+
+    def end(self, key: str, ended: FiringEnd) -> bool:
+        """Says how a firing has ended; False where somebody has said so before."""
+        try:
+            storage.create_json(self._outcome(key), ended.to_dict())
+        except FileExistsError:
+            return False
+        return True
+
+    def key_of(self, job_id: str) -> str:
+        """The key of a pipeline run's firing; empty where it has none."""
+        return next((key for key in self.recent_keys() if self.firing(key).job_id == job_id), "")
+
+    def outcomes(self) -> Iterator[FiringEnd]:
+        """How the last firings have ended, the newest first."""
+        for key in self.recent_keys():
+            found = self.ended(key)
+            if found is not None:
+                yield found
+
+    def last_trained(self) -> FiringEnd | None:
+        """The last firing that has trained."""
+        return next((found for found in self.outcomes() if found.result == "trained"), None)
+
+    def failures_in_a_row(self) -> int:
+        """Failures since the last training, or since the schedule was told to go on; skipped runs are neither."""
+        event, count = self.last_event(), 0
+        since = event.time if event is not None else 0.0
+        for found in self.outcomes():
+            if found.result == "trained" or found.time <= since:
+                break
+            count += found.result == "failed"
+        return count
+
+    def last_event(self) -> ScheduleEvent | None:
+        """The last time that it was paused or resumed."""
+        number = self._last_number()
+        return documents.read(ScheduleEvent, self._event(number)) if number else None
+
+    def paused(self) -> ScheduleEvent | None:
+        """Since when and why it is paused; None: it is not."""
+        event = self.last_event()
+        return event if event is not None and event.kind == "paused" else None
+
+    def add(self, kind: Literal["paused", "resumed"], line: str, now: float | None = None) -> bool:
+        """Pauses it, or lets it go on; False where it is so already."""
+        event = self.last_event()
+        if (event.kind if event is not None else "resumed") == kind:
+            return False
+        number = self._last_number() + 1
+        said = ScheduleEvent(kind=kind, line=line, time=time.time() if now is None else now)
+        try:
+            storage.create_json(self._event(number), said.to_dict())
+        except FileExistsError:  # somebody has said something at the same time: what they said may be the same
+            return self.add(kind, line, now)
+        return True
+
+    def remove(self) -> None:
+        """Deletes all of it."""
+        storage.remove(self.uri)
+
+    def _last_number(self) -> int:
+        names = storage.list_names(storage.join(self.uri, "events"))
+        return max((int(name.removesuffix(".json")) for name in names if name[:-5].isdigit()), default=0)
+
+    def _firing(self, key: str) -> str:
+        return storage.join(self.uri, "firings", f"{key}.json")
+
+    def _outcome(self, key: str) -> str:
+        return storage.join(self.uri, "outcomes", f"{key}.json")
+
+    def _event(self, number: int) -> str:
+        return storage.join(self.uri, "events", f"{number}.json")
+
+
+def names_below(storage_root: str) -> list[str]:
+    """The schedules that a storage root knows."""
+    return storage.list_names(storage.join(storage_root, FOLDER))
+
+
+def key_of(instant: datetime, created: datetime, trigger: str, job_id: str) -> str:
+    """What names a firing: of the schedule's own there is one for an instant, of people's any number at any time."""
+    at = (instant if trigger == "cron" else created).astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    return at if trigger == "cron" else f"{at}-{trigger}-{re.sub(r'[^a-z0-9]', '', job_id.lower())[:12]}"

@@ -1,0 +1,256 @@
+"""Scheduled runs: which instant a run works for, why it may have nothing to do, and what is said when it has ended.
+
+A run that has nothing to do succeeds: the first step writes `SKIPPED.json` into its folder, and the others end at once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Literal
+
+from kftrain import launch, report, storage
+from kftrain.config import Config
+from kftrain.errors import FailureClass, KftrainError
+from kftrain.progress import Progress
+from kftrain.run import documents, heartbeat
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort
+from kftrain.run.documents import Document
+from kftrain.run.error import ErrorDocument
+from kftrain.run.paths import RunPaths
+from kftrain.schedule import alert
+from kftrain.schedule.settings import format_instant
+from kftrain.schedule.state import Firing, FiringEnd, History, Result, key_of
+from kftrain.stages.outcome import Outcome
+
+SILENT_SECONDS = 30 * 60.0
+"""After so long without a sign a run is taken for dead that no cluster answers for."""
+
+Why = Literal["paused", "done", "overlap", "unchanged"]
+
+
+class Skipped(Document):
+    """`SKIPPED.json`: a scheduled run that had nothing to do."""
+
+    why: Why
+    line: str
+    """In words."""
+
+
+class Fired(Document):
+    """`firing.json` in a run's folder: which firing it is."""
+
+    schedule: str
+    key: str
+    job_id: str
+    identity: str
+    """Of what it trains."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that was started, by a schedule or by somebody."""
+
+    config: Config
+    """With the instant in it."""
+    key: str = ""
+    """Of its firing; empty: it belongs to no schedule, or is not the one that works for the instant."""
+    skipped: Skipped | None = None
+    """Why there is nothing to do."""
+
+
+def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed: bool, progress: Progress) -> Begun:
+    """Takes the instant that a run was due at, unless there is nothing to do. Nothing happens for other runs.
+
+    Args:
+        config: Of the run; its section `schedule` says which one it belongs to.
+        paths: Of the run.
+        job_id: The same for all pods of all steps of a pipeline run.
+        created: When the pipeline run was created, in RFC 3339; anything else stands for now.
+        is_resumed: It goes on with an earlier run, because somebody said so.
+        progress: Takes a line at a time.
+
+    Raises ConfigError, DataError for damaged documents, and RetryableError where storage is away.
+    """
+    schedule = config.schedule
+    if not schedule.name:
+        return Begun(config)
+    history, moment = History.of(config.run.storage_root, schedule.name), _moment(created)
+    instant, trigger = schedule.due(moment), "manual" if is_resumed else schedule.trigger
+    key = key_of(instant, moment, trigger, job_id)
+    config = config.model_copy(
+        update={"schedule": schedule.model_copy(update={"instant": format_instant(instant), "trigger": trigger})}
+    )
+    paused = history.paused() if trigger == "cron" else None
+    if paused is not None:
+        return _skip(config, "", "paused", f"the schedule {schedule.name} is paused: {paused.line}", progress)
+    found = history.claim(key, _firing(instant, trigger, job_id, paths, moment))
+    if found.job_id != job_id:
+        line = f"what was due at {found.instant} is the work of {RunPaths(found.run_uri).run_id}"
+        return _skip(config, "", "done", line, progress)
+    alive = next((old for old in _unended(history, key, progress) if _lives(old, moment)), None)
+    if alive is not None:
+        line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
+        return _skip(config, key, "overlap", line, progress)
+    progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
+    return Begun(config, key)
+
+
+def unchanged(
+    begun: Begun, config: Config, paths: RunPaths, dataset_digest: str, job_id: str, progress: Progress
+) -> Skipped | None:
+    """Why there is nothing to do for a run whose dataset is there; None: it trains. Notes which firing it is."""
+    schedule = config.schedule
+    if not begun.key:
+        return None
+    identity = _identity(config, dataset_digest)
+    fired = Fired(schedule=schedule.name, key=begun.key, job_id=job_id, identity=identity)
+    storage.publish_json(_fired_uri(paths), fired.to_dict())
+    if not schedule.skip_unchanged:
+        return None
+    last = History.of(paths.storage_root, schedule.name).last_trained()
+    if last is None or last.identity != identity or last.run_uri == paths.uri:
+        return None
+    line = f"nothing has changed since {RunPaths(last.run_uri).run_id}: data, model and settings are the same"
+    return _skip(begun.config, begun.key, "unchanged", line, progress).skipped
+
+
+def leave_skipped(paths: RunPaths, begun: Begun, skipped: Skipped, job_id: str) -> Outcome:
+    """Notes in a run's folder that it has nothing to do; what the first step returns."""
+    if begun.key and not storage.exists(_fired_uri(paths)):
+        fired = Fired(schedule=begun.config.schedule.name, key=begun.key, job_id=job_id, identity="")
+        storage.publish_json(_fired_uri(paths), fired.to_dict())
+    storage.publish_json(paths.skipped, skipped.to_dict())
+    return _outcome(paths, skipped)
+
+
+def skipped_outcome(paths: RunPaths, progress: Progress) -> Outcome | None:
+    """What a later step returns for a run that has nothing to do; None: there is something."""
+    skipped = read_skipped(paths)
+    if skipped is None:
+        return None
+    progress(f"nothing to do: {skipped.line}")
+    return _outcome(paths, skipped)
+
+
+def read_skipped(paths: RunPaths) -> Skipped | None:
+    """Why a run has nothing to do; None: it has. Raises DataError where the document is damaged."""
+    return documents.read(Skipped, paths.skipped) if storage.exists(paths.skipped) else None
+
+
+def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | None, progress: Progress) -> None:
+    """Says how a scheduled run has ended, counts failures, pauses the schedule and alerts. What fails is a warning."""
+    schedule = config.schedule
+    if not schedule.name:
+        return
+    key, identity, skipped = "", "", None
+    with best_effort("what became of the schedule could not be recorded", REPORT_SECONDS):
+        fired = documents.read(Fired, _fired_uri(paths)) if storage.exists(_fired_uri(paths)) else None
+        history = History.of(config.run.storage_root, schedule.name)
+        if fired is not None and fired.job_id == job_id:
+            key, identity = fired.key, fired.identity
+        else:
+            key = history.key_of(job_id)
+        skipped = read_skipped(paths) if error is None else None
+        result, line = _result(error, skipped)
+        if key:
+            ended = FiringEnd(
+                result=result, line=line, job_id=job_id, run_uri=paths.uri, time=time.time(), identity=identity
+            )
+            record(config, history, key, ended, progress)
+
+
+def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
+    """Records how a firing has ended; the first to do so counts, pauses and alerts."""
+    schedule = config.schedule
+    if not history.end(key, ended) or ended.result != "failed":
+        return
+    count = history.failures_in_a_row()
+    line = f"{schedule.name} has failed: {ended.line}"
+    if schedule.pause_after_failures and count >= schedule.pause_after_failures:
+        why = f"{count} failures in a row, the last: {ended.line}"
+        if history.add("paused", why):
+            line = f"{schedule.name} is paused after {why}; to go on: kftrain schedule resume"
+            progress(line)
+    alert.send(line, link(config, ended), schedule.alert_over_http, progress)
+
+
+def link(config: Config, ended: FiringEnd) -> str:
+    """Where people see what has happened: the run in Kubeflow's UI, else its folder."""
+    url = config.tracking.kubeflow_url.rstrip("/")
+    return f"{url}/#/runs/details/{ended.job_id}" if url else ended.run_uri
+
+
+def _identity(config: Config, dataset_digest: str) -> str:
+    """What a run trains. Initial weights count as they are asked for: a new champion alone is nothing to train on."""
+    asked = config.model_copy(update={"train": config.train.without_weights()})
+    return storage.digest_json({**asked.training_identity(dataset_digest), "from": config.train.start_from})
+
+
+def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:
+    if error is not None:
+        canceled = error.failure_class in (FailureClass.TERMINATED, FailureClass.INTERRUPTED)
+        return ("canceled" if canceled else "failed"), error.line
+    return ("skipped", skipped.line) if skipped is not None else ("trained", "the run succeeded")
+
+
+def _unended(history: History, own: str, progress: Progress) -> list[Firing]:
+    """Earlier firings of which nobody has said how they ended."""
+    found = []
+    for key in history.recent_keys():
+        try:
+            if key != own and history.ended(key) is None:
+                found.append(history.firing(key))
+        except KftrainError as error:  # a damaged one stops no schedule for ever
+            progress(f"warning: {error.line}")
+    return found
+
+
+def _firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:
+    workflow, cluster = launch.pipeline_place()
+    return Firing(
+        instant=format_instant(instant),
+        trigger=trigger,
+        job_id=job_id,
+        run_uri=paths.uri,
+        created=created.timestamp(),
+        workflow=workflow,
+        cluster=cluster,
+    )
+
+
+def _lives(firing: Firing, now: datetime) -> bool:
+    """Whether a run is at work: its Workflow knows, else its last sign of life says it."""
+    if firing.workflow:
+        is_over = launch.is_pipeline_over(firing.workflow, firing.cluster)
+        if is_over is not None:
+            return not is_over
+    beat = heartbeat.last_beat(RunPaths(firing.run_uri))
+    return now.timestamp() - max(firing.created, beat) < SILENT_SECONDS
+
+
+def _moment(created: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(created.replace("Z", "+00:00"))
+    except ValueError:
+        found = datetime.now(timezone.utc)
+    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
+
+
+def _skip(config: Config, key: str, why: Why, line: str, progress: Progress) -> Begun:
+    progress(f"nothing to do: {line}")
+    return Begun(config, key, Skipped(why=why, line=line))
+
+
+def _outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
+    return Outcome(
+        run_uri=paths.uri,
+        summary={"result": f"nothing to do: {skipped.line}", "run_uri": paths.uri, "why": skipped.why},
+        html=report.skipped_html(paths.uri, skipped.line),
+        markdown=report.skipped_markdown(paths.uri, skipped.line),
+    )
+
+
+def _fired_uri(paths: RunPaths) -> str:
+    return storage.join(paths.uri, "firing.json")

@@ -1,0 +1,255 @@
+"""Scheduled runs: what each night does, by the documents that it leaves; training itself is not done here."""
+
+import http.server
+import json
+import threading
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from helpers.documents import digits_config
+
+from kftrain import launch, storage, tracking
+from kftrain.errors import DataError, FailureClass, LaunchError
+from kftrain.run.error import of_stage
+from kftrain.run.paths import RunPaths
+from kftrain.schedule import alert
+from kftrain.schedule.settings import format_instant
+from kftrain.schedule.state import History
+from kftrain.stages import firing
+from kftrain.stages.evaluate import evaluate
+from kftrain.stages.finish import finish
+from kftrain.stages.register import register
+from kftrain.stages.runs import read as read_run
+from kftrain.stages.shard import shard_from_pipeline
+from kftrain.stages.train import train
+
+DAY = timedelta(days=1)
+FIRST = datetime(2026, 11, 1, 2, 0, 20, tzinfo=timezone.utc)
+
+
+class Webhook:
+    """Takes alerts."""
+
+    def __init__(self):
+        webhook = self
+        self.texts = []
+        self.answer = 200
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                webhook.texts.append(json.loads(body)["text"])
+                self.send_response(webhook.answer)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/T0KEN"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def webhook(monkeypatch):
+    started = Webhook()
+    monkeypatch.setenv(alert.URL_ENV, started.url)
+    yield started
+    started.close()
+
+
+class Nights:
+    """Nights of one schedule: each is the first step and the exit handler of a pipeline run."""
+
+    def __init__(self, root, *overrides):
+        self.root = root
+        self.lines = []
+        scheduled = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.alert_over_http=true"]
+        self.config = digits_config(root, *scheduled, *overrides)
+        self.history = History.of(self.config.run.storage_root, "nightly")
+
+    def paths(self, job):
+        return RunPaths.of(self.config.run.storage_root, f"tiny-{job}")
+
+    def begin(self, day, job, *overrides, **arguments):
+        config = digits_config(self.root, *overrides) if overrides else self.config
+        created = format_instant(FIRST + day * DAY)
+        created = arguments.pop("created", created)
+        resume = arguments.pop("resume", "")
+        return shard_from_pipeline(config.to_yaml(), {}, resume, job, self.lines.append, created=created)
+
+    def end(self, job, error=None):
+        if error is not None:
+            storage.publish_json(self.paths(job).error, of_stage("train", error).to_dict())
+        state = "COMPLETE" if error is None else "FAILED"
+        return finish(self.config.to_yaml(), "", "", job, state, self.lines.append)
+
+    def night(self, day, job, error=None):
+        outcome = self.begin(day, job)
+        self.end(job, error)
+        return outcome
+
+    def results(self):
+        return [found.result for found in self.history.outcomes()][::-1]
+
+
+@pytest.fixture
+def nights(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+    return Nights(tmp_path)
+
+
+BROKEN = LaunchError("the job has failed", where="job")
+
+
+def test_a_night_takes_its_instant_and_the_next_one_has_nothing_to_do(nights):
+    assert nights.night(0, "a").summary["result"].startswith("shards written")
+    assert nights.history.recent_keys() == ["20261101T020000Z"]
+    skipped = nights.begin(1, "b")
+    assert skipped.summary["why"] == "unchanged"
+    assert "nothing has changed since tiny-a" in skipped.summary["result"]
+    for stage in (train, evaluate, register):
+        assert stage(skipped.run_uri, nights.lines.append).summary == skipped.summary
+    assert nights.end("b").summary == skipped.summary
+    assert nights.results() == ["trained", "skipped"]
+    assert not storage.exists(nights.paths("b").error)
+    assert read_run(nights.paths("b")).state == "skipped"
+
+
+def test_other_settings_or_a_schedule_that_wants_it_train_again(nights, tmp_path):
+    nights.night(0, "a")
+    scheduled = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'"]
+    assert "why" not in nights.begin(1, "b", *scheduled, "train.steps=21").summary
+    nights.end("b")
+    assert "why" not in nights.begin(2, "c", *scheduled, "train.steps=21", "schedule.skip_unchanged=false").summary
+    nights.end("c")
+    assert nights.results() == ["trained"] * 3
+
+
+def test_an_instant_is_run_once_whoever_fires_how_often(nights):
+    nights.begin(0, "a")
+    late = format_instant(FIRST + timedelta(hours=21))
+    again = nights.begin(0, "b", created=late)
+    assert again.summary["why"] == "done" and "the work of tiny-a" in again.summary["result"]
+    nights.end("b")
+    assert nights.results() == []
+    assert "why" not in nights.begin(0, "a").summary  # a pod that runs again, of the same pipeline run
+    nights.end("a")
+    assert nights.results() == ["trained"]
+
+
+def test_a_backlog_is_one_run(nights):
+    """A scheduler that fires for every instant that it has missed creates all these runs at once."""
+    found = [nights.begin(0, job, created=format_instant(FIRST + 5 * DAY)).summary.get("why") for job in "abcd"]
+    assert found == [None, "done", "done", "done"]
+    assert nights.history.recent_keys() == ["20261106T020000Z"]
+
+
+def test_a_run_whose_predecessor_lives_ends_green(nights, monkeypatch):
+    nights.begin(0, "a")
+    storage.publish_json(nights.paths("a").launcher, {"sequence": 1, "time": (FIRST + DAY).timestamp() - 60})
+    second = nights.begin(1, "b")
+    assert second.summary["why"] == "overlap" and "tiny-a, is still at work" in second.summary["result"]
+    nights.end("b")
+    nights.end("a")
+    assert nights.results() == ["trained", "skipped"]
+    assert nights.begin(2, "c").summary["why"] == "unchanged"
+
+
+def test_a_predecessor_that_has_given_no_sign_for_long_is_dead(nights):
+    nights.begin(0, "a")
+    assert "why" not in nights.begin(1, "b").summary
+
+
+@pytest.mark.parametrize(("is_over", "why"), [(True, None), (False, "overlap"), (None, None)])
+def test_the_workflow_of_the_predecessor_is_asked_first(nights, monkeypatch, is_over, why):
+    monkeypatch.setattr(launch, "pipeline_place", lambda: ("flow-1", "cluster/ns"))
+    nights.begin(0, "a")
+    asked = []
+    monkeypatch.setattr(launch, "is_pipeline_over", lambda *place: asked.append(place) or is_over)
+    assert nights.begin(1, "b").summary.get("why") == why
+    assert asked == [("flow-1", "cluster/ns")]
+
+
+def test_failures_in_a_row_pause_the_schedule_and_alert(nights, webhook):
+    nights.night(0, "a")
+    for day in (1, 2, 3):
+        nights.night(day, f"f{day}", BROKEN)
+    assert nights.results() == ["trained", "failed", "failed", "failed"]
+    assert [text.split(":")[0] for text in webhook.texts] == ["nightly has failed"] * 2 + [
+        "nightly is paused after 3 failures in a row, the last"
+    ]
+    assert all("job: the job has failed" in text for text in webhook.texts)
+    assert webhook.texts[0].endswith(nights.paths("f1").uri)
+    skipped = nights.begin(4, "g")
+    assert skipped.summary["why"] == "paused"
+    nights.end("g")
+    assert len(nights.results()) == 4
+    assert nights.history.add("resumed", "by hand")
+    nights.night(5, "h", BROKEN)
+    assert nights.history.failures_in_a_row() == 1 and nights.history.paused() is None
+
+
+def test_a_success_a_skipped_run_and_a_canceled_one_are_no_failures(nights, webhook):
+    nights.night(0, "a")
+    nights.night(1, "b", BROKEN)
+    nights.night(2, "c")  # unchanged
+    assert nights.history.failures_in_a_row() == 1
+    nights.night(3, "d", LaunchError("stopped").of_class(FailureClass.TERMINATED))
+    assert nights.results() == ["trained", "failed", "skipped", "canceled"]
+    assert len(webhook.texts) == 1
+
+
+def test_a_run_that_fails_before_its_folder_is_there_counts(nights, webhook, monkeypatch):
+    monkeypatch.setattr(firing, "_unended", lambda *arguments: (_ for _ in ()).throw(DataError("damaged")))
+    with pytest.raises(DataError):
+        nights.begin(0, "a")
+    monkeypatch.undo()
+    monkeypatch.setenv(alert.URL_ENV, webhook.url)
+    finish(nights.config.to_yaml(), "", "", "a", "FAILED", nights.lines.append)
+    assert nights.results() == ["failed"]
+
+
+def test_the_link_is_that_of_the_kubeflow_run(tmp_path, monkeypatch, webhook):
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+    nights = Nights(tmp_path, "tracking.kubeflow_url=http://kfp.example")
+    nights.night(0, "a", BROKEN)
+    assert webhook.texts[0].endswith("http://kfp.example/#/runs/details/a")
+
+
+def test_a_run_that_somebody_goes_on_with_is_a_firing_of_its_own(nights):
+    nights.night(0, "a", BROKEN)
+    assert "why" not in nights.begin(0, "b", resume="tiny-a").summary
+    assert nights.history.recent_keys()[0].startswith("20261101T020020Z-manual-b")
+
+
+NO_URLS = ["ftp://host/T0KEN", "no url T0KEN", "http://[T0KEN", "http://127.0.0.1:1/T0KEN"]
+NO_URLS += ["http://127.0.0.1:x/T0KEN", "http://host/T0 KEN"]
+
+
+@pytest.mark.parametrize(("url", "over_http"), [("http://127.0.0.1:9/T0KEN", False), *((url, True) for url in NO_URLS)])
+def test_an_alert_that_cannot_be_sent_is_a_warning_without_the_url(monkeypatch, url, over_http):
+    lines = []
+    monkeypatch.setenv(alert.URL_ENV, url)
+    assert not alert.send("it failed", "link", over_http, lines.append)
+    assert lines[0].startswith("warning: no alert was sent") and "KEN" not in lines[0].replace("KFTRAIN_ALERT_URL", "")
+
+
+@pytest.mark.parametrize("answer", [302, 404, 500])
+def test_a_webhook_that_refuses_is_a_warning_and_nobody_is_followed(webhook, answer):
+    lines, webhook.answer = [], answer
+    assert not alert.send("it failed", "link", True, lines.append)
+    assert lines == [f"warning: no alert was sent: the webhook answered {answer}"]
+    assert webhook.texts == ["it failed link"]
+
+
+def test_without_a_url_nothing_is_sent_and_nothing_said(monkeypatch):
+    monkeypatch.delenv(alert.URL_ENV, raising=False)
+    lines = []
+    assert not alert.send("it failed", "link", False, lines.append)
+    assert not lines
