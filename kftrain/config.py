@@ -125,11 +125,11 @@ class Config(Section):
         }
         if data.length_group_batches:
             order["data.length_group_batches"] = data.length_group_batches
-        if not data.mixture:
+        if not data.components:
             return order
         first_steps = [0, *(phase.first_step for phase in data.mixture_phases)]
         phases = zip(first_steps, data.mixture_weights(), strict=True)
-        names = [component.name for component in data.mixture]
+        names = [component.name for component in data.components]
         return {**order, "data.mixture": names, "data.mixture_weights": [[step, *weights] for step, weights in phases]}
 
     def training_digest(self, dataset_digest: str) -> str:

@@ -18,10 +18,13 @@ from kftrain.data.assets import ASSETS
 from kftrain.data.parts.baselines import measured_baselines
 from kftrain.data.parts.encoder import Encoding
 from kftrain.data.schema import SPLITS
+from kftrain.data.settings import DataConfig
 from kftrain.data.sharding import Progress, ShardingResult, below_root, shard_dataset
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Component, Manifest, Shard, Split
-from kftrain.errors import DataError
+from kftrain.data.sources import resolve_source
+from kftrain.data.sources.windowed import TIMES_FOLDER
+from kftrain.errors import DataError, EmptyWindowError
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
@@ -33,11 +36,11 @@ _EQUAL = ("sample_schema", "validation_schema", "format_version")
 
 def shard_mixture(config: Config, task: Task, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source, or of its mixture: found, or written now. Raises as `shard_dataset`."""
-    if not config.data.mixture:
+    if not config.data.components:
         return shard_dataset(config, task, progress)
     start = time.monotonic()
     found: dict[str, ShardingResult] = {}
-    for component in config.data.mixture:
+    for component in config.data.components:
         own = config.model_copy(update={"data": config.data.of_component(component)})
         shown = functools.partial(_named, progress, component.name)
         found[component.name] = shard_dataset(own, task, shown)
@@ -48,6 +51,20 @@ def shard_mixture(config: Config, task: Task, progress: Progress) -> ShardingRes
     storage.publish_json(uri, manifest.to_dict())
     reused = all(result.reused for result in found.values())
     return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start)
+
+
+def holds_nothing(data: DataConfig, storage_root: str) -> bool:
+    """Whether nothing of a source lies in its window. Raises DataError and ConfigError for what sharding refuses, too.
+
+    For a window by column the source is read, where it is not known yet when its records are of.
+    """
+    try:
+        times_uri = storage.join(storage_root, "shards", TIMES_FOLDER)
+        source = resolve_source.open_kind(resolve_source.source_kind(data), data, times_uri)
+        source.parts(data.part_size_bytes) if data.window.by == "column" else source.listing()
+    except EmptyWindowError:
+        return True
+    return False
 
 
 def mixed(components: dict[str, Manifest]) -> Manifest:

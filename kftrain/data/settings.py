@@ -75,6 +75,10 @@ class WindowConfig(Section):
             raise ConfigError("the window has no start and no end", where="data.window", value=self.by, fix=fix)
         return TimeWindow.parse(self.start, self.end)
 
+    def placed(self, window: TimeWindow) -> WindowConfig:
+        """The same, for another window."""
+        return self.model_copy(update={"start": utc_text(window.start), "end": utc_text(window.end)})
+
     def zone(self) -> tzinfo | None:
         """Of times that name none."""
         return zone_of(self.time_zone) if self.time_zone else UTC if self.by == "path" else None
@@ -93,6 +97,21 @@ class ComponentConfig(Section):
     """As `data.text_field`, where it is another one."""
     windowed: bool = True
     """Whether `data.window` holds for it, if there is one; else all of it is read."""
+
+
+NEW, REPLAYED = "new", "replay"
+"""Names of the components where data from before the window is seen again."""
+
+
+class ReplayConfig(Section):
+    """Data from before the window, seen again beside it: a mixture of the components `new` and `replay`."""
+
+    windows: Amount = 0
+    """So many windows as long as the one that is read, right before it; 0: nothing is seen again."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of the samples from before, where the new ones have 1: their share is this over 1 + this."""
+    is_empty: bool = False
+    """Filled in when the run is opened: there is nothing before the window, so all samples are new."""
 
 
 class PhaseConfig(Section):
@@ -116,6 +135,8 @@ class DataConfig(Section):
     """Other weights from a step on: each with `first_step` and `weights`, by name."""
     window: WindowConfig = WindowConfig()
     """Which part of the source is read."""
+    replay: ReplayConfig = ReplayConfig()
+    """What is seen again of the time before."""
     shards: Literal["write", "adopt"] = "write"
     """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
     fields: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
@@ -177,15 +198,31 @@ class DataConfig(Section):
         """The same for one dataset of the mixture alone."""
         text_field = component.text_field or self.text_field
         window = self.window if component.windowed else WindowConfig()
+        if component.name == REPLAYED and self._has_replay:
+            window = window.placed(window.window().before(self.replay.windows))
         changes = {"source": component.source, "text_field": text_field, "window": window}
-        return self.model_copy(update={**changes, "mixture": (), "mixture_phases": ()})
+        return self.model_copy(update={**changes, "mixture": (), "mixture_phases": (), "replay": ReplayConfig()})
+
+    @property
+    def components(self) -> tuple[ComponentConfig, ...]:
+        """The datasets of the mixture, or the window and what is seen again beside it; empty for one dataset."""
+        if not self._has_replay:
+            return self.mixture
+        replayed = ComponentConfig(name=REPLAYED, source=self.source, weight=self.replay.weight)
+        return (ComponentConfig(name=NEW, source=self.source), replayed)
+
+    @property
+    def _has_replay(self) -> bool:
+        return self.replay.windows > 0 and not self.replay.is_empty
 
     @model_validator(mode="after")
     def _check_mixture(self) -> DataConfig:
-        names = [component.name for component in self.mixture]
+        names = [component.name for component in self.components]
         if len(set(names)) < len(names):
             raise ValueError(f"the components of a mixture need different names: {', '.join(names)}")
-        if names and self.source != DEFAULT_SOURCE:
+        if self.replay.windows and (self.mixture or not self.window.is_set):
+            raise ValueError("a replay is of the time before a window of one source: set window.by, and no mixture")
+        if self.mixture and self.source != DEFAULT_SOURCE:
             raise ValueError("source and mixture exclude each other: make the source a component")
         if names and self.shards == "adopt":
             raise ValueError("a mixture is of written shards: leave out shards: adopt")
@@ -205,8 +242,9 @@ class DataConfig(Section):
 
     def mixture_weights(self) -> list[tuple[float, ...]]:
         """Weights of the components, in their order, of each phase."""
-        later = [tuple(phase.weights[each.name] for each in self.mixture) for phase in self.mixture_phases]
-        return [tuple(component.weight for component in self.mixture), *later]
+        components = self.components
+        later = [tuple(phase.weights[each.name] for each in components) for phase in self.mixture_phases]
+        return [tuple(component.weight for component in components), *later]
 
     @model_validator(mode="after")
     def _check_window(self) -> DataConfig:

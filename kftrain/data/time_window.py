@@ -52,11 +52,11 @@ class TimeWindow:
         return self.start <= moment < self.end
 
     def before(self, count: int) -> TimeWindow:
-        """As much time as `count` such windows, right before this one. Raises ValueError before the year 1."""
+        """As much time as `count` such windows, right before this one; or all that the calendar has."""
         try:
             return TimeWindow(self.start - count * (self.end - self.start), self.start)
-        except OverflowError as error:
-            raise ValueError(f"{count} windows before {utc_text(self.start)} begin before the year 1") from error
+        except OverflowError:
+            return TimeWindow(datetime.min.replace(tzinfo=UTC), self.start)
 
 
 def instant(text: str) -> datetime:

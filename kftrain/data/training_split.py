@@ -31,7 +31,7 @@ def open_training_split(
     Raises DataError where the shards are not those of the configuration's mixture.
     """
     names = [component.name for component in manifest.components]
-    if names != [component.name for component in config.data.mixture]:
+    if names != [component.name for component in config.data.components]:
         raise DataError(
             "the shards are not of this mixture", where=manifest_uri, value=names, fix="run the shard step again"
         )

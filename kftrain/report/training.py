@@ -97,7 +97,7 @@ def _settings(config: Config) -> Table:
 
 
 def _epochs(config: Config, completion: Completion, sizes: Sizes) -> str:
-    if config.data.mixture:
+    if config.data.components:
         return "of a mixture"
     if not sizes.num_train:
         return ""

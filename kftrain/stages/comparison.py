@@ -40,7 +40,7 @@ def compare_versions(config: Config, names: Sequence[str] = (), at_most: int = 0
     task = build_task(config.task)
 
     def slice_names(keys: list[str], sums: Mapping[str, np.ndarray]) -> list[str]:
-        if config.data.mixture:
+        if config.data.components:
             return [key.partition("/")[0] for key in keys]
         with user_code("task.slice_names"):
             return task.slice_names(keys, sums)

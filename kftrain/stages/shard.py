@@ -17,7 +17,7 @@ from kftrain.process import channel
 from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, initial_weights, preflight, remote, resolve
+from kftrain.stages import failure, firing, initial_weights, preflight, remote, resolve, windows
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
@@ -76,10 +76,12 @@ def shard(
     with failure.announced("shard", progress):
         preflight.check_credentials(config)
         preflight.check_writable(config)
-        config = initial_weights.with_initial_weights(config, paths, progress)
+        begun = begun or Begun(config)
+        if begun.skipped is None:
+            config = windows.with_replay(config, paths, progress)
+            config = initial_weights.with_initial_weights(config, paths, progress)
         run = resolve.find_run(config, run_id, must_exist)
         is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
-        begun = begun or Begun(config)
         prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
         resolve.keep(run, job_id)
     if not channel.tell(channel.RUN, paths.uri):
