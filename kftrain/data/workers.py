@@ -32,6 +32,8 @@ class Fetched:
 
     def part(self, start: int, stop: int) -> Fetched:
         """Rows start … stop - 1, by themselves."""
+        if stop - start == len(next(iter(self.arrays.values()))):
+            return self
         bad = {row - start: sample for row, sample in self.filled.bad.items() if start <= row < stop}
         arrays = {name: array[start:stop] for name, array in self.arrays.items()}
         return Fetched(arrays, replace(self.filled, bad=bad))

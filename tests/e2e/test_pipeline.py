@@ -1,5 +1,7 @@
 """The pipeline on a real cluster: pods of two nodes train what a laptop trains, to the last bit."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,23 @@ def test_a_users_image_trains_a_users_model(settings, images, builder, tmp_path,
         paths = RunPaths(command.wait_for(" in s3://").split()[-1])
         command.finish()
     assert documents.read(Registration, paths.registration).metric == "rmse"
+
+
+def test_encoded_images_are_decoded_on_the_nodes_as_on_the_laptop(settings, images, tmp_path):
+    """JPEG, PNG and WebP with random crops."""
+    make = [sys.executable, ROOT / "examples" / "make_images.py", tmp_path / "photos", "--images", "300"]
+    subprocess.run(make, check=True)
+    small = {"train.steps": 30, "checkpoint.interval_steps": 10, "evaluate.interval_steps": 0}
+    small["train.log_interval_steps"] = 1
+
+    def arguments(pairs):
+        chosen = [part for key, value in pairs.items() for part in ("--set", f"{key}={value}")]
+        return ["--config", ROOT / "examples/images.yaml", *chosen]
+
+    alone = kftrain("shard", *arguments({**small, "launch.processes_per_node": 4}), folder=tmp_path)["run_uri"]
+    kftrain("train", alone, folder=tmp_path)
+    with running("run", *arguments({**settings, **TWO_NODES, **small}), folder=tmp_path) as command:
+        paths = RunPaths(command.wait_for(" in s3://").split()[-1])
+        command.finish()
+    assert losses(paths) == losses(RunPaths(alone))
+    assert documents.read(Registration, paths.registration).metric == "accuracy"
