@@ -22,16 +22,17 @@ from kftrain.run.documents import Example
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded
 from kftrain.tasks.shown import fields
+from kftrain.tasks.user_metrics import MetricsOfSums
 
 Shown = Mapping[str, Any]
 
 
-def losses(task: Task, sums: Statistics, metric: str, goal: str) -> np.ndarray:
+def losses(task: Task, metrics: MetricsOfSums, sums: Statistics, metric: str, goal: str) -> np.ndarray:
     """Of each group what is the larger the worse, `[groups]`: the task's own loss, else the gate's metric.
 
     Not a number where that does not determine it, or where there is no such metric.
     """
-    values = metrics_of_groups(task, sums).get(task.loss_metric or metric)
+    values = metrics_of_groups(metrics, sums).get(task.loss_metric or metric)
     if values is None:
         return np.full(len(next(iter(sums.values()))), np.nan)
     return values if task.loss_metric or goal == "minimize" else -values
@@ -52,6 +53,7 @@ def choose(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]
 
 def collect(
     task: Task,
+    metrics_of_sums: MetricsOfSums,
     model: nn.Module,
     dataset: ValidationRows,
     sums: Statistics,
@@ -66,7 +68,7 @@ def collect(
     first_rows = np.cumsum(num_rows) - num_rows
     rows = [int(first_rows[group]) for group in groups]
     shown = dict(zip(groups, _shown(task, model, dataset, rows, batch_size, device), strict=True))
-    metrics = metrics_of_groups(task, sums)
+    metrics = metrics_of_groups(metrics_of_sums, sums)
     return [
         Example(
             key=keys[group],
@@ -78,10 +80,10 @@ def collect(
     ]
 
 
-def metrics_of_groups(task: Task, sums: Statistics) -> dict[str, np.ndarray]:
+def metrics_of_groups(metrics: MetricsOfSums, sums: Statistics) -> dict[str, np.ndarray]:
     """Each metric of each group alone, `[groups]`."""
-    with user_code("task.metrics"), np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return {name: np.asarray(values, np.float64) for name, values in task.metrics(sums).items()}
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return {name: np.asarray(values, np.float64) for name, values in metrics(sums).items()}
 
 
 def _shown(

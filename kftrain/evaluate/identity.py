@@ -22,5 +22,6 @@ def evaluation_digest(config: Config, dataset_digest: str) -> str:
             "batch_size": config.evaluate.batch_size,
             "num_bootstrap": config.evaluate.num_bootstrap,
             "cpu_threads": config.evaluate.cpu_threads,
+            **({"metrics": list(config.evaluate.metrics)} if config.evaluate.metrics else {}),
         }
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kftrain import bootstrap
+from kftrain.bootstrap import Metrics
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.score import Statistics, group_sums
 from kftrain.plugins import user_code
@@ -54,16 +55,18 @@ def measure(
     num_bootstrap: int,
     units: np.ndarray | None = None,
     names: Sequence[str] = (),
+    metrics: Metrics | None = None,
 ) -> tuple[dict[str, Interval], dict[str, Slice]]:
     """Metrics over all groups, and of every named part of them; no parts where all groups have one name.
 
     `sums` and `num_rows` are those of each group, `[groups]`; `units`: number of the unit that each belongs to, where
     the bootstrap resamples more than a group as one; `names`: of the part that each group belongs to, where the task
-    does not say it. A metric that a part does not determine (a rate of nothing) is left out of it.
+    does not say it; `metrics`: where there are more than the task's. A metric that a part does not determine (a rate of
+    nothing) is left out of it.
     """
     part_of = parts_of(task, sums, keys, names)
     named = part_of.tolist() if len(set(part_of)) > 1 else None
-    whole, parts = bootstrap.sliced_intervals(task.metrics, sums, named, num_bootstrap, CONFIDENCE, 0, units)
+    whole, parts = bootstrap.sliced_intervals(metrics or task.metrics, sums, named, num_bootstrap, CONFIDENCE, 0, units)
     slices = {
         str(name): Slice(
             num_samples=int(num_rows[part_of == name].sum()),

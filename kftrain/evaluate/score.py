@@ -9,7 +9,7 @@ each; a process that has run out of batches repeats its last one and throws the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded, prepare
+from kftrain.tasks.user_metrics import MetricsOfSums
 
 Statistics = dict[str, np.ndarray]
 
@@ -39,6 +40,8 @@ class Scores:
     """Number of the group (block) that each sample belongs to, int64 `[samples]`."""
     clusters: np.ndarray | None
     """Number that stands for the cluster of each sample; None where the data names none: each group is by itself."""
+    tallies: Statistics = field(default_factory=dict)
+    """The task's whole numbers, summed over all samples."""
 
     def units(self, num_groups: int) -> np.ndarray:
         """Number of the unit, from 0 in stored order, that each group belongs to: what the bootstrap resamples."""
@@ -56,8 +59,9 @@ def score(
     batch_size: int,
     max_samples: int = 0,
     on_batch: Callable[[], None] = lambda: None,
+    with_tallies: bool = False,
 ) -> Scores:
-    """Statistics of the first `max_samples` samples (0: all).
+    """Statistics of the first `max_samples` samples (0: all); `with_tallies`: also what the task counts.
 
     Collective. Every process gets the same arrays, and calls `on_batch` after each of its batches. Raises
     EvaluationError where a sample is not counted once.
@@ -65,9 +69,11 @@ def score(
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     num_batches = -(-num_samples // batch_size)
     parts: dict[int, Scores] = {}
+    counted: Statistics = {}
     with evaluating(model), torch.no_grad():
         for round_ in range(-(-num_batches // mesh.num_data_ranks)):
-            index = min(round_ * mesh.num_data_ranks + mesh.data_rank, num_batches - 1)
+            place = round_ * mesh.num_data_ranks + mesh.data_rank
+            index = min(place, num_batches - 1)
             start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
             arrays, groups = dataset.read_range(start, stop)
             statistics = statistics_of(
@@ -75,10 +81,17 @@ def score(
                 task,
                 decoded(task, arrays, range(start, stop), dataset.place_of),
                 mesh.world.device,
+                counted if with_tallies and place == index else None,
             )
             parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
             on_batch()
-    return _merge(mesh.world.gather(parts), num_samples)
+    merged = _merge(mesh.world.gather(parts), num_samples)
+    if not with_tallies:
+        return merged
+    tallies: Statistics = {}
+    for each in mesh.world.gather(counted):
+        _add(tallies, each)
+    return replace(merged, tallies=tallies)
 
 
 def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> Statistics:
@@ -86,11 +99,9 @@ def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> S
     return {name: np.bincount(groups, weights=values, minlength=num_groups) for name, values in statistics.items()}
 
 
-def total_metrics(task: Task, statistics: Statistics) -> dict[str, float]:
+def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dict[str, float]:
     """The metrics over all samples."""
-    sums = {name: np.asarray(values.sum()) for name, values in statistics.items()}
-    with user_code("task.metrics"):
-        metrics = {name: np.asarray(value) for name, value in task.metrics(sums).items()}
+    metrics = metrics_of_sums({name: np.asarray(values.sum()) for name, values in statistics.items()})
     for name, value in metrics.items():
         if value.shape:
             raise UserCodeError(
@@ -99,13 +110,21 @@ def total_metrics(task: Task, statistics: Statistics) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
-    """The statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
+def statistics_of(
+    model: nn.Module, task: Task, arrays: Arrays, device: torch.device, tallies: Statistics | None = None
+) -> Statistics:
+    """The statistics of some rows, `[rows]` float64 each. What the task counts is added to `tallies`, if given.
+
+    Raises UserCodeError for other shapes and types.
+    """
     batch, inputs = prepare(task, arrays, device)
     with user_code("model.forward"):
         output = output_of(model, inputs)
     with user_code("task.statistics"):
         found = {name: value.double().cpu().numpy() for name, value in task.statistics(output, batch).items()}
+    if tallies is not None:
+        with user_code("task.tallies"):
+            _add(tallies, {name: _whole(name, value) for name, value in task.tallies(output, batch).items()})
     num_rows = len(next(iter(arrays.values())))
     for name, values in found.items():
         if values.shape != (num_rows,):
@@ -114,6 +133,22 @@ def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.de
                 where=f"task.statistics {name}",
             )
     return found
+
+
+def _whole(name: str, value: torch.Tensor) -> np.ndarray:
+    if value.dtype is not torch.int64:
+        raise UserCodeError(f"must be int64, got {value.dtype}", where=f"task.tallies {name}")
+    return value.cpu().numpy()
+
+
+def _add(tallies: Statistics, more: Statistics) -> None:
+    """Adds up, name by name: whole numbers, so the order does not matter."""
+    for name, values in more.items():
+        if name in tallies and tallies[name].shape != values.shape:
+            raise UserCodeError(
+                "must have one shape in all batches", where=f"task.tallies {name}", value=list(values.shape)
+            )
+        tallies[name] = tallies[name] + values if name in tallies else values
 
 
 def _merge(gathered: list[dict[int, Scores]], num_samples: int) -> Scores:

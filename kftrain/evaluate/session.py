@@ -13,20 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from kftrain import bootstrap, storage
 from kftrain.checkpoint.export import LoadedExport, load_export
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.expanded import expanded
+from kftrain.data.expanded import ValidationRows, expanded
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
-from kftrain.evaluate import examples
+from kftrain.evaluate import curves, examples
 from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_slice
+from kftrain.evaluate.performance import measure_performance
 from kftrain.evaluate.score import Statistics, group_sums, score
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World, join_world
@@ -39,17 +41,21 @@ from kftrain.run.documents import (
     EvaluationRequest,
     EvaluationTarget,
     Example,
+    Performance,
     Unmeasured,
     to_be_scored,
 )
+from kftrain.run.export import read_export_manifest
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.tasks.user_metrics import MetricsOfSums, metrics_of
 from kftrain.trust import Trust, read_shards, require_places
 
 METRICS = "metrics.json"
 STATISTICS = "statistics.npz"
 SLICES = "slices.npz"
+PERFORMANCE = "performance.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,10 @@ class _Scored:
     keys: list[str]
     units: np.ndarray
     """Number of the unit that each group belongs to."""
+    metrics: MetricsOfSums
     examples: list[Example]
+    tallies: Statistics
+    performance: Performance | None
 
 
 def evaluate(paths: RunPaths, config: Config) -> None:
@@ -142,18 +151,39 @@ def _score(
     with liveness.resting():
         rows = expanded(dataset, task, world.gather_slowly, (world.rank, world.size))
     with liveness.watched():
-        scores = score(model, task, rows, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on)
+        scores = score(
+            model, task, rows, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on, with_tallies=True
+        )
     if not world.is_main:
         return None
     sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)
     num_rows = np.bincount(scores.groups, minlength=dataset.num_groups)
     keys = dataset.group_keys()
-    worst_first = examples.losses(task, sums, config.registry.metric, config.registry.goal)
+    metrics = metrics_of(task, settings.metrics)
+    worst_first = examples.losses(task, metrics, sums, config.registry.metric, config.registry.goal)
     chosen = examples.choose(worst_first, settings.num_examples)
     shown = examples.collect(
-        task, model, rows, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
+        task, metrics, model, rows, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
     )
-    return _Scored(task, sums, num_rows, keys, scores.units(dataset.num_groups), shown)
+    cost = _performance(target, task, model, rows, config, world) if settings.num_latency_passes else None
+    units = scores.units(dataset.num_groups)
+    return _Scored(task, sums, num_rows, keys, units, metrics, shown, scores.tallies, cost)
+
+
+def _performance(
+    target: EvaluationTarget, task: Task, model: nn.Module, rows: ValidationRows, config: Config, world: World
+) -> Performance:
+    files = read_export_manifest(target.export_uri, target.export_digest).files
+    return measure_performance(
+        model,
+        task,
+        rows,
+        config.evaluate.batch_size,
+        config.evaluate.num_latency_passes,
+        world.device,
+        target.export_digest,
+        sum(each.bytes for each in files.values()),
+    )
 
 
 def _publish(
@@ -177,7 +207,13 @@ def _publish(
         config.evaluate.num_bootstrap,
         scored.units,
         part_of.tolist(),
+        scored.metrics,
     )
+    confusion, tallies = _confusion(scored.task, scored.sums), scored.tallies
+    histograms = curves.require_shape(tallies, "scores", len(confusion.labels) if confusion else 0, 2)
+    reliability = curves.require_shape(tallies, "reliability", 3)
+    calibration = None if reliability is None else curves.calibration_of(reliability)
+    classes = curves.class_figures(confusion, histograms) if confusion else []
     evaluation = Evaluation(
         evaluation_digest=evaluation_digest,
         checkpoint_digest=target.checkpoint_digest,
@@ -190,11 +226,17 @@ def _publish(
         metrics=metrics,
         slices=slices,
         baselines=manifest.baselines,
-        confusion=_confusion(scored.task, scored.sums),
+        confusion=confusion,
+        figures=curves.whole_figures(classes, calibration),
+        calibration=calibration,
+        curves=curves.curves_of(confusion.labels, histograms) if confusion and histograms is not None else [],
+        classes=classes,
         examples=scored.examples,
         statistics_sha256=storage.sha256_bytes(content),
         slices_sha256=storage.sha256_bytes(slices_content) if slices_content else "",
     )
+    if scored.performance is not None:
+        storage.publish_json(storage.join(target.output_uri, PERFORMANCE), scored.performance.to_dict())
     if slices_content:
         storage.publish(storage.join(target.output_uri, SLICES), slices_content)
     storage.publish(storage.join(target.output_uri, STATISTICS), content)

@@ -26,5 +26,10 @@ class EvaluateConfig(Section):
     """Resamples behind each confidence interval."""
     num_examples: Annotated[int, Field(ge=0, le=12)] = 6
     """Samples that reports show: so many spread over the data, so many of the largest loss; 0: nothing of the data."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, `module:attr` each: a function from the task's sums to metrics, as `Task.metrics`."""
+    num_latency_passes: Annotated[int, Field(ge=0, le=10000)] = 30
+    """Forward passes by which latency and memory are measured, each once with one sample and once with a batch; 0: none
+    are."""
     cpu_threads: Count = 1
     """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""

@@ -15,7 +15,7 @@ from kftrain.config import Config
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
 from kftrain.run import documents
-from kftrain.run.documents import Evaluation, Interval, Unmeasured
+from kftrain.run.documents import Evaluation, Interval, Performance, Unmeasured
 from kftrain.run.paths import RunPaths
 from kftrain.significance import PairedTest, mcnemar
 from kftrain.trust import Trust
@@ -36,6 +36,20 @@ class MeasuredExport:
     slices: dict[str, Statistics] | None = None
     """Slice -> the sums of each unit within it, with its keys; None where the evaluation has kept none."""
 
+    performance: Performance | None = None
+    """What the export costs; None where that was not measured."""
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What the gate's limits are about, as far as it is known."""
+        calibration, found = self.evaluation.calibration, self.performance
+        costs = {} if calibration is None else {"calibration_error": calibration.error}
+        if found is not None:
+            costs |= {"latency_seconds": found.latency_seconds.median, "export_bytes": float(found.export_bytes)}
+        if found is not None and found.memory_bytes is not None:
+            costs["memory_bytes"] = found.memory_bytes.median
+        return costs
+
     @property
     def num_groups(self) -> int:
         """Groups that a comparison resamples."""
@@ -46,10 +60,18 @@ def read_measured(folder: str) -> MeasuredExport:
     """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
     evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
     statistics = _read_arrays(storage.join(folder, "statistics.npz"), evaluation.statistics_sha256)
+    performance = find_performance(folder, evaluation.export_digest)
     if not evaluation.slices_sha256:
-        return MeasuredExport(evaluation, statistics)
+        return MeasuredExport(evaluation, statistics, performance=performance)
     slices = unpack_slices(_read_arrays(storage.join(folder, SLICES), evaluation.slices_sha256))
-    return MeasuredExport(evaluation, statistics, slices)
+    return MeasuredExport(evaluation, statistics, slices, performance)
+
+
+def find_performance(folder: str, export_digest: str) -> Performance | None:
+    """What the export costs that was evaluated into a folder; None where that was not measured, or of another one."""
+    uri = storage.join(folder, "performance.json")
+    found = documents.read(Performance, uri, EvaluationError) if storage.exists(uri) else None
+    return found if found is not None and found.export_digest == export_digest else None
 
 
 def _read_arrays(where: str, sha256: str) -> dict[str, np.ndarray]:

@@ -15,6 +15,14 @@ from kftrain.significance import PairedTest
 
 Value = TypeVar("Value")
 
+LIMITS = {
+    "calibration_error": "calibration error",
+    "latency_seconds": "latency in seconds",
+    "memory_bytes": "memory in bytes",
+    "export_bytes": "size in bytes",
+}
+"""What `registry.max_…` limits, and how that is called."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -34,6 +42,8 @@ class Evidence:
     """McNemar's test, where the metric is a share of units that are right."""
     slices: Mapping[str, Interval] | None = field(default_factory=dict)
     """Slice -> improvement on it, for those that are looked at; None: they should be, but cannot."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """What is held against the limits, by their names (`latency_seconds` …), as far as it is known."""
     obstacle: str = ""
     """Why there is no improvement although there is, or was, a champion; empty: there never was one."""
 
@@ -72,12 +82,13 @@ def metric_of(metrics: Mapping[str, Value], name: str) -> Value:
 def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
     """Promotes the first model, and one whose improvement exceeds `min_effect` even at its lower confidence bound.
 
-    It must also pass McNemar's test where that applies, and must not be shown to be worse on a slice where slices are
-    looked at. Whether a person decides instead says the policy; so it is where the champion cannot be compared, and
-    where fewer than `min_groups` groups were. The reason then says what would have been.
+    It must also pass McNemar's test where that applies, must not be shown to be worse on a slice where slices are
+    looked at, and must keep the limits, as the first model must. Whether a person decides instead says the policy; so
+    it is where the champion cannot be compared, and where fewer than `min_groups` groups were. The reason then says
+    what would have been.
     """
     leading = _comparison(settings, evidence)
-    others = [*_test(evidence), *_slices(settings, evidence)]
+    others = [*_test(evidence), *_slices(settings, evidence), *_limits(settings, evidence)]
     policy = _policy(settings, evidence)
     reasons = (leading, *others, *policy)
     promote = all(each.verdict == "for" for each in reasons)
@@ -87,7 +98,8 @@ def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
 def _sentence(leading: GateReason, others: list[GateReason], policy: list[GateReason]) -> str:
     against = [each.text for each in others if each.verdict != "for"]
     if leading.verdict == "person":
-        return f"not promoted, a person decides: {leading.text}"
+        decides = "" if any(each.verdict == "against" for each in others) else ", a person decides"
+        return f"not promoted{decides}: {'; '.join([leading.text, *against])}"
     if leading.verdict == "for" and against:
         return f"not promoted, {'; '.join(against)}: {leading.text}"
     if leading.verdict == "for" and policy:
@@ -171,6 +183,25 @@ def _slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
         )
         for name, found in sorted(worse.items(), key=lambda each: each[1].value)
     ]
+
+
+def _limits(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
+    """Each limit that is set, and whether it is kept; what was not measured is left to a person."""
+    limits = {name: getattr(settings, f"max_{name}") for name in LIMITS}
+    return [_limit(name, limit, evidence.costs.get(name)) for name, limit in limits.items() if limit is not None]
+
+
+def _limit(name: str, limit: float, value: float | None) -> GateReason:
+    what = LIMITS[name]
+    if value is None:
+        text = f"the evaluation has no figure for registry.max_{name}"
+        return GateReason(code="limit_unknown", verdict="person", text=text, figures={"limit": limit})
+    figures = {"value": value, "limit": float(limit)}
+    if value <= limit:
+        text = f"{what} {value:.4g}, at most {limit:.4g}"
+        return GateReason(code="limit_kept", verdict="for", text=text, figures=figures)
+    text = f"{what} {value:.4g} is more than {limit:.4g}"
+    return GateReason(code="limit_exceeded", verdict="against", text=text, figures=figures)
 
 
 def _policy(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:

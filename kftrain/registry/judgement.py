@@ -104,7 +104,9 @@ def _refusal(code: str, reason: str) -> Decision:
 def _alone(config: Config, challenger: Challenger, rival: int | None, obstacle: str) -> Judgement:
     """Where there is nothing to compare with."""
     own = challenger.measured
-    evidence = Evidence(metric_of(own.evaluation.metrics, config.registry.metric), own.num_groups, obstacle=obstacle)
+    evidence = Evidence(
+        metric_of(own.evaluation.metrics, config.registry.metric), own.num_groups, costs=own.costs, obstacle=obstacle
+    )
     return Judgement(decide(config.registry, evidence), rival)
 
 
@@ -145,6 +147,7 @@ def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metri
         number=number,
         test=comparison.paired_test(config, metrics, own, theirs),
         slices=_slices(config, own, theirs, metrics),
+        costs=own.costs,
     )
 
 

@@ -36,6 +36,14 @@ class RegistryConfig(Section):
     max_slice_regression: Annotated[float, Field(ge=0.0)] | None = None
     """A challenger that is shown to be worse than the champion by more than this on a slice is not promoted; in the
     metric's unit. Empty: slices are only reported."""
+    max_calibration_error: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """A challenger with a larger expected calibration error is not promoted."""
+    max_latency_seconds: Annotated[float, Field(gt=0.0)] | None = None
+    """Nor one whose forward pass with one sample takes longer, in the median, where it is evaluated."""
+    max_memory_bytes: Count | None = None
+    """Nor one that takes more memory for a pass with a batch of the evaluation."""
+    max_export_bytes: Count | None = None
+    """Nor one whose export is larger."""
     slice_min_groups: Count = 20
     """Slices of fewer groups are not looked at by the gate."""
     min_groups: Count = 20

@@ -23,7 +23,7 @@ from kftrain.report import training as _training
 from kftrain.report.content import Fact
 from kftrain.report.versions import VersionComparison
 from kftrain.run.advice import Situation
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.documents import Completion, Evaluation, Performance, Registration
 from kftrain.run.error import ErrorDocument
 
 __all__ = [
@@ -56,6 +56,7 @@ def run_html(
     history: _training.History = (),
     evaluation: Evaluation | None = None,
     registration: Registration | None = None,
+    performance: Performance | None = None,
     written: Sequence[Fact] = (),
 ) -> str:
     """The one page of a run; parts that are None or empty are left out.
@@ -68,6 +69,7 @@ def run_html(
         history: Recorded points of the training curve.
         evaluation: Of the run's own export.
         registration: What the gate decided.
+        performance: What the export costs.
         written: Where and with what the page is written, see `environment.facts`.
     """
     return page.render(
@@ -79,6 +81,7 @@ def run_html(
             history=history,
             evaluated=evaluation,
             registered=registration,
+            performance=performance,
             written=written,
         )
     )
@@ -99,14 +102,14 @@ def training_markdown(config: Config, completion: Completion | None, history: _t
     return markdown.render(_training.section(config, completion, history))
 
 
-def evaluation_html(config: Config, evaluation: Evaluation) -> str:
+def evaluation_html(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> str:
     """Metrics with intervals beside their baselines, slices, and the confusion matrix."""
-    return page.render(page.single(_evaluation.section(config, evaluation), config.run.name))
+    return page.render(page.single(_evaluation.section(config, evaluation, performance), config.run.name))
 
 
-def evaluation_markdown(config: Config, evaluation: Evaluation) -> str:
+def evaluation_markdown(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> str:
     """The same as tables."""
-    return markdown.render(_evaluation.section(config, evaluation))
+    return markdown.render(_evaluation.section(config, evaluation, performance))
 
 
 def registration_html(config: Config, registration: Registration) -> str:

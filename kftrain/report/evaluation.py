@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from kftrain.config import Config
-from kftrain.report import content, wording
+from kftrain.report import classes, content, wording
 from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
 from kftrain.report.charts.interval import IntervalRow, SliceRow, interval_chart, slice_chart
 from kftrain.report.content import Chart, Fact, Gallery, ReportSection, Sample, Table
-from kftrain.run.documents import Confusion, Evaluation, Example, Interval, Slice
+from kftrain.run.documents import Confusion, Evaluation, Example, Interval, Performance, Slice
 
 MAX_SLICES = 30
 """Slices that are drawn; of more, two thirds worst and one third best."""
@@ -26,7 +26,7 @@ MAX_MISTAKES = 12
 DIRECTIONS = {"minimize": "lower is better", "maximize": "higher is better"}
 
 
-def section(config: Config, evaluation: Evaluation) -> ReportSection:
+def section(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> ReportSection:
     """The section of an evaluation. Which direction is better is known of the gate's metric alone."""
     metric, goal = primary_metric(config, evaluation)
     if metric is None:
@@ -41,13 +41,14 @@ def section(config: Config, evaluation: Evaluation) -> ReportSection:
         title="Evaluation",
         headline=_headline(metric, goal, found),
         sentences=[_against(found, goal, baselines), _sample_size(found, evaluation)],
-        figures=_figures(metric, evaluation),
+        figures=[*_figures(metric, evaluation), *classes.figures(evaluation), *classes.costs(performance)],
         charts=[
             *charts,
             *([slices] if slices else []),
             *([_confusion_chart(confusion)] if confusion and drawn else []),
+            *classes.charts(evaluation),
         ],
-        tables=[_frequent_mistakes(confusion)] if confusion and not drawn else [],
+        tables=[*([_frequent_mistakes(confusion)] if confusion and not drawn else []), *classes.tables(evaluation)],
         galleries=_galleries(evaluation),
         facts=_facts(evaluation),
     )

@@ -10,7 +10,7 @@ from kftrain.config import Config
 from kftrain.report import content, evaluation, registration, shards, training, wording
 from kftrain.report.content import Fact, ReportSection
 from kftrain.report.page import Page
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.documents import Completion, Evaluation, Performance, Registration
 
 
 def page(
@@ -22,6 +22,7 @@ def page(
     history: training.History,
     evaluated: Evaluation | None,
     registered: Registration | None,
+    performance: Performance | None = None,
     written: Sequence[Fact] = (),
 ) -> Page:
     """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
@@ -29,7 +30,7 @@ def page(
     counted = sizes(manifest, completion, evaluated)
     sections = [
         *([registration.section(config, registered)] if registered else []),
-        *([evaluation.section(config, evaluated)] if evaluated else []),
+        *([evaluation.section(config, evaluated, performance)] if evaluated else []),
         *([training.section(config, completion, history, baselines, counted)] if completion or history else []),
         *([shards.section(manifest, overview)] if manifest is not None else []),
         *([_use(registered)] if registered else []),

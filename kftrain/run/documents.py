@@ -117,6 +117,57 @@ class Confusion(BaseModel):
     matrix: list[list[int]]
 
 
+class CalibrationBin(BaseModel):
+    """The samples whose prediction had a confidence within two bounds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    low: float
+    high: float
+    num_samples: int
+    confidence: float
+    """Their mean confidence."""
+    accuracy: float
+
+
+class Calibration(BaseModel):
+    """How far confidence and accuracy lie apart."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    error: float
+    """Expected calibration error: the mean distance over all samples."""
+    bins: list[CalibrationBin]
+
+
+class Curve(BaseModel):
+    """A curve over all thresholds for one class against the others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["roc", "precision_recall"]
+    """(false positive rate, true positive rate), or (recall, precision)."""
+    label: str
+    points: list[tuple[float, float]]
+    """From the highest threshold down, thinned."""
+    area: float
+    """Under the curve as it was before; of `precision_recall` the average precision."""
+
+
+class ClassFigures(BaseModel):
+    """What is told of one class. None where it is not determined."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    num_samples: int
+    precision: float | None = None
+    recall: float | None = None
+    f1: float | None = None
+    roc_auc: float | None = None
+    average_precision: float | None = None
+
+
 class Evaluation(Document):
     """`metrics.json`: how good one export is on the validation split; the same for any number of processes."""
 
@@ -135,12 +186,47 @@ class Evaluation(Document):
     baselines: dict[str, dict[str, float]] = {}
     """What the metric must be read against: metric name -> baseline name -> value."""
     confusion: Confusion | None = None
+    figures: dict[str, float] = {}
+    """Of the whole split, without an interval: `calibration_error`, `roc_auc`, `macro_f1` …"""
+    calibration: Calibration | None = None
+    curves: list[Curve] = []
+    classes: list[ClassFigures] = []
     examples: list[Example] = []
     """Sample predictions: some spread over the data, then those with the largest loss."""
     statistics_sha256: str
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
     slices_sha256: str = ""
     """Digest of `slices.npz`: the same for each slice; empty where there are none, and in evaluations of before."""
+
+
+class Spread(BaseModel):
+    """What was measured several times: the median, and between what the most of it lies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    median: float
+    low: float
+    """5th percentile."""
+    high: float
+    """95th percentile."""
+
+
+class Performance(Document):
+    """`performance.json` beside `metrics.json`: what the export costs. Other than the metrics it differs every time."""
+
+    export_digest: str
+    export_bytes: int
+    """Of the files of the export."""
+    device: str
+    cpu_threads: int
+    num_passes: int
+    batch_size: int
+    latency_seconds: Spread
+    """Of a forward pass with one sample."""
+    batch_latency_seconds: Spread
+    """Of one with `batch_size` samples."""
+    memory_bytes: Spread | None = None
+    """Peak of such a pass: tensors on a GPU, the whole process on a CPU; None where that could not be told."""
 
 
 class GateReason(BaseModel):

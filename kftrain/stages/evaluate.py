@@ -11,10 +11,11 @@ from kftrain.errors import CheckpointError, ConfigError, EvaluationError, Launch
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
+from kftrain.registry.comparison import find_performance
 from kftrain.run import documents
 from kftrain.run.completion import metrics_uri
 from kftrain.run.config import read_config
-from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Unmeasured
+from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Performance, Unmeasured
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, firing, pods, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
@@ -66,6 +67,12 @@ def read_evaluation(paths: RunPaths, config: Config, completion: Completion) -> 
     digest = evaluation_digest(config, completion.dataset_digest)
     uri = storage.join(paths.evaluation(completion.checkpoint_digest, digest), "metrics.json")
     return documents.read(Evaluation, uri, EvaluationError)
+
+
+def read_performance(paths: RunPaths, evaluation: Evaluation) -> Performance | None:
+    """What the export of an evaluation costs; None where that was not measured. Raises EvaluationError."""
+    folder = paths.evaluation(evaluation.checkpoint_digest, evaluation.evaluation_digest)
+    return find_performance(folder, evaluation.export_digest)
 
 
 def _own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:
@@ -131,19 +138,21 @@ def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> 
 
 
 def _values(evaluation: Evaluation) -> dict[str, float]:
-    return finite_metrics({name: interval.value for name, interval in evaluation.metrics.items()})
+    metrics = {name: interval.value for name, interval in evaluation.metrics.items()}
+    return finite_metrics({**evaluation.figures, **metrics})
 
 
 def _outcome(paths: RunPaths, config: Config, evaluation: Evaluation, progress: Progress) -> Outcome:
     values = _values(evaluation)
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    shown = ", ".join(f"{name} {values[name]:.4g}" for name in evaluation.metrics if name in values)
     result = f"evaluated on {evaluation.num_samples:,} samples: {shown}"
     progress(result)
+    performance = read_performance(paths, evaluation)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
         metrics=values,
-        html=report.evaluation_html(config, evaluation),
-        markdown=report.evaluation_markdown(config, evaluation),
+        html=report.evaluation_html(config, evaluation, performance),
+        markdown=report.evaluation_markdown(config, evaluation, performance),
         confusion=evaluation.confusion,
     )

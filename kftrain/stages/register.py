@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-
 from kftrain import config as configuration
 from kftrain import registry, report, storage, tracking
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import ConfigError, TrackingError
-from kftrain.plugins import user_code
 from kftrain.progress import Progress, to_log
 from kftrain.report import environment
 from kftrain.run import documents
@@ -22,11 +17,12 @@ from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, firing, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
-from kftrain.stages.evaluate import read_complete, read_evaluation
+from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
 from kftrain.tasks.overview import read_overview
+from kftrain.tasks.user_metrics import metrics_of
 
 REPORT_NAME = "report.html"
 
@@ -60,14 +56,8 @@ def require_only_registry(saved: Config, config: Config) -> None:
 
 
 def task_metrics(config: Config) -> Metrics:
-    """The task's function from sums to metrics; what it raises is the user's."""
-    task = build_task(config.task)
-
-    def metrics(sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        with user_code("task.metrics"):
-            return task.metrics(sums)
-
-    return metrics
+    """From sums to the metrics of the task and of `evaluate.metrics`; what they raise is the user's."""
+    return metrics_of(build_task(config.task), config.evaluate.metrics)
 
 
 def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
@@ -104,6 +94,7 @@ def _report(
         history=read_history(paths),
         evaluation=evaluation,
         registration=registration,
+        performance=read_performance(paths, evaluation),
         written=environment.facts(),
     )
     storage.publish(paths.report, page)

@@ -282,6 +282,14 @@ class Task(ABC):
         Elementwise: sums of shape `[...]` give metrics of shape `[...]`.
         """
 
+    def tallies(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        """Whole numbers that an evaluation sums over all rows: name -> int64 of any shape. By default none.
+
+        For what is told of the whole split alone: no bootstrap resamples them. `tasks.histograms` makes `reliability`
+        and `scores`, from which reports have calibration and curves; others are summed and not shown.
+        """
+        return {}
+
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
         """Name of the slice that each group belongs to. By default all equal: no slices.
 

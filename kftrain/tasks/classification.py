@@ -102,6 +102,18 @@ class Classification(Task):
             "prediction": predictions.double(),
         }
 
+    def tallies(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        """Histograms of confidence and of each class's scores; none of a task whose output is something else."""
+        if type(self).statistics is not Classification.statistics:
+            return {}
+        from kftrain.tasks import histograms
+
+        labels, log_probabilities = batch["label"].long(), output.double().log_softmax(dim=-1)
+        found = {"reliability": histograms.reliability(log_probabilities, labels)}
+        if self.num_classes <= histograms.MAX_CLASSES:
+            found["scores"] = histograms.scores(log_probabilities, labels)
+        return found
+
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Accuracy and mean cross-entropy; not a number where there are no samples."""
         with np.errstate(invalid="ignore", divide="ignore"):

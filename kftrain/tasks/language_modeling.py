@@ -46,6 +46,9 @@ MAX_CONTINUED_TOKENS = 32
 MAX_SHOWN_BYTES = 96
 """Of the text before that."""
 
+MAX_BITS_PER_TOKEN = 1000.0
+"""2 to the power of more is no finite number."""
+
 MAX_SLICES = 12
 """Slices that are named; the smaller ones are counted together as `other`."""
 
@@ -224,9 +227,9 @@ class LanguageModeling(Task):
         )
 
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per row: `bits` of its bytes, their number `bytes`, and how many of those were guessed right, `correct`.
+        """Per row: `bits` of its bytes, their number `bytes`, how many were guessed right, `correct`, and `tokens`.
 
-        A token counts as the bytes that it stands for.
+        For `correct` a token counts as the bytes that it stands for; one that stands for none is none of `tokens`.
         """
         import torch
 
@@ -236,15 +239,27 @@ class LanguageModeling(Task):
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         bits = -log_probabilities.double().masked_fill(num_bytes == 0, 0.0).sum(dim=1) / log(2)
         correct = ((logits.argmax(dim=-1) == targets) * num_bytes).sum(dim=1)
-        return {"bits": bits, "bytes": num_bytes.sum(dim=1).double(), "correct": correct.double()}
+        return {
+            "bits": bits,
+            "bytes": num_bytes.sum(dim=1).double(),
+            "correct": correct.double(),
+            "tokens": (num_bytes > 0).sum(dim=1).double(),
+        }
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Bits per byte and accuracy; not a number where there are no bytes."""
+        """Bits per byte, accuracy, and perplexity per token; not a number where there are no bytes.
+
+        Perplexities of models of different tokenizers tell nothing of each other. Evaluations of before have none.
+        """
         with np.errstate(invalid="ignore", divide="ignore"):
-            return {
+            found = {
                 "bits_per_byte": np.asarray(sums["bits"]) / sums["bytes"],
                 "accuracy": np.asarray(sums["correct"]) / sums["bytes"],
             }
+            if "tokens" in sums:
+                bits_per_token = np.asarray(sums["bits"]) / sums["tokens"]
+                found["perplexity"] = np.exp2(np.minimum(bits_per_token, MAX_BITS_PER_TOKEN))
+        return found
 
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
         """The first folder of each key; the largest dozen by bytes keep their names."""
@@ -346,7 +361,7 @@ class LanguageModeling(Task):
         from kftrain.tasks.inference import map_rows
 
         if not text:
-            return {name: np.zeros(()) for name in ("bits", "bytes", "correct")}
+            return {name: np.zeros(()) for name in ("bits", "bytes", "correct", "tokens")}
         rows = {"tokens": self._rows_of_document(text)}
         return {name: values.sum(axis=0) for name, values in map_rows(self, model, rows, self.statistics).items()}
 

@@ -24,6 +24,7 @@ from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import fix_of
+from kftrain.tasks.user_metrics import metrics_of
 from kftrain.train.data_metrics import DataMetrics
 from kftrain.train.engine import Engine, Measured
 from kftrain.train.left_out import LeftOut
@@ -202,7 +203,7 @@ class Loop:
         )
         if self._world.is_main:
             with self._liveness.resting():  # the user's metrics of all samples
-                metrics = total_metrics(self._engine.task, statistics)
+                metrics = total_metrics(metrics_of(self._engine.task, evaluate.metrics), statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)
                 self._recorder.record_validation(done, metrics)

@@ -1,6 +1,7 @@
 """Evaluation jobs: the same bytes on any number of processes, and the same numbers as a plain loop."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,3 +122,25 @@ def test_a_damaged_export_is_not_scored(trained):
     assert done.returncode == 12
     assert "model.safetensors: a file is damaged" in storage.read_json(paths.error)["line"]
     assert not storage.exists(output_uri)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    text = (Path(__file__).parents[2] / "examples" / "digits.yaml").read_text()
+    overrides = ["train.steps=20", "optimizer.warmup_steps=1", "model.num_layers=1"]
+    paths, resolved = jobs.prepare(tmp_path_factory.mktemp("classifier"), text, overrides)
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return paths, resolved, documents.read(Completion, paths.complete)
+
+
+def test_calibration_curves_and_classes_are_identical_for_one_two_and_three_processes(classifier, tmp_path):
+    results = {n: evaluate(classifier, str(tmp_path / str(n)), n) for n in (1, 2, 3)}
+    assert results[1] == results[2] == results[3]
+    found = documents.read(Evaluation, str(tmp_path / "3" / "metrics.json"))
+    assert sum(each.num_samples for each in found.calibration.bins) == found.num_samples
+    assert sum(each.num_samples for each in found.classes) == found.num_samples
+    assert {"calibration_error", "roc_auc", "macro_f1"} <= found.figures.keys() and found.curves
+    slices = [storage.read_bytes(str(tmp_path / n / "slices.npz")) for n in "123"]
+    assert slices[0] == slices[1] == slices[2]
+    assert storage.exists(str(tmp_path / "1" / "performance.json"))

@@ -48,7 +48,7 @@ RECORDS = [Record(f"p{number % 7}/{number:02}", {"text": b"x" * (1 + number)}) f
 
 
 def shard(tmp_path, monkeypatch, task=None, records=RECORDS):
-    monkeypatch.setattr("kftrain.data.sources.resolve_source.open_kind", lambda kind, data: Listed(records))
+    monkeypatch.setattr("kftrain.data.sources.resolve_source.open_kind", lambda *arguments: Listed(records))
     return shard_dataset(toy_config("stdlib", tmp_path, validation_fraction=0.3), task or Visits(), lambda line: None)
 
 

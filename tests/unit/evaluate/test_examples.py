@@ -58,10 +58,14 @@ class Losses(Scores):
 
 def test_the_loss_is_the_tasks_own_or_else_the_gates_metric():
     sums = {"points": np.array([1.0, 3.0]), "loss": np.array([5.0, 2.0])}
-    assert examples.losses(Losses(), sums, "points", "maximize").tolist() == [5.0, 2.0]
-    assert examples.losses(Scores(), sums, "points", "maximize").tolist() == [-1.0, -3.0]
-    assert examples.losses(Scores(), sums, "points", "minimize").tolist() == [1.0, 3.0]
-    assert np.isnan(examples.losses(Scores(), sums, "unknown", "minimize")).all()
+
+    def losses(task, metric, goal):
+        return examples.losses(task, task.metrics, sums, metric, goal)
+
+    assert losses(Losses(), "points", "maximize").tolist() == [5.0, 2.0]
+    assert losses(Scores(), "points", "maximize").tolist() == [-1.0, -3.0]
+    assert losses(Scores(), "points", "minimize").tolist() == [1.0, 3.0]
+    assert np.isnan(losses(Scores(), "unknown", "minimize")).all()
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +87,13 @@ def digits(tmp_path_factory):
         }
     sums = group_sums(statistics, groups, dataset.num_groups)
     keys, rows = dataset.group_keys(), np.ones(dataset.num_groups, np.int64)
-    chosen = examples.choose(examples.losses(task, sums, "accuracy", "maximize"), 5)
+    chosen = examples.choose(examples.losses(task, task.metrics, sums, "accuracy", "maximize"), 5)
 
     def collect(task=task, batch_size=32):
         device = torch.device("cpu")
-        return examples.collect(task, model, dataset, sums, rows, keys, chosen, batch_size=batch_size, device=device)
+        return examples.collect(
+            task, task.metrics, model, dataset, sums, rows, keys, chosen, batch_size=batch_size, device=device
+        )
 
     return task, model, arrays, statistics, keys, collect
 

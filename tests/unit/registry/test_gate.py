@@ -17,7 +17,9 @@ def interval(low, value, high):
     return Interval(value=value, low=low, high=high)
 
 
-def decision(improvement, champion=True, obstacle="", num_groups=20, test=None, slices=None, number=0, **settings):
+def decision(
+    improvement, champion=True, obstacle="", num_groups=20, test=None, slices=None, number=0, costs=(), **settings
+):
     evidence = Evidence(
         challenger=interval(1.9, 2.0, 2.1),
         num_groups=num_groups,
@@ -27,6 +29,7 @@ def decision(improvement, champion=True, obstacle="", num_groups=20, test=None, 
         number=number,
         test=test,
         slices={} if slices is None else slices,
+        costs=dict(costs),
         obstacle=obstacle,
     )
     return decide(RegistryConfig(metric="bits_per_byte", **settings), evidence)
@@ -167,3 +170,33 @@ def test_every_code_is_in_the_docs():
     codes = {name for groups in used for name in groups if name}
     described = set(re.findall(r"`(\w+)`", (root / "docs" / "gate.md").read_text()))
     assert len(codes) >= 14 and codes <= described
+
+
+COSTS = {"calibration_error": 0.05, "latency_seconds": 0.02, "export_bytes": 1000.0}
+
+
+@pytest.mark.parametrize("champion", [True, False])
+def test_limits_hold_for_every_model_the_first_one_too(champion):
+    better = interval(0.05, 0.1, 0.15) if champion else None
+    limits = {"max_calibration_error": 0.05, "max_latency_seconds": 0.03, "max_export_bytes": 1000}
+    found = decision(better, champion=champion, costs=COSTS, **limits)
+    assert found.promote and codes(found)[1:] == [("limit_kept", "for")] * 3
+    for name, limit in {"calibration_error": 0.04, "latency_seconds": 0.01, "export_bytes": 999}.items():
+        found = decision(better, champion=champion, costs=COSTS, **{**limits, f"max_{name}": limit})
+        (against,) = [each for each in found.reasons if each.verdict == "against"]
+        assert not found.promote and not found.awaits_person and found.reason.startswith("not promoted, ")
+        assert (against.code, against.figures) == ("limit_exceeded", {"value": COSTS[name], "limit": limit})
+
+
+def test_a_limit_of_what_was_not_measured_leaves_the_decision_to_a_person():
+    found = decision(interval(0.05, 0.1, 0.15), costs=COSTS, max_memory_bytes=5)
+    assert not found.promote and found.awaits_person and codes(found)[1] == ("limit_unknown", "person")
+    assert "registry.max_memory_bytes" in found.reason
+
+
+def test_a_limit_that_is_exceeded_is_told_also_where_the_champion_cannot_be_compared():
+    found = decision(None, champion=False, obstacle="its export is gone", costs=COSTS, max_export_bytes=5)
+    assert (
+        not found.awaits_person
+        and found.reason == "not promoted: its export is gone; size in bytes 1000 is more than 5"
+    )

@@ -12,7 +12,7 @@ from kftrain.train.loop import Loop
 
 
 def looping(monkeypatch, metric, recorded):
-    monkeypatch.setattr(module, "total_metrics", lambda task, statistics: {"mae": 1.0, "rmse": 2.0})
+    monkeypatch.setattr(module, "total_metrics", lambda metrics, statistics: {"mae": 1.0, "rmse": 2.0})
     loop = Loop.__new__(Loop)
     loop._config = load(None, [f"registry.metric={metric}"])
     loop._engine = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)

@@ -1,0 +1,120 @@
+"""What the exported model costs: the time of a forward pass with one sample and with a batch, and the memory it takes.
+
+Measured by one process, with the threads and on the device of the evaluation. The rows are those of the data, decoded
+beforehand; from tensors on the CPU to an output on the device that is ready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from kftrain.data.expanded import ValidationRows
+from kftrain.models.modes import evaluating
+from kftrain.models.output import output_of
+from kftrain.plugins import user_code
+from kftrain.run.documents import Performance, Spread
+from kftrain.tasks.base import Task
+from kftrain.tasks.prepare import decoded, prepare
+
+MAX_SECONDS = 10.0
+"""No more passes are made when those with one sample, or those with a batch, have taken so long."""
+
+MIN_PASSES = 3
+LOW, HIGH = 5, 95
+"""Percentiles of the spread."""
+
+
+def measure_performance(
+    model: nn.Module,
+    task: Task,
+    dataset: ValidationRows,
+    batch_size: int,
+    num_passes: int,
+    device: torch.device,
+    export_digest: str,
+    export_bytes: int,
+) -> Performance:
+    """Times and memory of `num_passes` forward passes with one row and with a batch, spread over the data."""
+    num_rows = dataset.num_samples
+    singles = [number * num_rows // num_passes for number in range(num_passes)]
+    size = min(batch_size, num_rows)
+    starts = [number * (num_rows - size) // num_passes for number in range(num_passes)]
+    one = _passes(model, task, dataset, [(row, row + 1) for row in singles], device)
+    batch = _passes(model, task, dataset, [(start, start + size) for start in starts], device)
+    memory = [each for _, each in batch if each is not None]
+    return Performance(
+        export_digest=export_digest,
+        export_bytes=export_bytes,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        cpu_threads=torch.get_num_threads(),
+        num_passes=len(batch),
+        batch_size=size,
+        latency_seconds=spread([seconds for seconds, _ in one]),
+        batch_latency_seconds=spread([seconds for seconds, _ in batch]),
+        memory_bytes=spread(memory) if memory else None,
+    )
+
+
+def spread(values: list[float]) -> Spread:
+    """Median and outer percentiles."""
+    low, median, high = np.percentile(values, (LOW, 50, HIGH))
+    return Spread(median=float(median), low=float(low), high=float(high))
+
+
+def _passes(
+    model: nn.Module, task: Task, dataset: ValidationRows, ranges: list[tuple[int, int]], device: torch.device
+) -> list[tuple[float, float | None]]:
+    """Seconds and peak memory of a pass over each range of rows; the first pass is made once more, before."""
+    found: list[tuple[float, float | None]] = []
+    until = time.monotonic() + MAX_SECONDS
+    for start, stop in [ranges[0], *ranges]:
+        stored, _ = dataset.read_range(start, stop)
+        arrays = decoded(task, stored, range(start, stop), dataset.place_of)
+
+        def run(arrays: dict[str, np.ndarray] = arrays) -> None:
+            _, inputs = prepare(task, arrays, device)
+            with user_code("model.forward"):
+                output_of(model, inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        with evaluating(model), torch.no_grad():
+            found.append(_measured(run, device))
+        if len(found) > MIN_PASSES and time.monotonic() > until:
+            break
+    return found[1:]
+
+
+def _measured(run: Callable[[], None], device: torch.device) -> tuple[float, float | None]:
+    _forget_peak(device)
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin, _peak_bytes(device)
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak becomes what is resident now, see proc(5)
+    except OSError:
+        pass  # not Linux, or not allowed: then there is no figure
+
+
+def _peak_bytes(device: torch.device) -> float | None:
+    """Of a GPU what tensors took, of a CPU what the process had in memory; None where that cannot be told."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        with open("/proc/self/status") as file:
+            lines = dict(line.split(":", 1) for line in file if ":" in line)
+        return float(lines["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
