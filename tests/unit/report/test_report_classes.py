@@ -37,7 +37,7 @@ def test_calibration_curves_and_classes_are_on_the_page_and_nothing_of_theirs_is
 def test_the_same_is_in_the_text(classified):
     text = evaluation_markdown(Config(), classified)
     assert "| 0.80 to 1.00 | 0.9500 | 0.7500 | 60 |" in text
-    assert "| b | 7 | 0.5000 | 0.2500 | – | – | – |" in text
+    assert "| b | 7 | 0.5000 | 0.2500 | \u2013 | \u2013 | \u2013 |" in text
 
 
 def test_of_very_many_classes_the_worst_are_told(classified):
