@@ -30,14 +30,13 @@ def make(folder: Path) -> None:
     np.save(folder / "images.npy", np.cumsum([0, *map(len, images)]))
 
 
-def make_text(folder: Path, num_files: int) -> None:
-    """Files of 8 MB with documents of printable noise."""
-    folder.mkdir()
-    letters = np.frombuffer(b" etaoinshrdlucmfwyp", np.uint8)
+def make_image_folder(bench: Path, folder: Path, num_files: int) -> None:
+    """A folder for each of ten classes; each file differs from all others in what follows the image."""
+    found = images(bench)
     for number in range(num_files):
-        text = letters[np.random.default_rng(number).integers(0, len(letters), 8_000_000)]
-        text[::4000] = ord("\n")
-        (folder / f"{number:03d}.txt").write_bytes(text.tobytes())
+        path = folder / f"{number % 10}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(found[number % len(found)] + number.to_bytes(8, "big"))
 
 
 def images(folder: Path) -> list[bytes]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import io
+import multiprocessing
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,21 +267,35 @@ def torch_loader(arguments: argparse.Namespace) -> Work:
 
 
 def shard(num_processes: int, arguments: argparse.Namespace) -> Work:
-    """The whole shard step: text files of 8 MB, one to a part, into bytes."""
+    """The whole shard step: a folder of images, which stay the files that they are."""
     from kftrain.config import Config
     from kftrain.data.sharding import shard_dataset
     from kftrain.tasks import build_task
 
-    folder, results = Path(arguments.folder) / "text", []
-    data = {"source": str(folder), "processes": num_processes, "part_size_bytes": 8_000_000, "validation_fraction": 0.2}
-    document = {"run": {"storage_root": arguments.out}, "data": data, "task": {"kind": "language_modeling"}}
+    folder, results = Path(arguments.folder) / "photos", []
+    data = {"source": str(folder), "processes": num_processes, "part_size_bytes": 8_000_000}
+    task = {"kind": "image_classification", "storage": "files", "num_classes": 10, "num_channels": 3, "image_size": 224}
+    document = {"run": {"storage_root": arguments.out}, "data": data, "task": task}
     config = Config.model_validate(document)
 
     def run() -> None:
         results.append(shard_dataset(config, build_task(config.task), lambda line: None))
 
-    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    return Work(num_bytes, run, lambda: int(results[0].dataset_digest[:12], 16))
+    return Work(arguments.samples, run, lambda: int(results[0].dataset_digest[:12], 16))
+
+
+def shard_twice(arguments: argparse.Namespace) -> Work:
+    """What two processes can do here at all: each shards everything by itself."""
+    works = [shard(1, argparse.Namespace(**{**vars(arguments), "out": f"{arguments.out}/{name}"})) for name in "ab"]
+
+    def run() -> None:
+        children = [multiprocessing.get_context("fork").Process(target=work.run) for work in works]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+
+    return Work(2 * arguments.samples, run, lambda: 0)
 
 
 def resume(arguments: argparse.Namespace) -> Work:
@@ -345,6 +360,7 @@ WORKS: dict[str, Callable[[argparse.Namespace], Work]] = {
     "decoded-DataLoader": torch_loader,
     "shard-1": functools.partial(shard, 1),
     "shard-2": functools.partial(shard, 2),
+    "shard-twice": shard_twice,
     "resume": resume,
     **{f"start-{times}": functools.partial(start, f"shards-{times}") for times in (1, 10, 100)},
     **{f"memory-{times}": functools.partial(memory, f"memory-{times}") for times in (1, 4, 16)},

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kftrain import storage
@@ -75,21 +74,27 @@ def list_with_times(
 
 def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
     root = storage.local_path(uri)
-    for path in _local_paths(root, skipped_folders):
-        status = path.stat()
-        if stat.S_ISREG(status.st_mode):
-            name = path.name if path == root else path.relative_to(root).as_posix()
-            file = SourceFile(name, str(path), status.st_size, str(status.st_mtime_ns))
-            yield ListedFile(file, from_nanoseconds(status.st_mtime_ns))
-
-
-def _local_paths(root: Path, skipped_folders: frozenset[str]) -> Iterator[Path]:
     if not root.is_dir():
-        yield root
+        yield from _listed(root.name, str(root), root.stat())
         return
-    for folder, subfolders, names in os.walk(root, onerror=_raise):
-        subfolders[:] = [name for name in subfolders if not _hidden(name) and name not in skipped_folders]
-        yield from (Path(folder) / name for name in names if not _hidden(name))
+    folders = [(str(root), "")]
+    while folders:
+        folder, prefix = folders.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _hidden(entry.name):
+                    continue
+                if not entry.is_dir():
+                    yield from _listed(prefix + entry.name, entry.path, entry.stat())
+                elif not entry.is_symlink() and entry.name not in skipped_folders:
+                    folders.append((entry.path, f"{prefix}{entry.name}/"))
+
+
+def _listed(name: str, path: str, status: os.stat_result) -> Iterator[ListedFile]:
+    """A regular file; nothing for any other."""
+    if stat.S_ISREG(status.st_mode):
+        file = SourceFile(name, path, status.st_size, str(status.st_mtime_ns))
+        yield ListedFile(file, from_nanoseconds(status.st_mtime_ns))
 
 
 def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[ListedFile]:
@@ -105,7 +110,3 @@ def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Liste
 
 def _hidden(name: str) -> bool:
     return name.startswith(".")
-
-
-def _raise(error: OSError) -> None:
-    raise error
