@@ -9,6 +9,7 @@
     │   └── OtherTrainingError   the run is another training than the one that was asked for; nothing was changed
     │       └── OldOrderError 10     an earlier release began it, and only that one has its order of samples
     ├── LaunchError          13  the job cannot be started
+    │   └── UnavailableError     Kubeflow Pipelines cannot be reached, or is not well: it may be in a moment
     ├── EvaluationError      14  the evaluation cannot be done
     ├── TrackingError        15  MLflow (tracking or registry) refused or cannot be reached
     │   └── MlflowError          MLflow itself failed: what it was asked for may be there all the same
@@ -185,6 +186,10 @@ class LaunchError(KftrainError):
 
     exit_code = 13
     failure_class = FailureClass.LAUNCH
+
+
+class UnavailableError(LaunchError):
+    """Kubeflow Pipelines cannot be reached or is not well: it may be in a moment."""
 
 
 class EvaluationError(KftrainError):

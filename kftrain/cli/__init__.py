@@ -24,6 +24,7 @@ COMMANDS = {
     "run": ("kftrain.cli.run", "The whole pipeline on this machine."),
     "compile": ("kftrain.cli.compile", "Write the pipeline as YAML for the Kubeflow UI."),
     "submit": ("kftrain.cli.submit", "Upload the pipeline to Kubeflow and start a run."),
+    "schedule": ("kftrain.cli.schedule", "Recurring runs as files: apply, compare, pause, run now."),
     "shard": ("kftrain.cli.stages", "Start a run: check everything cheap, write the dataset's shards."),
     "train": ("kftrain.cli.stages", "Train the model of a run."),
     "evaluate": ("kftrain.cli.stages", "Measure the trained model of a run."),

@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from kftrain.cli.compile import compiling_with, launcher_options
-from kftrain.cli.options import config_options, echo
+from kftrain.cli.options import Command, config_options, echo
 from kftrain.cli.run import resolved
 from kftrain.config import Config
-from kftrain.errors import InterruptedByUser, LaunchError
-from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, UnavailableError, ui_url
+from kftrain.errors import InterruptedByUser, LaunchError, UnavailableError
+from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, ui_url
 from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters, remote, resolve
@@ -27,23 +27,32 @@ OUTAGE_SECONDS = 300.0
 """How long the API server may stay away while a run is followed."""
 
 
+def connection_options(command: Command) -> Command:
+    """Where Kubeflow Pipelines is, and as whom to talk to it."""
+    for option in (
+        click.option(
+            "--ca-file",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False),
+            help="Certificates to trust; default: the public ones.",
+        ),
+        click.option(
+            "--existing-token-env",
+            metavar="VARIABLE",
+            default=TOKEN_ENV,
+            show_default=True,
+            help="The environment variable with a bearer token, if one is needed.",
+        ),
+        click.option("--namespace", default="", help="Yours, on a multi-user installation."),
+        click.option("--host", metavar="URL", envvar=ENDPOINT_ENV, help="Kubeflow Pipelines, its UI or its API."),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command("submit")
 @config_options
-@click.option("--host", metavar="URL", envvar=ENDPOINT_ENV, help="Kubeflow Pipelines, its UI or its API.")
-@click.option("--namespace", default="", help="Yours, on a multi-user installation.")
-@click.option(
-    "--existing-token-env",
-    metavar="VARIABLE",
-    default=TOKEN_ENV,
-    show_default=True,
-    help="The environment variable with a bearer token, if one is needed.",
-)
-@click.option(
-    "--ca-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Certificates to trust; default: the public ones.",
-)
+@connection_options
 @click.option("--experiment", default="", help="Of Kubeflow; default: named as that of MLflow.")
 @click.option("--name", "run_name", default="", help="What the UI calls the run; default: its name and the time.")
 @click.option("--resume", metavar="RUN", default="", help="Go on with a run: its id, or the URI of its folder.")

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kftrain.errors import ConfigError, LaunchError
+from kftrain.errors import ConfigError, LaunchError, UnavailableError
 from kftrain.kubeflow.submission import RunState, Submission, run_state
 
 READ_TIMEOUT_SECONDS = (10, 30)
 WRITE_TIMEOUT_SECONDS = (10, 120)
 """To connect, and to wait for the answer."""
 
-NOT_FOUND, CONFLICT, FIRST_SERVER_ERROR = 404, 409, 500
+NOT_FOUND, CONFLICT, TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 404, 409, 429, 500
 EQUALS = 1
 
 TOKEN_ENV = "KFP_EXISTING_TOKEN"
@@ -42,10 +42,6 @@ NO_NAMESPACE = "kubeflow"
 
 UI_ENDPOINT_ENV = "KF_PIPELINES_UI_ENDPOINT"
 """Where the UI is, if not at the API's address: kfp's own variable."""
-
-
-class UnavailableError(LaunchError):
-    """Kubeflow Pipelines cannot be reached or is not well: it may be in a moment."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Pipelines:
     def __init__(self, connection: Connection) -> None:
         _require_url(connection.host)
         self._host = connection.host.rstrip("/")
-        with _asked(self._host):
+        with asked(self._host):
             self._client = _connect(connection)
             self._models = self._client.api_models
             health = self._client.get_kfp_healthz()
@@ -109,7 +105,7 @@ class Pipelines:
             runtime_config=self._models.V2beta1RuntimeConfig(parameters=submission.parameters),
         )
         try:
-            with _asked(self._host):
+            with asked(self._host):
                 started = self._client.runs.run_service_create_run(run=run, _request_timeout=WRITE_TIMEOUT_SECONDS)
         except UnavailableError as error:
             fix = f"look for {submission.run_name} in the UI before you submit again"
@@ -120,7 +116,7 @@ class Pipelines:
 
     def read_run(self, run_id: str, steps: frozenset[str]) -> RunState:
         """A run as it is now. Raises UnavailableError where another try may succeed."""
-        with _asked(self._host):
+        with asked(self._host):
             run = self._client.runs.run_service_get_run(run_id=run_id, _request_timeout=READ_TIMEOUT_SECONDS)
         details = run.run_details.task_details if run.run_details else None
         history = [entry.state for entry in run.state_history or []]
@@ -147,7 +143,7 @@ class Pipelines:
 
     def _find_or_create(self, find: Callable[[], Any], create: Callable[..., Any]) -> tuple[Any, bool]:
         """What is there, or what we create; another one who creates it at the same time is as good."""
-        with _asked(self._host):
+        with asked(self._host):
             found = find()
             if found is not None:
                 return found, False
@@ -171,13 +167,13 @@ class Pipelines:
 
     def _find_version(self, pipeline_id: str, name: str) -> Any:
         answer = self._client.pipelines.pipeline_service_list_pipeline_versions(
-            pipeline_id, filter=_named(name), _request_timeout=READ_TIMEOUT_SECONDS
+            pipeline_id, filter=named(name), _request_timeout=READ_TIMEOUT_SECONDS
         )
         return next(iter(answer.pipeline_versions or []), None)
 
     def _find_experiment(self, name: str) -> Any:
         answer = self._client.experiments.experiment_service_list_experiments(
-            filter=_named(name), **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
+            filter=named(name), **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
         )
         return next(iter(answer.experiments or []), None)
 
@@ -262,7 +258,7 @@ def _multi_user(answer: bytes, host: str) -> bool:
 
 
 @contextlib.contextmanager
-def _asked(host: str) -> Iterator[None]:
+def asked(host: str) -> Iterator[None]:
     """Makes a LaunchError of whatever the API server or the network has against a request."""
     from urllib3.exceptions import HTTPError
 
@@ -286,7 +282,7 @@ def _api_exception() -> Any:
 
 def _refusal(host: str, error: Any) -> LaunchError:
     what = f"Kubeflow Pipelines answered {error.status} {error.reason}: {_message(error.body)}".rstrip(": ")
-    if error.status >= FIRST_SERVER_ERROR:
+    if error.status >= FIRST_SERVER_ERROR or error.status == TOO_MANY_REQUESTS:
         return UnavailableError(what, where=host, fix="try again, or look at the log of ml-pipeline")
     fixes = {
         401: "log in: a bearer token is taken from the variable that --existing-token-env names",
@@ -308,6 +304,6 @@ def _message(body: str | bytes | None) -> str:
     return str(document.get("message") or document.get("error_message") or document.get("error") or "")[:300]
 
 
-def _named(name: str) -> str:
+def named(name: str) -> str:
     """The filter for things of this name, as the API takes it."""
     return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})

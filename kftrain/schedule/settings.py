@@ -21,6 +21,8 @@ class Policy(Section):
     """When it is due: second minute hour day month weekday."""
     time_zone: str = "UTC"
     """Whose clock `cron` reads, e.g. `Europe/Berlin`."""
+    window_hours: Amount = 0
+    """Length of the window of data (`data.window`), which ends when the run was due; 0: there is none."""
     skip_unchanged: bool = True
     """A run that would train what its predecessor has trained ends at once, and registers nothing."""
     pause_after_failures: Amount = 3

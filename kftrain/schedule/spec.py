@@ -76,8 +76,24 @@ def parse(text: str, where: str, folder: Path) -> Schedule:
             value=config.schedule.name,
             fix="remove it from the configuration",
         )
+    _require_window(file, config, where)
     policy = {name: getattr(file, name) for name in Policy.model_fields}
     return Schedule(file, config.model_copy(update={"schedule": ScheduleConfig(name=file.name, **policy)}))
+
+
+def _require_window(file: ScheduleFile, config: Config, where: str) -> None:
+    window = config.data.window
+    if file.window_hours and not window.is_set:
+        raise ConfigError(
+            "the configuration does not say what the time of its data is",
+            where=f"{where}: window_hours",
+            value=file.window_hours,
+            fix="set data.window.by to path, modified or column",
+        )
+    if window.is_set and not window.start and not file.window_hours:
+        raise ConfigError(
+            "the length of the window is missing", where=f"{where}: window_hours", fix="e.g. 168 for the last week"
+        )
 
 
 def _validated(document: Any, where: str) -> ScheduleFile:

@@ -25,6 +25,9 @@ Result = Literal["trained", "skipped", "failed", "canceled"]
 
 FOLDER = "schedules"
 
+BACKFILL = "-backfill-"
+"""In the key of a run of an earlier window."""
+
 MAX_LOOKED_AT = 50
 """Firings back in time that anything is decided by."""
 
@@ -113,9 +116,9 @@ class History:
         return next((key for key in self.recent_keys() if self.firing(key).job_id == job_id), "")
 
     def outcomes(self) -> Iterator[FiringEnd]:
-        """How the last firings have ended, the newest first."""
+        """How the last firings have ended, the newest first; without runs of earlier windows that people wanted."""
         for key in self.recent_keys():
-            found = self.ended(key)
+            found = None if BACKFILL in key else self.ended(key)
             if found is not None:
                 yield found
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Literal
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.errors import FailureClass, KftrainError
+from kftrain.errors import EmptyWindowError, FailureClass, KftrainError
 from kftrain.progress import Progress
 from kftrain.run import documents, heartbeat
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
@@ -27,7 +27,7 @@ from kftrain.stages.outcome import Outcome
 SILENT_SECONDS = 30 * 60.0
 """After so long without a sign a run is taken for dead that no cluster answers for."""
 
-Why = Literal["paused", "done", "overlap", "unchanged"]
+Why = Literal["paused", "done", "overlap", "unchanged", "empty"]
 
 
 class Skipped(Document):
@@ -94,7 +94,15 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
         return _skip(config, key, "overlap", line, progress)
     progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
-    return Begun(config, key)
+    return Begun(config if is_resumed else _with_window(config, instant), key)
+
+
+def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
+    """That there is nothing to do, because nothing of the source lies in the window. Raises it in any other run."""
+    if not begun.key:
+        raise error
+    progress(f"nothing to do: {error.line}")
+    return Skipped(why="empty", line=error.line)
 
 
 def unchanged(
@@ -186,6 +194,16 @@ def _identity(config: Config, dataset_digest: str) -> str:
     """What a run trains. Initial weights count as they are asked for: a new champion alone is nothing to train on."""
     asked = config.model_copy(update={"train": config.train.without_weights()})
     return storage.digest_json({**asked.training_identity(dataset_digest), "from": config.train.start_from})
+
+
+def _with_window(config: Config, instant: datetime) -> Config:
+    """The window of data ends when the run was due."""
+    hours = config.schedule.window_hours
+    if not hours:
+        return config
+    window = {"start": format_instant(instant - timedelta(hours=hours)), "end": format_instant(instant)}
+    data = config.data.model_copy(update={"window": config.data.window.model_copy(update=window)})
+    return config.model_copy(update={"data": data})
 
 
 def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:

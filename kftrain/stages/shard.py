@@ -12,7 +12,7 @@ from kftrain.config import Config
 from kftrain.data import mixing
 from kftrain.data.shards import manifest
 from kftrain.data.shards.manifest import Manifest
-from kftrain.errors import DataError, OtherTrainingError
+from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
 from kftrain.process import channel
 from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
@@ -126,8 +126,11 @@ def _skipped_or_opened(
     run: OpenedRun, begun: Begun, prepared: Prepared | None, job_id: str, progress: Progress
 ) -> Outcome:
     skipped = begun.skipped
-    if skipped is None:
-        prepared = prepared or _prepare(run, progress)
+    try:
+        prepared = prepared or (_prepare(run, progress) if skipped is None else None)
+    except EmptyWindowError as error:
+        skipped = firing.empty(begun, error, progress)
+    if skipped is None and prepared is not None:
         skipped = firing.unchanged(begun, run.config, run.paths, prepared.shards.dataset_digest, job_id, progress)
     if skipped is not None:
         return firing.leave_skipped(run.paths, begun, skipped, job_id)

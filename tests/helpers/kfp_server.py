@@ -57,8 +57,13 @@ class Server:
         self.versions = []
         self.experiments = []
         self.runs = []
+        self.recurring = []
+        """Recurring runs; each may have "fired", a list of runs."""
+        self.killed = []
+        """Runs that lived when their recurring run was deleted."""
         self.requests = []
         self.script = []
+        self._created = 0
         self.races = set()
         """Kinds of things that somebody else creates between our asking and our creating."""
         self.answers = {}
@@ -109,6 +114,11 @@ class Server:
             ("POST", r"/pipelines/upload_version", self._upload_version),
             ("GET", r"/experiments", self._list_experiments),
             ("POST", r"/experiments", self._create_experiment),
+            ("GET", r"/recurringruns", self._list_recurring),
+            ("POST", r"/recurringruns", self._create_recurring),
+            ("POST", r"/recurringruns/([^/:]+):(enable|disable)", self._switch),
+            ("DELETE", r"/recurringruns/([^/]+)", self._delete_recurring),
+            ("GET", r"/runs", self._list_runs),
             ("POST", r"/runs", self._create_run),
             ("GET", r"/runs/([^/]+)", self._get_run),
         ]
@@ -123,7 +133,11 @@ class Server:
         return self._create("pipelines", self.pipelines, {**request.body, "pipeline_id": f"p-{len(self.pipelines)}"})
 
     def _list_versions(self, request, pipeline_id):
-        found = [v for v in self.versions if v["pipeline_id"] == pipeline_id and _matches(v, request)]
+        found = [v for v in self.versions if v["pipeline_id"] == pipeline_id]
+        if "filter" in request.query:
+            found = [v for v in found if _matches(v, request)]
+        if request.query.get("sort_by") == "created_at desc":
+            found.reverse()
         return 200, {"pipeline_versions": found} if found else {}
 
     def _upload_version(self, request):
@@ -144,6 +158,57 @@ class Server:
             "experiment_id": f"e-{len(self.experiments)}",
         }
         return self._create("experiments", self.experiments, experiment)
+
+    def _list_recurring(self, request):
+        if bool(request.query.get("namespace")) != self.multi_user:
+            return _refused(400, "In single-user mode, ListRecurringRuns cannot filter by namespace.")
+        found = [r for r in self.recurring if "filter" not in request.query or _matches(r, request)]
+        first, size = int(request.query.get("page_token") or 0), int(request.query["page_size"])
+        page = {"recurringRuns": found[first : first + size]} if found else {}
+        return 200, {**page, **({"next_page_token": str(first + size)} if first + size < len(found) else {})}
+
+    def _create_recurring(self, request):
+        """Names are not unique, and nothing says that there is one already."""
+        body = request.body
+        if not 1 <= int(body.get("max_concurrency") or 1) <= 10 or not body["trigger"]["cron_schedule"]["cron"]:
+            return _refused(400, "Invalid input error")
+        assert body["mode"] in ("ENABLE", "DISABLE")
+        self._created += 1
+        created = f"2026-11-01T00:{self._created // 60:02}:{self._created % 60:02}Z"
+        thing = {**body, "recurring_run_id": f"r-{self._created}", "created_at": created}
+        thing.setdefault("service_account", "pipeline-runner")
+        self.recurring.append({**thing, "fired": []})
+        return 200, thing
+
+    def _switch(self, request, identity, verb):
+        found = self._find_recurring(identity)
+        if found is None:
+            return _refused(404, f"recurring run {identity} not found")
+        found["mode"] = verb.upper()
+        return 200, {}
+
+    def _delete_recurring(self, request, identity):
+        """Kubernetes takes the Workflows along that belong to it."""
+        found = self._find_recurring(identity)
+        if found is None:
+            return _refused(404, f"recurring run {identity} not found")
+        self.killed += [run for run in found["fired"] if run["state"] in ("PENDING", "RUNNING")]
+        self.recurring.remove(found)
+        return 200, {}
+
+    def _find_recurring(self, identity):
+        return next((r for r in self.recurring if r["recurring_run_id"] == identity), None)
+
+    def fire(self, identity):
+        """What the controller does when a recurring run is due."""
+        found = self._find_recurring(identity)
+        name = f"{found['display_name']}-{len(found['fired']) + 1}"
+        found["fired"].append({"display_name": name, "recurring_run_id": identity, "state": "RUNNING"})
+        return found["fired"][-1]
+
+    def _list_runs(self, request):
+        found = [run for r in self.recurring for run in r["fired"] if _matches(run, request)]
+        return 200, {"runs": found} if found else {}
 
     def _create(self, kind, things, thing):
         taken = any(other["name"] == thing["name"] for other in things)
@@ -182,9 +247,12 @@ def _handler(server):
         def do_GET(self):
             self._respond(None)
 
+        def do_DELETE(self):
+            self._respond(None)
+
         def do_POST(self):
             data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self._respond(_body(self.headers["Content-Type"], data))
+            self._respond(_body(self.headers["Content-Type"], data) if data else None)
 
         def log_message(self, *arguments):
             pass

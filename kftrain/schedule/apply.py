@@ -1,0 +1,159 @@
+"""Carries out a plan: one action at a time, each decided by what is there now, so that it may end anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from kftrain.errors import LaunchError, UnavailableError
+from kftrain.progress import Progress
+from kftrain.schedule.plan import Action, Content, Create, Delete, Disable, Enable, Recurring, Wanted, plan
+
+Answer = TypeVar("Answer")
+
+MAX_ACTIONS = 50
+"""Actions of one call: more of them means that somebody undoes what is done here."""
+
+MAX_FAILURES = 6
+FIRST_WAIT_SECONDS = 1.0
+"""Calls in a row without an answer, and the wait after the first of them; it doubles."""
+
+SETTLE_SECONDS = 45.0
+"""Kubeflow's controller looks every 30 s: so long after it was disabled a recurring run may still start one."""
+
+POLL_SECONDS = 10.0
+
+
+class RecurringRuns(Protocol):
+    """Kubeflow's recurring runs. Every call raises UnavailableError where it may have taken effect or not."""
+
+    def list_recurring(self, name: str) -> list[Recurring]:
+        """All of a name."""
+        ...
+
+    def create(self, content: Content) -> None:
+        """A new one, disabled."""
+        ...
+
+    def enable(self, recurring_id: str) -> None:
+        """Nothing happens where it is gone."""
+        ...
+
+    def disable(self, recurring_id: str) -> None:
+        """Nothing happens where it is gone."""
+        ...
+
+    def delete(self, recurring_id: str) -> None:
+        """Kills what it has started and has not ended. Nothing happens where it is gone."""
+        ...
+
+    def live_runs(self, recurring_id: str) -> list[str]:
+        """Names of its runs that have not ended."""
+        ...
+
+
+@dataclass
+class Executor:
+    """Makes what is there what is wanted."""
+
+    api: RecurringRuns
+    name: str
+    progress: Progress
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _disabled_since: dict[str, float] = field(default_factory=dict)
+    _failures: int = 0
+
+    def converge(self, wanted: Wanted | None, wait_seconds: float = 0.0) -> list[str]:
+        """Does what is to be done; `wanted` None: the schedule is to go.
+
+        Returns the recurring runs that are left, disabled, because runs of theirs live: they are waited for as long as
+        `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
+        """
+        until, num_actions = self.clock() + wait_seconds, 0
+        while num_actions <= MAX_ACTIONS:
+            listed = self._asked(lambda: self.api.list_recurring(self.name))
+            if listed is None:
+                continue
+            actions = plan(wanted, listed)
+            self._note(listed)
+            urgent = next((each for each in actions if not isinstance(each, Delete)), None)
+            if urgent is not None:
+                self._do(urgent, wanted)
+                num_actions += 1
+                continue
+            ends = {each.id: self._deleted(each) for each in actions if isinstance(each, Delete)}
+            num_actions += len(ends)
+            if all(is_live for is_live in ends.values()):
+                if not ends or not self._waited(until):
+                    return list(ends)
+                num_actions = 0
+        raise LaunchError(
+            "somebody changes this schedule at the same time", where=self.name, fix="find out who, and apply it again"
+        )
+
+    def switch(self, listed: Sequence[Recurring], enabled: bool) -> None:
+        """Enables or disables recurring runs, until Kubeflow has answered. Raises LaunchError."""
+        for each in listed:
+            action = Enable(each.id) if enabled else Disable(each.id)
+            while each.enabled != enabled and not self._do(action, None):
+                pass
+
+    def _note(self, listed: Sequence[Recurring]) -> None:
+        """Since when each is known to start no runs any more."""
+        known = self._disabled_since
+        self._disabled_since = {each.id: known.get(each.id, self.clock()) for each in listed if not each.enabled}
+
+    def _deleted(self, action: Delete) -> bool:
+        """Deletes a recurring run that is disabled for long enough; True where it stays, because a run of it lives."""
+        rest = self._disabled_since[action.id] + SETTLE_SECONDS - self.clock()
+        if rest > 0:
+            self.sleep(rest)
+        live = self._asked(lambda: self.api.live_runs(action.id))
+        if live:
+            self.progress(f"{action.id} is disabled and stays until its runs have ended: {', '.join(live)}")
+        elif live is not None:
+            self._do(action, None)
+        return bool(live)
+
+    def _waited(self, until: float) -> bool:
+        """Waits a while; False where the time is up."""
+        if self.clock() >= until:
+            return False
+        self.sleep(POLL_SECONDS)
+        return True
+
+    def _do(self, action: Action, wanted: Wanted | None) -> bool:
+        """Carries out one action; False where nobody knows whether it took effect: what is there then will tell."""
+        return self._asked(lambda: self._call(action, wanted)) is not None
+
+    def _call(self, action: Action, wanted: Wanted | None) -> bool:
+        if isinstance(action, Create):
+            assert wanted is not None
+            self.api.create(wanted.content)
+            self.progress(f"created, disabled: {wanted.content.cron} (UTC)")
+        elif isinstance(action, Enable):
+            self.api.enable(action.id)
+            self.progress(f"enabled {action.id}")
+        elif isinstance(action, Disable):
+            self.api.disable(action.id)
+            self.progress(f"disabled {action.id}")
+        else:
+            self.api.delete(action.id)
+            self.progress(f"deleted {action.id}")
+        return True
+
+    def _asked(self, call: Callable[[], Answer]) -> Answer | None:
+        """The answer; None where there was none, after a wait. Raises LaunchError after too many of these in a row."""
+        try:
+            answer = call()
+        except UnavailableError:
+            self._failures += 1
+            if self._failures > MAX_FAILURES:
+                raise
+            self.sleep(FIRST_WAIT_SECONDS * 2 ** (self._failures - 1))
+            return None
+        self._failures = 0
+        return answer

@@ -1,0 +1,335 @@
+"""Plans against what they must bring about, and a thousand ways in which carrying them out may be disturbed."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.kfp_server import Request, Server
+
+from kftrain.errors import LaunchError, UnavailableError
+from kftrain.kubeflow import recurring as kubeflow
+from kftrain.schedule import apply
+from kftrain.schedule.apply import Executor
+from kftrain.schedule.plan import Content, Create, Delete, Disable, Enable, Recurring, Wanted, changes_to, plan
+
+NIGHTLY = Content("nightly", "0 0 2 * * *", "p-1", "e-1", {"config": "train: {steps: 100}\n", "resume_run": ""})
+LATER = replace(NIGHTLY, cron="0 0 3 * * *")
+OTHER = replace(NIGHTLY, name="weekly")
+
+
+def there(identity, content=NIGHTLY, enabled=True, created=""):
+    return Recurring(identity, content, enabled, created or identity)
+
+
+def test_nothing_is_there():
+    assert plan(Wanted(NIGHTLY, True), []) == [Create(), Enable("")]
+    assert plan(Wanted(NIGHTLY, False), []) == [Create()]
+
+
+def test_what_is_as_wanted_stays():
+    assert plan(Wanted(NIGHTLY, True), [there("a")]) == []
+    assert plan(Wanted(NIGHTLY, False), [there("a", enabled=False)]) == []
+    own = replace(NIGHTLY, service_account="pipeline-runner")
+    assert plan(Wanted(NIGHTLY, True), [there("a", own)]) == []  # where none is asked for, Kubeflow names its own
+
+
+def test_a_change_is_a_new_one_before_the_old_one_goes():
+    assert plan(Wanted(LATER, True), [there("a")]) == [Create(), Disable("a"), Enable(""), Delete("a")]
+    both = [there("a"), there("b", LATER, enabled=False)]
+    assert plan(Wanted(LATER, True), both) == [Disable("a"), Enable("b"), Delete("a")]
+
+
+def test_of_several_that_are_the_same_the_enabled_one_stays():
+    found = [there("a", enabled=False), there("b"), there("c")]
+    assert plan(Wanted(NIGHTLY, True), found) == [Disable("c"), Delete("c"), Delete("a")]
+
+
+def test_a_pause_and_an_end():
+    assert plan(Wanted(NIGHTLY, False), [there("a")]) == [Disable("a")]
+    assert plan(None, [there("a"), there("b", enabled=False)]) == [Disable("a"), Delete("a"), Delete("b")]
+
+
+def test_differences_name_the_field():
+    longer = replace(LATER, parameters={"config": "train: {steps: 200}\n", "resume_run": ""})
+    found = [str(each) for each in changes_to(Wanted(longer, True), [there("a", enabled=False)])]
+    assert found == [
+        "config.train.steps: 100 -> 200",
+        "cron: 0 0 2 * * * -> 0 0 3 * * *",
+        "enabled: False -> True",
+    ]
+    assert changes_to(Wanted(NIGHTLY, True), [there("a")]) == []
+    assert [str(each) for each in changes_to(Wanted(NIGHTLY, True), [])] == ["schedule: (none) -> nightly"]
+    edited = replace(NIGHTLY, parameters={"config": "- [", "resume_run": ""}, version_id="v-1")
+    keys = [each.key for each in changes_to(Wanted(NIGHTLY, True), [there("a", edited), there("b", edited)])]
+    assert keys == ["config", "version_id", "recurring runs of this name"]
+
+
+class CrashError(Exception):
+    """The process is gone."""
+
+
+class Scripted:
+    """The API without a network: each call may fail before or after it took effect, and others act in between."""
+
+    def __init__(self, server, chance=None, crash_at=None):
+        self.server = server
+        self.now = 0.0
+        self.chance = chance
+        self.crash_at = crash_at
+        self.num_calls = 0
+        self.between = lambda: None
+        self.enabled_too_many = False
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.between()
+
+    def call(self, respond):
+        self.num_calls += 1
+        self.between()
+        if self.crash_at == self.num_calls:
+            raise CrashError
+        lost = self.chance.random() if self.chance else 1.0
+        if lost < 0.1:
+            raise UnavailableError("Kubeflow Pipelines answered 429")
+        answer = respond()
+        enabled = [each for each in self.server.recurring if each["mode"] == "ENABLE"]
+        self.enabled_too_many |= len(enabled) > 1
+        if lost < 0.2:
+            raise UnavailableError("Kubeflow Pipelines cannot be reached: connection reset")
+        if self.crash_at == -self.num_calls:
+            raise CrashError
+        return answer
+
+    def list_recurring(self, name):
+        found = [each for each in self.server.recurring if each["display_name"] == name]
+        return self.call(lambda: [self._parsed(each) for each in found])
+
+    def _parsed(self, each):
+        content = replace(each["content"], service_account="pipeline-runner")
+        return Recurring(each["recurring_run_id"], content, each["mode"] == "ENABLE", each["created_at"])
+
+    def create(self, content):
+        self.call(lambda: create(self.server, content))
+
+    def enable(self, identity):
+        self.call(lambda: self.server._switch(None, identity, "enable"))
+
+    def disable(self, identity):
+        self.call(lambda: self.server._switch(None, identity, "disable"))
+
+    def delete(self, identity):
+        self.call(lambda: self.server._delete_recurring(None, identity))
+
+    def live_runs(self, identity):
+        found = self.server._find_recurring(identity)
+        fired = found["fired"] if found else []
+        return self.call(lambda: [run["display_name"] for run in fired if run["state"] == "RUNNING"])
+
+
+def create(server, content, mode="DISABLE"):
+    trigger = {"cron_schedule": {"cron": content.cron}}
+    body = {"display_name": content.name, "mode": mode, "trigger": trigger, "content": content}
+    return server._create_recurring(Request("POST", "/recurringruns", {}, {}, body))
+
+
+def converge(api, wanted, wait_seconds=0.0, name="nightly"):
+    return Executor(api, name, lambda line: None, api.clock, api.sleep).converge(wanted, wait_seconds)
+
+
+def content_of(server):
+    return [(each["content"].cron, each["mode"]) for each in server.recurring if each["content"].name == "nightly"]
+
+
+def test_applying_twice_does_it_once():
+    api = Scripted(Server())
+    assert converge(api, Wanted(NIGHTLY, True)) == []
+    calls, now = api.num_calls, api.now
+    assert converge(api, Wanted(NIGHTLY, True)) == []
+    assert (api.num_calls, api.now) == (calls + 1, now)
+    assert content_of(api.server) == [("0 0 2 * * *", "ENABLE")]
+
+
+def test_the_old_one_stays_until_its_run_has_ended():
+    api = Scripted(Server())
+    converge(api, Wanted(NIGHTLY, True))
+    run = api.server.fire("r-1")
+    assert converge(api, Wanted(LATER, True)) == ["r-1"]
+    assert content_of(api.server) == [("0 0 2 * * *", "DISABLE"), ("0 0 3 * * *", "ENABLE")]
+    end = api.now + 3600
+
+    def end_of_run():
+        if api.now > end:
+            run["state"] = "SUCCEEDED"
+
+    api.between = end_of_run
+    assert converge(api, Wanted(LATER, True), wait_seconds=7200) == []
+    assert content_of(api.server) == [("0 0 3 * * *", "ENABLE")] and not api.server.killed
+
+
+def test_a_run_that_starts_right_after_the_old_one_is_disabled_lives():
+    """The controller looks every 30 s."""
+    api = Scripted(Server())
+    converge(api, Wanted(NIGHTLY, True))
+    disabled = []
+
+    def late_firing():
+        old = api.server._find_recurring("r-1")
+        if old and old["mode"] == "DISABLE" and not disabled:
+            disabled.append(api.now)
+        if disabled and api.now >= disabled[0] + 30 and not old["fired"]:
+            api.server.fire("r-1")
+
+    api.between = late_firing
+    assert converge(api, Wanted(LATER, True)) == ["r-1"]
+    assert not api.server.killed
+
+
+def test_the_end_of_a_schedule_waits_for_its_run_and_leaves_others_alone():
+    api = Scripted(Server())
+    create(api.server, OTHER, "ENABLE")
+    converge(api, Wanted(NIGHTLY, True))
+    run = api.server.fire("r-2")
+    assert converge(api, None) == ["r-2"]
+    run["state"] = "FAILED"
+    assert converge(api, None) == []
+    assert [each["content"].name for each in api.server.recurring] == ["weekly"]
+
+
+def test_who_undoes_everything_is_not_fought_for_ever():
+    api = Scripted(Server())
+    api.between = lambda: [each.update(mode="DISABLE") for each in api.server.recurring]
+    with pytest.raises(LaunchError, match="somebody changes this schedule"):
+        converge(api, Wanted(NIGHTLY, True))
+
+
+def test_an_api_server_that_stays_away_ends_it():
+    api = Scripted(Server())
+    api.call = lambda respond: (_ for _ in ()).throw(UnavailableError("away"))
+    with pytest.raises(UnavailableError):
+        converge(api, Wanted(NIGHTLY, True))
+    assert api.now == sum(apply.FIRST_WAIT_SECONDS * 2**n for n in range(apply.MAX_FAILURES))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_crash_at_every_call_and_then_once_more(before):
+    """From one content to another, with a run that lives: wherever it ends, the next call brings it to its end."""
+    for number in range(1, 40):
+        api = Scripted(Server())
+        converge(api, Wanted(NIGHTLY, True))
+        run = api.server.fire("r-1")
+        api.num_calls, api.crash_at = 0, number if before else -number
+        try:
+            converge(api, Wanted(LATER, True))
+        except CrashError:
+            crashed = True
+        else:
+            crashed = False
+        api.crash_at = None
+        assert converge(api, Wanted(LATER, True)) == ["r-1"]
+        run["state"] = "SUCCEEDED"
+        assert converge(api, Wanted(LATER, True)) == []
+        assert content_of(api.server) == [("0 0 3 * * *", "ENABLE")]
+        assert not api.server.killed and not api.enabled_too_many
+        if not crashed:
+            return
+    raise AssertionError("it did not end")
+
+
+def disturb(api, chance):
+    """What others do while a call is under way: runs begin and end, people press buttons and delete."""
+    for each in api.server.recurring:
+        if each["mode"] == "ENABLE" and chance.random() < 0.2:
+            api.server.fire(each["recurring_run_id"])
+        for run in each["fired"]:
+            if chance.random() < 0.15:
+                run["state"] = "SUCCEEDED"
+
+
+def edit_by_hand(api, chance):
+    if not api.server.recurring:
+        return
+    each = chance.choice(api.server.recurring)
+    kind = chance.randrange(4)
+    if kind == 0:
+        each["mode"] = "ENABLE" if each["mode"] == "DISABLE" else "DISABLE"
+    elif kind == 1 and not any(run["state"] == "RUNNING" for run in each["fired"]):
+        api.server.recurring.remove(each)
+    elif kind == 2:
+        create(api.server, replace(NIGHTLY, cron="0 0 4 * * *"), chance.choice(["ENABLE", "DISABLE"]))
+    else:
+        each["content"] = replace(each["content"], version_id="v-7")
+
+
+def end_runs(server):
+    for each in server.recurring:
+        for run in each["fired"]:
+            run["state"] = "SUCCEEDED"
+
+
+def test_a_thousand_interleavings():
+    """Apply, pause, edits by hand, answers that are refused or lost, crashes: one is enabled, no run is killed."""
+    num_crashes = num_edits = 0
+    for seed in range(1000):
+        chance = random.Random(seed)
+        api = Scripted(Server(), chance)
+        api.between = lambda api=api, chance=chance: disturb(api, chance)
+        edited = False
+        for _ in range(chance.randrange(1, 5)):
+            wanted = Wanted(replace(NIGHTLY, cron=f"0 0 {chance.randrange(4)} * * *"), chance.random() < 0.7)
+            api.num_calls = 0
+            api.crash_at = chance.choice([None, 1, -1]) and chance.choice([1, -1]) * chance.randrange(1, 12)
+            try:
+                converge(api, wanted)
+            except CrashError:
+                num_crashes += 1
+            except LaunchError:
+                pass
+            if chance.random() < 0.4:
+                edit_by_hand(api, chance)
+                edited, num_edits = True, num_edits + 1
+        assert edited or not api.enabled_too_many, seed
+        api.chance, api.crash_at = None, None
+        api.between = lambda api=api: end_runs(api.server)
+        assert converge(api, wanted) == [], seed
+        assert content_of(api.server) == [(wanted.content.cron, "ENABLE" if wanted.enabled else "DISABLE")], seed
+        assert not api.server.killed, seed
+    assert num_crashes > 300 and num_edits > 300
+
+
+def test_what_the_api_lists_is_read_as_it_is_written(monkeypatch, tmp_path):
+    """Through kfp's own client and HTTP, with pages."""
+    import kfp
+
+    from kftrain.kubeflow.client import TOKEN_ENV, Connection
+
+    monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", f"{tmp_path}/context.json")
+    monkeypatch.setattr(kubeflow, "PAGE_SIZE", 2)
+    with Server() as server:
+        api = kubeflow.RecurringPipelines(Connection(server.url, "", TOKEN_ENV, None))
+        for content in (NIGHTLY, LATER, NIGHTLY, OTHER):
+            api.create(content)
+        assert [each.content.cron for each in api.list_recurring("nightly")] == [NIGHTLY.cron, LATER.cron, NIGHTLY.cron]
+        assert len(api.list_recurring()) == 4
+        api.enable("r-2")
+        api.enable("r-99")
+        assert [each.enabled for each in api.list_recurring()] == [False, True, False, False]
+        (listed,) = api.list_recurring("weekly")
+        assert plan(Wanted(OTHER, False), [listed]) == []
+        body = server.asked("POST", "recurringruns")[0].body
+        assert body["mode"] == "DISABLE" and body["no_catchup"] and body["max_concurrency"] == "2"
+        assert body["pipeline_version_reference"] == {"pipeline_id": "p-1"}
+        run = server.fire("r-2")
+        assert api.live_runs("r-2") == ["nightly-1"] and api.live_runs("r-1") == []
+        run["state"] = "SUCCEEDED"
+        assert api.live_runs("r-2") == []
+        api.disable("r-2")
+        api.delete("r-2")
+        api.delete("r-2")
+        assert [each.id for each in api.list_recurring()] == ["r-1", "r-3", "r-4"]
+        server.answers["GET", "/recurringruns"] = (429, {"error": "slow down"})
+        with pytest.raises(UnavailableError, match="429"):
+            api.list_recurring()
