@@ -48,7 +48,7 @@ def as_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
     import pandas
 
     if isinstance(inputs, pandas.DataFrame):
-        return inputs
+        return inputs if column is None else _as_given(inputs, column)
     if isinstance(inputs, pandas.Series):
         return inputs.to_frame(inputs.name if column is None else column)
     rows = [inputs] if isinstance(inputs, str | bytes) else inputs
@@ -60,6 +60,22 @@ def as_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
         return pandas.DataFrame({column: pandas.Series(list(rows), dtype=object)})
     except (ValueError, TypeError) as error:
         raise _not_understood(inputs) from error
+
+
+def _as_given(frame: pandas.DataFrame, column: str) -> pandas.DataFrame:
+    """What was meant by a frame that MLflow has made, of a model with a signature.
+
+    A list becomes a column 0, and columns by name become one row of lists: of texts, which are never lists themselves.
+    """
+    if list(frame.columns) == [0]:
+        return frame.rename(columns={0: column})
+    if column in frame and len(frame) and all(_are_texts(cell) for cell in frame[column]):
+        return frame[[column]].explode(column, ignore_index=True)
+    return frame
+
+
+def _are_texts(cell: Any) -> bool:
+    return isinstance(cell, list | np.ndarray) and len(cell) > 0 and all(isinstance(each, str) for each in cell)
 
 
 def _is_table(rows: Any) -> bool:

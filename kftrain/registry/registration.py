@@ -12,6 +12,7 @@ Tags only lead to candidates: whether a version is the same is decided by its re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kftrain import storage
@@ -19,7 +20,9 @@ from kftrain.config import Config
 from kftrain.errors import EvaluationError, KftrainError, TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.champion_alias import ChampionAlias
+from kftrain.registry.package import ModelPackage
 from kftrain.registry.reference import (
+    DATASET_DIGEST_TAG,
     EVALUATION_DIGEST_TAG,
     EXPORT_DIGEST_TAG,
     FILE_NAME,
@@ -31,6 +34,7 @@ from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, runs
 from kftrain.tracking.client import ModelVersion
+from kftrain.tracking.session import StoredModel
 from kftrain.trust import Trust
 
 CONTENT_DIGEST_TAG = "kftrain.content_digest"
@@ -40,6 +44,9 @@ MAX_OLD_CANDIDATES = 10
 """Of versions of an older kftrain, which have no such tag, so many are looked at, the newest."""
 
 LOADER_MODULE = "kftrain.registry.pyfunc_loader"
+
+MAX_DESCRIPTION_CHARACTERS = 5000
+"""MLflow's limit for the description of a version."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,18 @@ class RegisteredVersion:
 
 
 def register(
-    config: Config, paths: RunPaths, completion: Completion, evaluation: Evaluation, mlflow_run_id: str
+    config: Config,
+    paths: RunPaths,
+    completion: Completion,
+    evaluation: Evaluation,
+    mlflow_run_id: str,
+    package: Callable[[], ModelPackage] = ModelPackage,
 ) -> RegisteredVersion:
     """The version of a run's export, made if it is not there, with the evaluation's metrics. May be repeated.
 
-    Where a version has the same weights already, it is that one, and nothing is made. Raises EvaluationError if the
-    evaluation is of another export, TrackingError if the export is not there, the registered model belongs to another
-    storage root, or MLflow fails.
+    Where a version has the same weights already, it is that one, and nothing is made. `package`: what a new version
+    carries besides the reference. Raises EvaluationError if the evaluation is of another export, TrackingError if the
+    export is not there, the registered model belongs to another storage root, or MLflow fails.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
@@ -73,12 +85,15 @@ def register(
     ChampionAlias.of(config).claim(about)
     reference = _reference(paths, completion, evaluation)
     own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
-    found = own.find() or own.create(completion.step, _description(paths, completion, evaluation))
+    found = own.find() or own.create(
+        completion.step, package(), _description(paths, completion, evaluation), runs.kind_tags(config)
+    )
     if not found.identical:
         client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
         points = runs.evaluation_points(uri, mlflow_run_id, metrics, completion.step)
-        client.log_points(uri, mlflow_run_id, points, found.logged_model_id)
+        dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
+        client.log_points(uri, mlflow_run_id, points, found.logged_model_id, dataset)
     return found
 
 
@@ -127,11 +142,19 @@ class _Own:
         """The lowest version of this very export; else the lowest with the same files."""
         return self._find_own() or self._find_identical()
 
-    def create(self, step: int, description: str) -> RegisteredVersion:
+    def create(
+        self, step: int, package: ModelPackage, description: str, kind_tags: Mapping[str, str]
+    ) -> RegisteredVersion:
         """A new version; or a lower one, if another process made it at the same time."""
-        tags = {runs.RUN_ID_TAG: self.run_id, CONTENT_DIGEST_TAG: self._content_digest()}
-        model_id = self._find_or_create_logged_model(step)
-        made = client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, description)
+        tags = {
+            runs.RUN_ID_TAG: self.run_id,
+            CONTENT_DIGEST_TAG: self._content_digest(),
+            DATASET_DIGEST_TAG: self.reference.dataset_digest,
+            **kind_tags,
+        }
+        model_id = self._find_or_create_logged_model(step, package, kind_tags)
+        shown = package.card if 0 < len(package.card) <= MAX_DESCRIPTION_CHARACTERS else description
+        made = client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown)
         found = [version for version in (self._find_own(), self._find_identical()) if version is not None]
         if not found:
             raise TrackingError("the version that was made is not there", where=self.name, value=made)
@@ -161,7 +184,7 @@ class _Own:
                 return self._registered(version, theirs, identical=not is_own)
         return None
 
-    def _find_or_create_logged_model(self, step: int) -> str:
+    def _find_or_create_logged_model(self, step: int, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
         experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
         found = client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
         if found and lineage.of_model(self.uri, found) == self.reference:
@@ -169,10 +192,16 @@ class _Own:
         return client.create_logged_model(
             self.uri,
             self.mlflow_run_id,
-            self.name,
-            {**self.reference.tags(), **runs.code_tags(), runs.RUN_ID_TAG: self.run_id},
+            self.run_id,
+            {**self.reference.tags(), **runs.code_tags(), **kind_tags, runs.RUN_ID_TAG: self.run_id},
+            package.params,
             loader_module=LOADER_MODULE,
-            data=(FILE_NAME, storage.dump_json(self.reference.to_dict())),
+            data=FILE_NAME,
+            stored=StoredModel(
+                {FILE_NAME: storage.dump_json(self.reference.to_dict()).encode(), **package.files()},
+                package.input_example,
+                package.answer_types,
+            ),
             step=step,
         )
 

@@ -15,6 +15,7 @@ from kftrain.report import evaluation as _evaluation
 from kftrain.report import failure as _failure
 from kftrain.report import finish as _finish
 from kftrain.report import markdown, page
+from kftrain.report import model_card as _model_card
 from kftrain.report import registration as _registration
 from kftrain.report import run as _run
 from kftrain.report import shards as _shards
@@ -44,6 +45,7 @@ __all__ = [
     "failure_markdown",
     "finish_markdown",
     "comparison_markdown",
+    "model_card",
 ]
 
 
@@ -170,3 +172,8 @@ def skipped_html(run_uri: str, line: str) -> str:
 def skipped_markdown(run_uri: str, line: str) -> str:
     """The same as Markdown."""
     return markdown.render(_skipped.section(run_uri, line))
+
+
+def model_card(config: Config, manifest: Mapping[str, Any], completion: Completion, evaluation: Evaluation) -> str:
+    """What a registered model was made of, how good it is and where not, in Markdown. `manifest`: as JSON."""
+    return _model_card.render(config, manifest, completion, evaluation)

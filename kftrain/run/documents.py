@@ -61,6 +61,9 @@ class Completion(Document):
     """As the task names it; completions of before do not say."""
     num_training_samples: int = 0
     """Samples of an epoch; completions of before do not say, and theirs are the rows of the training split."""
+    packages: dict[str, str] = {}
+    """Distribution -> version, of those that the model needs: what a server of it installs. Completions of before do
+    not say."""
 
 
 class Interval(BaseModel):

@@ -19,6 +19,7 @@ from kftrain.stages import failure, firing, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
+from kftrain.stages.package import package_of
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task
 from kftrain.tasks.overview import read_overview
@@ -66,7 +67,14 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         evaluation = read_evaluation(paths, config, completion)
         shards, manifest = read_dataset(paths)
         mlflow_run_id = tracked.read(paths) or tracked.start(paths, config, shards, manifest)
-        registered = registry.register(config, paths, completion, evaluation, mlflow_run_id)
+        registered = registry.register(
+            config,
+            paths,
+            completion,
+            evaluation,
+            mlflow_run_id,
+            lambda: package_of(config, shards, manifest, completion, evaluation, progress),
+        )
         metrics = task_metrics(config)
         registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics)
         page = _report(paths, config, manifest, completion, evaluation, registration)

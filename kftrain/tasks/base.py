@@ -311,6 +311,19 @@ class Task(ABC):
 
     # -- the registered model ---------------------------------------------------------------------------------------
 
+    def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """A row for `predict`, column -> plain value, as people see it beside the registered model.
+
+        `sample`: the first one of the validation split as it is stored, field name -> its one row. Of numbers and texts
+        MLflow's signature is made, so the registered model must be asked so; lists make none, since MLflow would refuse
+        arrays then. By default empty: no example.
+        """
+        return {}
+
+    def answer_types(self) -> dict[str, str]:
+        """Columns of what `predict` gives -> MLflow's names of their types. By default empty: they are not known."""
+        return {}
+
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         """What a registered model answers: one row per input row, equal to what evaluation computes.
 

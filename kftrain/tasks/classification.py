@@ -151,6 +151,10 @@ class Classification(Task):
         """The probability of each class, by its name."""
         return dict(zip(self.labels, output.float().softmax(dim=-1).T, strict=True))
 
+    def answer_types(self) -> dict[str, str]:
+        """Those of `answer`."""
+        return dict.fromkeys(self.labels, "float")
+
     def label_of(self, record: Record) -> int:
         """The label of a record. Raises DataError where it is none of the classes, or the source has others."""
         names, label = record.fields.get("class_names"), record.fields.get("label")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from kftrain.tasks.base import Batch
 
+MAX_EXAMPLE_PIXELS = 4096
+"""Of the example that is registered with a model."""
+
 _CHANNELS = (1, 3)
 """Of an image whose colours are made to fit."""
 
@@ -115,6 +118,11 @@ class ImageClassification(Classification):
         files = Field("image", BYTES, extensions=images.EXTENSIONS)
         image = files if self.storage == "files" else Field("image", "uint8", self.image_shape)
         return SampleSchema((image, Field("label", "int64")))
+
+    def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The pixels of a small image; of a large one, or a file, nobody could read them."""
+        image = np.asarray(sample["image"])
+        return {"image": image.tolist()} if 0 < image.size <= MAX_EXAMPLE_PIXELS and image.ndim else {}
 
     def settings(self) -> dict[str, Any]:
         """What the encoded bytes depend on; normalisation happens later, and so does decoding of files."""

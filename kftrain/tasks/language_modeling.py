@@ -49,6 +49,9 @@ MAX_SHOWN_BYTES = 96
 MAX_BITS_PER_TOKEN = 1000.0
 """2 to the power of more is no finite number."""
 
+MAX_EXAMPLE_CHARACTERS = 200
+"""Of the example that is registered with a model."""
+
 MAX_SLICES = 12
 """Slices that are named; the smaller ones are counted together as `other`."""
 
@@ -299,6 +302,15 @@ class LanguageModeling(Task):
 
     def _shown(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens).decode("utf-8", "replace")
+
+    def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The beginning of a document."""
+        text = bytes(sample["text"]).decode(errors="replace") if "text" in sample else ""
+        return {"text": text[:MAX_EXAMPLE_CHARACTERS]} if text else {}
+
+    def answer_types(self) -> dict[str, str]:
+        """Those of `predict`."""
+        return {"bits_per_byte": "double", "num_bytes": "long"}
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
         """`bits_per_byte` and `num_bytes` of each row's `text`, computed as evaluation computes a document.

@@ -17,9 +17,13 @@ from typing import Any
 from kftrain.errors import TrackingError
 from kftrain.tracking import endpoint, session
 from kftrain.tracking.base import Point
+from kftrain.tracking.session import StoredModel
 
 MAX_VALUE_LENGTH = 6000
 """MLflow's limit for the value of a parameter; tags may be longer."""
+
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""MLflow shows its pages for trainings, not those for agents."""
 
 _MAX_METRICS_PER_CALL = 1000
 _MAX_PARAMS_PER_CALL = 100
@@ -35,6 +39,8 @@ class RunRecord:
     params: dict[str, str]
     tags: dict[str, str]
     latest: dict[str, Point]
+    dataset_name: str = ""
+    """Of the dataset that was recorded first; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str
             if found := client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             try:
-                return str(client.create_experiment(name, artifact_location=artifact_location))
+                return str(client.create_experiment(name, artifact_location, tags=_EXPERIMENT_TAGS))
             except session.mlflow().MlflowException as error:
                 if error.error_code != session.TAKEN:
                     raise
@@ -136,13 +142,19 @@ def tagged_runs(uri: str, tag: str) -> dict[str, RunRecord]:
                 return found
 
 
-def log_points(uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None) -> None:
-    """Records metrics, of a LoggedModel too if one is given. A point that is there already stays as it is."""
+def log_points(
+    uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None, dataset: tuple[str, str] = ("", "")
+) -> None:
+    """Records metrics, of a LoggedModel too if one is given, on a dataset (name, digest) if they are of one.
+
+    A point that is there already stays as it is.
+    """
+    name, digest = dataset[0] or None, dataset[1][:_MAX_DATASET_DIGEST_LENGTH] or None
     metric = session.mlflow().entities.Metric
     with session.connected(uri, "cannot log metrics") as client:
         for start in range(0, len(points), _MAX_METRICS_PER_CALL):
             part = points[start : start + _MAX_METRICS_PER_CALL]
-            metrics = [metric(p.key, p.value, p.timestamp_ms, p.step, model_id=model_id) for p in part]
+            metrics = [metric(p.key, p.value, p.timestamp_ms, p.step, model_id, name, digest) for p in part]
             client.log_batch(run_id, metrics=metrics)
 
 
@@ -180,7 +192,10 @@ def log_dataset(
     profile: Mapping[str, int],
     fields: Mapping[str, str],
 ) -> None:
-    """Records a dataset as the run's training input. `profile`: counts by name. `fields`: name -> type."""
+    """Records a dataset as what the run was trained and is evaluated on.
+
+    `profile`: counts by name. `fields`: name -> type.
+    """
     entities = session.mlflow().entities
     dataset = entities.Dataset(
         name=name,
@@ -191,7 +206,7 @@ def log_dataset(
         schema=json.dumps({"fields": dict(fields)}) if fields else None,
     )
     with session.connected(uri, "cannot log the dataset") as client:
-        tags = [entities.InputTag("mlflow.data.context", "training")]
+        tags = [entities.InputTag("mlflow.data.context", "training, evaluation")]
         client.log_inputs(run_id, datasets=[entities.DatasetInput(dataset=dataset, tags=tags)])
 
 
@@ -244,19 +259,24 @@ def create_logged_model(
     run_id: str,
     name: str,
     tags: Mapping[str, str],
+    params: Mapping[str, str],
     *,
     loader_module: str,
-    data: tuple[str, str],
+    data: str,
+    stored: StoredModel,
     step: int,
 ) -> str:
-    """Id of a new LoggedModel of a run that holds one file, `data` (name, text), for `loader_module`.
+    """Id of a new LoggedModel of a run with the files of `stored`, of which `loader_module` gets the one named `data`.
 
     Nothing is pickled. It becomes READY only when its files are there.
     """
     with session.connected(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
         experiment_id = client.get_run(run_id).info.experiment_id
-        model = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=dict(tags))
-        session.write_model(Path(folder), run_id, model.model_id, loader_module, data)
+        known = {key: value[:MAX_VALUE_LENGTH] for key, value in params.items()}
+        model = client.create_logged_model(
+            experiment_id, name=name, source_run_id=run_id, tags=dict(tags), params=known
+        )
+        session.write_model(Path(folder), run_id, model.model_id, loader_module, data, stored)
         client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
         client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model.model_id, step)])
@@ -361,7 +381,9 @@ def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
 def _record(run: Any) -> RunRecord:
     # The proto is the public view of the latest metrics that carries their steps.
     latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
-    return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest)
+    datasets = run.inputs.dataset_inputs if run.inputs else []
+    name = str(datasets[0].dataset.name) if datasets else ""
+    return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest, name)
 
 
 def _version(entity: Any) -> ModelVersion:

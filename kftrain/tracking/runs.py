@@ -28,6 +28,10 @@ GIT_TIMEOUT_SECONDS = 5.0
 EVALUATION_PREFIX = "evaluation/"
 """Sets the metrics of a finished model apart from those of training under the same name."""
 
+UNSET = ("", "None", "[]", "{}")
+
+MODEL_SECTIONS = ("task", "model", "precision", "optimizer", "train", "data")
+
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
@@ -171,6 +175,7 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
         TRAINING_DIGEST_TAG: config.training_digest(lineage.digest),
         "kftrain.dataset_digest": lineage.digest,
         "kftrain.config_digest": config.digest(),
+        **kind_tags(config),
         **code_tags(),
         **source_tags(),
         "mlflow.note.content": _description(config, lineage),
@@ -179,12 +184,31 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
     return {**tags, "mlflow.parentRunId": parent} if parent else tags
 
 
+def kind_tags(config: Config) -> dict[str, str]:
+    """What people filter by, on runs, LoggedModels and versions alike."""
+    return {"kftrain.task": config.task.kind, "kftrain.model": config.model.kind}
+
+
 def parameters(config: Config) -> dict[str, str]:
-    """The configuration as MLflow's parameters; without the pods' settings where there are no pods."""
-    known = flatten(config.to_dict())
+    """The configuration as MLflow's parameters, without what is not set.
+
+    A setting that a later version adds and nobody uses must not stand as a difference between old runs and new ones.
+    Without the pods' settings where there are no pods.
+    """
+    known = {key: value for key, value in flatten(config.to_dict()).items() if value not in UNSET}
     if config.launch.has_pods:
         return known
     return {key: value for key, value in known.items() if not key.startswith("launch.kubernetes")}
+
+
+def model_parameters(config: Config) -> dict[str, str]:
+    """Those that say what the model is and how it was trained: what MLflow's table of models shows."""
+    return {key: value for key, value in parameters(config).items() if key.partition(".")[0] in MODEL_SECTIONS}
+
+
+def dataset_name(uri: str, mlflow_run_id: str) -> str:
+    """Name of the dataset that was recorded with a run; empty where none was."""
+    return client.read_run(uri, mlflow_run_id).dataset_name
 
 
 def code_tags() -> dict[str, str]:

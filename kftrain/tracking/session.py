@@ -16,7 +16,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,25 @@ _SETTINGS = {
 ABSENT = "RESOURCE_DOES_NOT_EXIST"
 TAKEN = "RESOURCE_ALREADY_EXISTS"
 
+_EXAMPLE_INFO = {
+    "artifact_path": "input_example.json",
+    "serving_input_path": "serving_input_example.json",
+    "type": "dataframe",
+    "pandas_orient": "split",
+}
+
 _default_uri_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What lies in a LoggedModel besides `MLmodel`, and what `MLmodel` says of it."""
+
+    files: Mapping[str, bytes]
+    input_example: Mapping[str, Any] = field(default_factory=dict)
+    """Column -> its value in one row, as in the files; empty: no signature."""
+    answer_types: Mapping[str, str] = field(default_factory=dict)
+    """Column of the answer -> name of MLflow's type; empty: not known."""
 
 
 @functools.cache
@@ -127,16 +146,37 @@ def as_default_uri(uri: str) -> Iterator[None]:
                 os.environ["MLFLOW_TRACKING_URI"] = before
 
 
-def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: tuple[str, str]) -> None:
-    """Writes a pyfunc model of one file, `data` (name, text), into a folder. Nothing is pickled."""
+def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: str, stored: StoredModel) -> None:
+    """Writes a pyfunc model, whose loader gets the file `data` of `stored`, into a folder. Nothing is pickled."""
     import mlflow.pyfunc
     from mlflow.models import Model
 
-    name, text = data
-    (folder / name).write_text(text)
+    for name, content in stored.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     model = Model(run_id=run_id, model_id=model_id)
-    mlflow.pyfunc.add_to_model(model, loader_module=loader_module, data=name)
+    environment = ("conda.yaml", "python_env.yaml") if "conda.yaml" in stored.files else (None, None)
+    mlflow.pyfunc.add_to_model(
+        model, loader_module=loader_module, data=data, conda_env=environment[0], python_env=environment[1]
+    )
+    if stored.input_example:
+        if not any(isinstance(value, list | dict) for value in stored.input_example.values()):
+            model.signature = _signature(stored)
+        model.saved_input_example_info = _EXAMPLE_INFO
     model.save(str(folder / "MLmodel"))
+
+
+def _signature(stored: StoredModel) -> Any:
+    """MLflow refuses what it does not allow: a single text may come in a list, without the name of its column."""
+    import pandas
+    from mlflow.models import ModelSignature, infer_signature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    inputs = infer_signature(pandas.DataFrame({name: [value] for name, value in stored.input_example.items()})).inputs
+    if [type(value) for value in stored.input_example.values()] == [str]:
+        inputs = Schema([ColSpec(column.type) for column in inputs.inputs])
+    answer: list[Any] = [ColSpec(DataType[kind], name) for name, kind in stored.answer_types.items()]
+    return ModelSignature(inputs=inputs, outputs=Schema(answer) if answer else None)
 
 
 def read_artifact(uri: str, artifact_uri: str) -> str | None:

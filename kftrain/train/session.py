@@ -53,6 +53,7 @@ from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
 from kftrain.train.model import build_empty
 from kftrain.train.optimizer import build_optimizer
+from kftrain.train.packages import packages_in_use
 from kftrain.train.reading import Training, new_loader, read_training, training_samples, validation_rows
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
@@ -311,6 +312,7 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
         seconds=seconds,
         loss_unit=training.task.loss_unit,
         num_training_samples=training_samples(training).num_samples,
+        packages=packages_in_use(),
     )
     attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())

@@ -29,7 +29,13 @@ def test_a_version_refers_to_the_export_and_its_logged_model_carries_every_diges
     [version] = versions(config)
     assert version.source == f"models:/{registered.logged_model_id}"
     files = storage.read_json(storage.join(run.completion.export_uri, "manifest.json"))["files"]
-    assert version.tags == {"kftrain.run_id": "one", "kftrain.content_digest": storage.digest_json(files)}
+    assert version.tags == {
+        "kftrain.run_id": "one",
+        "kftrain.content_digest": storage.digest_json(files),
+        "kftrain.dataset_digest": run.completion.dataset_digest,
+        "kftrain.task": "language_modeling",
+        "kftrain.model": "transformer",
+    }
     reader = mlflow.MlflowClient(tracking_uri=config.tracking.uri)
     model = reader.get_logged_model(registered.logged_model_id)
     assert {name: value for name, value in model.tags.items() if name.startswith("kftrain.")} == {
@@ -42,6 +48,8 @@ def test_a_version_refers_to_the_export_and_its_logged_model_carries_every_diges
         "kftrain.training_digest": run.completion.training_digest,
         "kftrain.evaluation_digest": "e" * 64,
         "kftrain.git_commit": "abc123",
+        "kftrain.task": "language_modeling",
+        "kftrain.model": "transformer",
     }
     assert sorted(path.name for path in Path(model.artifact_location).iterdir()) == ["MLmodel", "reference.json"]
     assert {m.key: m.value for m in model.metrics} == {

@@ -1,0 +1,104 @@
+"""What a registered version carries besides its reference, so that a stranger's machine can serve it. Pure.
+
+    MLmodel, reference.json        the model by reference
+    python_env.yaml, conda.yaml, requirements.txt, constraints.txt    the environment, as MLflow's env managers read it
+    wheels/<digest>/kftrain-….whl  kftrain itself
+    input_example.json             a row that `predict` takes
+    model_card.md                  what the model is, for people
+
+Installers look for relative places of wheels beside the file that names them, whatever folder they run in. MLflow
+reads requirements.txt by itself and stumbles over options in it, but not over those of a constraints file; uv reads
+none there. So the place of the wheel stands twice: in constraints.txt, and in python_env.yaml.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from kftrain import storage
+from kftrain.registry.wheel import Wheel
+
+LEAST = {
+    "torch": "torch>=2.11",
+    "safetensors": "safetensors>=0.5",
+    "numpy": "numpy>=1.26",
+    "tokenizers": "tokenizers>=0.20",
+}
+"""What a model needs where its run did not say with what it was trained."""
+
+STORES = {"s3": ("s3fs", "botocore"), "gs": ("gcsfs",), "gcs": ("gcsfs",), "abfs": ("adlfs",), "abfss": ("adlfs",)}
+"""Scheme of a storage root -> packages that read it."""
+
+MODEL_CARD = "model_card.md"
+
+
+@dataclass(frozen=True)
+class ModelPackage:
+    """What people and servers find in a version."""
+
+    card: str = ""
+    """Markdown."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """What the model was trained with, for MLflow's table of models."""
+    requirements: tuple[str, ...] = ()
+    """Pins; none: the version carries no environment."""
+    wheel: Wheel | None = None
+    input_example: Mapping[str, Any] = field(default_factory=dict)
+    """Column -> its value in one row, plain; empty: none is known."""
+    answer_types: Mapping[str, str] = field(default_factory=dict)
+    """Column of the answer -> its type in MLflow's words."""
+
+    def files(self) -> dict[str, bytes]:
+        """Path in the version -> content."""
+        found = {MODEL_CARD: self.card.encode()} if self.card else {}
+        if self.input_example:
+            split = {"columns": list(self.input_example), "data": [list(self.input_example.values())]}
+            found["input_example.json"] = storage.dump_json(split).encode()
+            found["serving_input_example.json"] = storage.dump_json({"dataframe_split": split}).encode()
+        return {**found, **self._environment()} if self.requirements else found
+
+    def _environment(self) -> dict[str, bytes]:
+        python = platform.python_version()
+        places: list[str] = []
+        own: list[str] = []
+        files: dict[str, bytes] = {}
+        if self.wheel is not None:
+            folder = f"wheels/{self.wheel.digest}"
+            places, own = [f"--find-links {folder}"], [f"kftrain=={self.wheel.version}"]
+            files["constraints.txt"] = f"{places[0]}\n".encode()
+            files[f"{folder}/{self.wheel.file_name}"] = self.wheel.content
+        env = {
+            "python": python,
+            "build_dependencies": ["pip", "setuptools", "wheel"],
+            "dependencies": [*places, "-r requirements.txt"],
+        }
+        conda = {
+            "name": "mlflow-env",
+            "channels": ["conda-forge"],
+            "dependencies": [f"python={python}", "pip", {"pip": [*places, *self.requirements, *own]}],
+        }
+        lines = [*(["-c constraints.txt"] if own else []), *self.requirements, *own]
+        files["requirements.txt"] = "".join(f"{line}\n" for line in lines).encode()
+        files["python_env.yaml"] = yaml.safe_dump(env, sort_keys=False).encode()
+        files["conda.yaml"] = yaml.safe_dump(conda, sort_keys=False).encode()
+        return files
+
+
+def requirements(trained_with: Mapping[str, str], installed: Mapping[str, str], export_uri: str) -> tuple[str, ...]:
+    """What a server of a model needs besides kftrain, pinned where the version is known.
+
+    Args:
+        trained_with: Distribution -> version, of those that the training used.
+        installed: The same of those that are here: MLflow, and what reads the storage.
+        export_uri: Where the model lies.
+    """
+    pins = {name: f"{name}=={version.partition('+')[0]}" for name, version in trained_with.items()}
+    known = pins or dict(LEAST)
+    for name in ("mlflow", *STORES.get(export_uri.partition("://")[0], ())):
+        known[name] = f"{name}=={installed[name]}" if name in installed else name
+    return tuple(known[name] for name in sorted(known))

@@ -1,0 +1,74 @@
+"""What a registered version carries for people and servers; of what cannot be made, a warning says why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from kftrain import report
+from kftrain.config import Config
+from kftrain.data.opened import OpenedDataset
+from kftrain.data.shards.manifest import Manifest
+from kftrain.errors import KftrainError
+from kftrain.plugins import user_code
+from kftrain.progress import Progress
+from kftrain.registry.package import STORES, ModelPackage, requirements
+from kftrain.registry.wheel import own_wheel
+from kftrain.run.documents import Completion, Evaluation, RunShards
+from kftrain.tasks import Task, build_task_of
+from kftrain.tracking.runs import model_parameters
+
+Made = TypeVar("Made")
+
+
+def package_of(
+    config: Config,
+    shards: RunShards,
+    manifest: Manifest,
+    completion: Completion,
+    evaluation: Evaluation,
+    progress: Progress,
+) -> ModelPackage:
+    """The package of a run's model. Nothing of it is needed for registering, so nothing of it fails a run."""
+
+    def made(what: str, make: Callable[[], Made], otherwise: Made) -> Made:
+        try:
+            return make()
+        except KftrainError as error:
+            progress(f"warning: the registered version has no {what}: {error.line}")
+            return otherwise
+
+    no_example: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {})
+    example, types = made("input example", lambda: _example(config, shards, manifest), no_example)
+    card = made("card", lambda: report.model_card(config, manifest.to_dict(), completion, evaluation), "")
+    return ModelPackage(
+        card=card,
+        params=model_parameters(config),
+        requirements=requirements(completion.packages, _installed(), completion.export_uri),
+        wheel=made("wheel of kftrain", own_wheel, None),
+        input_example=example,
+        answer_types=types,
+    )
+
+
+def _example(config: Config, shards: RunShards, manifest: Manifest) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """A row that `predict` takes, made of the first validation sample, and the types of what it gives."""
+    task: Task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
+    dataset = OpenedDataset(shards.manifest_uri, manifest, "validation")
+    if not len(dataset):
+        return {}, {}
+    with user_code("task.input_example"):
+        example = task.input_example(dataset[0])
+        return (example, task.answer_types()) if example else ({}, {})
+
+
+def _installed() -> dict[str, str]:
+    """Distribution -> version, of those that a server may need and that are here."""
+    found = {}
+    for name in ("mlflow", *(name for names in STORES.values() for name in names)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
