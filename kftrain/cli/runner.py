@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,10 @@ from kftrain.process import stage_lifetime
 from kftrain.process.signals import INTERRUPT, handled
 
 OWN_PIPELINE = "-"
+
+
+CREATED = "{{$.pipeline_job_create_time_utc}}"
+"""What Kubeflow replaces by the time at which a run was created, and `kfp.local` does not know."""
 
 
 def main() -> None:
@@ -40,7 +45,8 @@ def run(spec: str, arguments: dict[str, object], root: str) -> None:
     workspace = Path(root) / "workspace"  # kfp deletes it at the end, hence nothing that anybody else has put there
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root, workspace_root=str(workspace))
     text = compiled() if spec == OWN_PIPELINE else Path(spec).read_text()
-    components.load_component_from_text(text)(**arguments)
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    components.load_component_from_text(text.replace(CREATED, now))(**arguments)
 
 
 def _note_stop(_number: int, _frame: FrameType | None) -> None:

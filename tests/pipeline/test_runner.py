@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import psutil
@@ -87,6 +88,28 @@ def test_an_object_arrives_as_it_was_meant(tmp_path, values):
     )
     found = parameters.received(json.loads((tmp_path / "found.json").read_text()))
     assert json.dumps(found, sort_keys=True) == json.dumps(values, sort_keys=True)
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def note(path: str, created: str) -> None:
+    from pathlib import Path
+
+    Path(path).write_text(created)
+
+
+@dsl.pipeline(name="noted")
+def noted(path: str) -> None:
+    note(path=path, created=dsl.PIPELINE_JOB_CREATE_TIME_UTC_PLACEHOLDER)
+
+
+def test_a_run_was_created_when_it_is_started(tmp_path):
+    """kfp's local runner does not know this placeholder."""
+    Compiler().compile(noted, str(tmp_path / "spec.yaml"))
+    (tmp_path / "arguments.json").write_text(json.dumps({"path": f"{tmp_path}/found"}))
+    process = PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {})
+    assert process.follow([].append) == 0
+    found = datetime.strptime((tmp_path / "found").read_text(), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    assert abs(datetime.now(timezone.utc) - found) < timedelta(hours=1)
 
 
 def alive_in_session(leader, patience_seconds=5.0):
