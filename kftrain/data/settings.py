@@ -114,6 +114,24 @@ class ReplayConfig(Section):
     """Filled in when the run is opened: there is nothing before the window, so all samples are new."""
 
 
+class DriftConfig(Section):
+    """What the shard step compares the new data with, and what it calls a change."""
+
+    against: str = "previous"
+    """`previous`: the dataset before of the same source, or what is seen again beside the window; `none`; or the URI of
+    a run or a dataset."""
+    some: Annotated[float, Field(gt=0.0)] = 0.1
+    """Population stability index from which on a distribution has changed to some extent, if chance gives less."""
+    large: Annotated[float, Field(gt=0.0)] = 0.25
+    """The index from which on it has changed largely."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DriftConfig:
+        if self.large < self.some:
+            raise ValueError("large is at least as much as some")
+        return self
+
+
 class PhaseConfig(Section):
     """Other weights of a mixture, from a step on."""
 
@@ -137,6 +155,8 @@ class DataConfig(Section):
     """Which part of the source is read."""
     replay: ReplayConfig = ReplayConfig()
     """What is seen again of the time before."""
+    drift: DriftConfig = DriftConfig()
+    """What the new data is compared with."""
     shards: Literal["write", "adopt"] = "write"
     """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
     fields: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)

@@ -25,6 +25,7 @@ from kftrain.report.content import Fact
 from kftrain.report.versions import VersionComparison
 from kftrain.run.advice import Situation
 from kftrain.run.documents import Completion, Evaluation, Performance, Registration
+from kftrain.run.drift import Drift
 from kftrain.run.error import ErrorDocument
 
 __all__ = [
@@ -59,6 +60,7 @@ def run_html(
     evaluation: Evaluation | None = None,
     registration: Registration | None = None,
     performance: Performance | None = None,
+    drift: Drift | None = None,
     written: Sequence[Fact] = (),
 ) -> str:
     """The one page of a run; parts that are None or empty are left out.
@@ -72,6 +74,7 @@ def run_html(
         evaluation: Of the run's own export.
         registration: What the gate decided.
         performance: What the export costs.
+        drift: What has changed since the dataset before.
         written: Where and with what the page is written, see `environment.facts`.
     """
     return page.render(
@@ -84,6 +87,7 @@ def run_html(
             evaluated=evaluation,
             registered=registration,
             performance=performance,
+            drift=drift,
             written=written,
         )
     )
@@ -124,14 +128,24 @@ def registration_markdown(config: Config, registration: Registration) -> str:
     return markdown.render(_registration.section(config, registration))
 
 
-def shards_html(name: str, manifest: Mapping[str, Any], overview: Mapping[str, Any] | None = None) -> str:
-    """What is in a dataset, from its manifest and some of its samples, both as JSON. `name`: of the run."""
-    return page.render(page.single(_shards.section(manifest, overview), name))
+def shards_html(
+    name: str,
+    manifest: Mapping[str, Any],
+    overview: Mapping[str, Any] | None = None,
+    drift: Drift | None = None,
+) -> str:
+    """What is in a dataset, from its manifest and some of its samples, both as JSON.
+
+    `name`: of the run. `drift`: what has changed since the dataset before.
+    """
+    return page.render(page.single(_shards.section(manifest, overview, drift), name))
 
 
-def shards_markdown(manifest: Mapping[str, Any], overview: Mapping[str, Any] | None = None) -> str:
+def shards_markdown(
+    manifest: Mapping[str, Any], overview: Mapping[str, Any] | None = None, drift: Drift | None = None
+) -> str:
     """The same as Markdown."""
-    return markdown.render(_shards.section(manifest, overview))
+    return markdown.render(_shards.section(manifest, overview, drift))
 
 
 def failure_html(error: ErrorDocument, stage: str, situation: Situation) -> str:

@@ -11,6 +11,7 @@ from kftrain.report import content, evaluation, registration, shards, training, 
 from kftrain.report.content import Fact, ReportSection
 from kftrain.report.page import Page
 from kftrain.run.documents import Completion, Evaluation, Performance, Registration
+from kftrain.run.drift import Drift
 
 
 def page(
@@ -23,6 +24,7 @@ def page(
     evaluated: Evaluation | None,
     registered: Registration | None,
     performance: Performance | None = None,
+    drift: Drift | None = None,
     written: Sequence[Fact] = (),
 ) -> Page:
     """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
@@ -32,7 +34,7 @@ def page(
         *([registration.section(config, registered)] if registered else []),
         *([evaluation.section(config, evaluated, performance)] if evaluated else []),
         *([training.section(config, completion, history, baselines, counted)] if completion or history else []),
-        *([shards.section(manifest, overview)] if manifest is not None else []),
+        *([shards.section(manifest, overview, drift)] if manifest is not None else []),
         *([_use(registered)] if registered else []),
     ]
     outcome = sections[0] if sections else ReportSection("Run", "Nothing has been recorded yet.")

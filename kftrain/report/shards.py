@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kftrain.report import content, wording
+from kftrain.report import drift as drifts
 from kftrain.report.content import Fact, Gallery, ReportSection, Sample, Table
+from kftrain.run.drift import Drift
 
 Manifest = Mapping[str, Any]
 
@@ -21,10 +23,10 @@ MAX_CLASSES = 24
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 
-def section(manifest: Manifest, overview: Manifest | None = None) -> ReportSection:
+def section(manifest: Manifest, overview: Manifest | None = None, drift: Drift | None = None) -> ReportSection:
     """The section of a dataset: what is in each split, what was found in it, and what samples look like.
 
-    `overview`: some of its samples, see `tasks/overview.py`.
+    `overview`: some of its samples, see `tasks/overview.py`. `drift`: what has changed since the dataset before.
     """
     splits = {str(name): _shards(split) for name, split in _mapping(manifest.get("splits")).items()}
     everything = [shard for shards in splits.values() for shard in shards]
@@ -33,10 +35,11 @@ def section(manifest: Manifest, overview: Manifest | None = None) -> ReportSecti
     return ReportSection(
         title="Data",
         headline=f"{wording.plural(shards, 'shard')} with {samples}, {wording.size(_total(everything, 'bytes'))}.",
-        sentences=_leaks(manifest),
+        sentences=[*_leaks(manifest), *(drifts.sentences(drift) if drift else [])],
         tables=[
             *tables,
             *_components_table(manifest, splits),
+            *(drifts.tables(drift) if drift else []),
             *_records_table(manifest),
             *_classes_tables(manifest),
             *_sizes_table(manifest),

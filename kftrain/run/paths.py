@@ -128,6 +128,11 @@ class RunPaths:
         return storage.join(self.uri, "evaluation", "request.json")
 
     @property
+    def drift(self) -> str:
+        """What has changed since the dataset before; not there where nothing was compared."""
+        return storage.join(self.uri, "drift.json")
+
+    @property
     def unmeasured(self) -> str:
         """Why the champion could not be scored; not there where it was."""
         return storage.join(self.uri, "evaluation", "unmeasured.json")

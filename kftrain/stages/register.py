@@ -17,6 +17,7 @@ from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, firing, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
+from kftrain.stages.drift import read_drift
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.package import package_of
@@ -103,6 +104,7 @@ def _report(
         evaluation=evaluation,
         registration=registration,
         performance=read_performance(paths, evaluation),
+        drift=read_drift(paths),
         written=environment.facts(),
     )
     storage.publish(paths.report, page)

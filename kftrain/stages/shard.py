@@ -16,8 +16,9 @@ from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
 from kftrain.process import channel
 from kftrain.progress import Progress, to_log
 from kftrain.run.documents import RunShards
+from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, initial_weights, preflight, remote, resolve, windows
+from kftrain.stages import drift, failure, firing, initial_weights, preflight, remote, resolve, windows
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
@@ -100,6 +101,8 @@ class Prepared:
     seconds: float
     overview: Any
     """Some of its samples, for reports."""
+    drift: Drift | None
+    """What has changed since the dataset before."""
 
 
 def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
@@ -119,7 +122,8 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     if not resolve.has_trained(paths):
         initial_weights.require_fit(config, task)
     overview = write_overview(task, shards.manifest_uri, described)
-    return Prepared(shards, described, reused, time.monotonic() - start, overview)
+    changed = drift.compared(config, shards.manifest_uri, described, task, progress)
+    return Prepared(shards, described, reused, time.monotonic() - start, overview, changed)
 
 
 def _skipped_or_opened(
@@ -142,14 +146,16 @@ def _skipped_or_opened(
 def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
     shards, described = prepared.shards, prepared.manifest
     storage.publish_json(paths.shards, shards.to_dict())
+    if prepared.drift is not None:
+        storage.publish_json(paths.drift, prepared.drift.to_dict())
     summary = _summary(paths, shards, described, prepared.reused)
     progress(summary["result"])
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
         metrics=_metrics(described, prepared.seconds),
-        html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview),
-        markdown=report.shards_markdown(described.to_dict(), prepared.overview),
+        html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview, prepared.drift),
+        markdown=report.shards_markdown(described.to_dict(), prepared.overview, prepared.drift),
     )
 
 

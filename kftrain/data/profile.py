@@ -1,0 +1,173 @@
+"""What a dataset is like, so that another one can be compared with it: `profile.json` beside the manifest.
+
+Sizes and classes were counted while the shards were written. What the samples hold is counted in stretches of the
+training split, spread evenly over it, as many whatever its size: tokens by their number, pixels by their value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from kftrain import storage
+from kftrain.data.adopted.conversion import Conversion
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.drift import MAX_NAMED_BINS, Distribution, independent_values
+from kftrain.data.images import EXTENSIONS, decode_image
+from kftrain.data.schema import CLUSTER, Arrays, Field
+from kftrain.data.shards.manifest import Manifest
+from kftrain.errors import DataError
+from kftrain.run import documents
+
+PROFILE_NAME = "profile.json"
+
+NUM_STRETCHES = 64
+STRETCH_BYTES = 1 << 16
+MIN_STRETCH_ROWS = 4
+
+MAX_VALUES = 1 << 20
+"""A field of larger numbers holds no tokens."""
+
+MAX_PIXELS = 256
+
+SIZES = "record sizes (bits)"
+"""Distribution of the lengths of records: how many bits the number of their bytes has."""
+
+
+class Counted(BaseModel):
+    """A distribution, as the document holds it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    counts: dict[str, int]
+    is_ordered: bool = False
+    num_independent: float = 0.0
+
+    def distribution(self) -> Distribution:
+        """For comparing."""
+        return Distribution(self.counts, self.is_ordered, self.num_independent)
+
+
+class Profile(documents.Document):
+    """`profile.json`: the training split of a dataset."""
+
+    num_records: int
+    content_bytes: int
+    """Of the records, before they were encoded; 0: not known."""
+    num_samples: int
+    distributions: dict[str, Counted]
+
+
+def read_profile(manifest_uri: str) -> Profile | None:
+    """What was written for a dataset; None where nothing was. Raises DataError where it is damaged."""
+    uri = _uri(manifest_uri)
+    return documents.read(Profile, uri) if storage.exists(uri) else None
+
+
+def write_profile(
+    manifest_uri: str, manifest: Manifest, targets: Sequence[str], conversion: Conversion | None = None
+) -> Profile:
+    """Writes it, unless it is there, and gives it. Raises DataError for damaged shards.
+
+    `targets`: fields that are learned, and counted as classes if at all. `conversion`: of adopted shards.
+    """
+    try:
+        found = read_profile(manifest_uri)
+    except DataError:
+        found = None
+    if found is None:
+        found = profile_of(manifest_uri, manifest, targets, conversion)
+        storage.publish_json(_uri(manifest_uri), found.to_dict())
+    return found
+
+
+def profile_of(
+    manifest_uri: str, manifest: Manifest, targets: Sequence[str], conversion: Conversion | None = None
+) -> Profile:
+    """The profile of a dataset of one source. Raises DataError."""
+    assert not manifest.components, "each dataset of a mixture has a profile of its own"
+    statistics: Mapping[str, Any] = manifest.statistics.get("train", {})
+    distributions = {name: Counted(counts=counts) for name, counts in statistics.get("classes", {}).items()}
+    if statistics.get("size_counts"):
+        distributions[SIZES] = Counted(counts=statistics["size_counts"], is_ordered=True)
+    dataset = ShardedDataset(manifest_uri, manifest, "train", conversion=conversion)
+    fields = [field for field in dataset.schema.fields if field.name not in (*targets, CLUSTER)]
+    stretches = list(_stretches(dataset, fields))
+    for field in fields:
+        groups = [_values(field, arrays[field.name]) for arrays in stretches]
+        if any(len(values) for values in groups):
+            distributions |= _counted(field, groups)
+    return Profile(
+        num_records=statistics.get("num_records", 0),
+        content_bytes=statistics.get("content_bytes", 0),
+        num_samples=manifest.splits["train"].num_samples,
+        distributions=distributions,
+    )
+
+
+def _uri(manifest_uri: str) -> str:
+    return storage.join(manifest_uri.rsplit("/", 1)[0], PROFILE_NAME)
+
+
+def _stretches(dataset: ShardedDataset, fields: Sequence[Field]) -> Iterator[Arrays]:
+    """Rows that follow each other, of some places spread evenly."""
+    row_bytes = sum(
+        np.dtype(field.dtype).itemsize * int(np.prod(field.shape)) for field in fields if not field.is_encoded
+    )
+    length = max(MIN_STRETCH_ROWS, STRETCH_BYTES // max(1, row_bytes) if row_bytes else 0)
+    if dataset.num_samples <= NUM_STRETCHES * length:
+        length = -(-dataset.num_samples // NUM_STRETCHES)
+        starts = list(range(0, dataset.num_samples, length))
+    else:
+        last = dataset.num_samples - length
+        starts = [number * last // (NUM_STRETCHES - 1) for number in range(NUM_STRETCHES)]
+    for start in starts:
+        yield dataset.read(np.arange(start, min(dataset.num_samples, start + length)))
+
+
+def _is_picture(field: Field) -> bool:
+    if field.is_encoded:
+        return any(extension in EXTENSIONS for extension in field.extensions)
+    return field.dtype == "uint8" and len(field.shape) in (2, 3)
+
+
+def _values(field: Field, rows: np.ndarray) -> np.ndarray:
+    """Whole numbers of the rows: pixels, or tokens; none of a field that holds neither."""
+    nothing = np.empty(0, np.int64)
+    if _is_picture(field):
+        if not field.is_encoded:
+            return rows.reshape(-1)
+        return np.concatenate([nothing, *(decode_image(bytes(each), field.name).reshape(-1) for each in rows)])
+    if field.is_encoded or np.dtype(field.dtype).kind not in "iu":
+        return nothing
+    values = rows.reshape(-1)
+    return values if not len(values) or (values.min() >= 0 and values.max() < MAX_VALUES) else nothing
+
+
+def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
+    """The distribution of a field's values, of which those of one stretch are alike."""
+    is_picture = _is_picture(field)
+    size = MAX_PIXELS if is_picture else 1 + max(int(values.max(initial=0)) for values in groups)
+    counts = np.zeros(size, np.int64)
+    for values in groups:
+        counts += np.bincount(values.astype(np.int64), minlength=size)
+    frequent = np.argsort(-counts, kind="stable")[: MAX_PIXELS if is_picture else MAX_NAMED_BINS]
+    by_group = np.array([np.bincount(values.astype(np.int64), minlength=size)[frequent] for values in groups])
+    rest = np.array([len(values) for values in groups]) - by_group.sum(axis=1)
+    independent = independent_values(np.column_stack([by_group, rest]))
+    named = {str(value): int(counts[value]) for value in np.flatnonzero(counts).tolist()}
+    what = "pixels" if is_picture else "values"
+    name = field.name if field.name == "tokens" else f"{what} of {field.name}"
+    return {name: Counted(counts=named, is_ordered=is_picture, num_independent=independent)}
+
+
+def mean_and_deviation(counted: Counted) -> tuple[float, float]:
+    """Mean and standard deviation of ordered values."""
+    found = Counter({int(value): count for value, count in counted.counts.items()})
+    values, weights = np.array(list(found)), np.array(list(found.values()))
+    mean = float(np.average(values, weights=weights))
+    return mean, float(np.sqrt(np.average(np.square(values - mean), weights=weights)))

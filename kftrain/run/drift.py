@@ -1,0 +1,74 @@
+"""`drift.json`: what has changed between the dataset of a run and an earlier one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kftrain.run.documents import Document
+
+Figures = tuple[float, float]
+"""Mean and standard deviation."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ProfiledDataset(_Part):
+    """The size of a dataset's training split."""
+
+    manifest_uri: str
+    num_records: int
+    content_bytes: int
+    num_samples: int
+
+
+class DriftShift(_Part):
+    """A bin of a distribution, and the share of the values in it."""
+
+    bin: str
+    before: float
+    now: float
+
+
+class DriftedDistribution(_Part):
+    """How one distribution has changed."""
+
+    name: str
+    psi: float
+    """Population stability index."""
+    js_distance: float
+    """Jensen-Shannon distance, from 0 to 1."""
+    chance_psi: float
+    """What chance alone exceeds once in twenty times."""
+    num_bins: int
+    level: Literal["none", "some", "large"]
+    shifts: list[DriftShift]
+    before: Figures | None = None
+    now: Figures | None = None
+
+
+class Drift(Document):
+    """The content of `drift.json`."""
+
+    before: ProfiledDataset
+    now: ProfiledDataset
+    some: float
+    """The index from which on a change is called so."""
+    large: float
+    distributions: list[DriftedDistribution]
+    """The one that has changed most comes first."""
+
+    @property
+    def drifted(self) -> list[DriftedDistribution]:
+        """Those that have changed."""
+        return [each for each in self.distributions if each.level != "none"]
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        if not self.drifted:
+            return "no drift against the dataset before"
+        return "drift: " + ", ".join(f"{each.level} in {each.name} (PSI {each.psi:.2g})" for each in self.drifted)

@@ -1,0 +1,187 @@
+"""What the shard step says of the data against the dataset before; nothing fails where it cannot be told."""
+
+import json
+from datetime import datetime, timedelta, timezone
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kftrain import config, report, storage, tracking
+from kftrain.data import profile
+from kftrain.data.shards.manifest import read_manifest
+from kftrain.data.time_window import TimeWindow
+from kftrain.errors import ConfigError, StorageError
+from kftrain.run import documents
+from kftrain.run.drift import Drift, DriftedDistribution, DriftShift, ProfiledDataset
+from kftrain.run.paths import RunPaths
+from kftrain.stages import drift, windows
+from kftrain.stages.shard import shard
+
+DAY, DAY_0 = timedelta(days=1), datetime(2026, 11, 1, tzinfo=timezone.utc)
+
+TEXTS = """
+run: {{name: nightly, storage_root: {root}/store}}
+tracking: {{uri: "sqlite:///{root}/mlflow.db"}}
+task: {{kind: language_modeling, sequence_length: 16, tokenizer: bytes}}
+model: {{kind: transformer, dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2}}
+train: {{global_batch_size: 4}}
+data: {{source: {root}/raw, window: {{by: path}}, shard_size_bytes: 65536, validation_fraction: 0.3}}
+"""
+
+IMAGES = TEXTS.replace(
+    "{{kind: language_modeling, sequence_length: 16, tokenizer: bytes}}",
+    "{{kind: image_classification, image_size: 8, num_channels: 1, num_classes: 2, storage: {storage}}}",
+).replace(
+    "{{kind: transformer, dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2}}",
+    "{{kind: vision_transformer, dim: 16, num_layers: 1, num_heads: 2}}",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_tracking(monkeypatch):
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+
+
+def day_of(root, day):
+    folder = root / "raw" / f"date={(DAY_0 + day * DAY).date()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_texts(root, day, words):
+    draw = np.random.default_rng(day)
+    for number in range(60):
+        (day_of(root, day) / f"{number}.txt").write_text(" ".join(draw.choice(words, 150)))
+
+
+def write_images(root, day, brightness, num_of_first):
+    draw = np.random.default_rng(day)
+    for number in range(120):
+        folder = day_of(root, day) / ("ant" if number < num_of_first else "bee")
+        folder.mkdir(exist_ok=True)
+        pixels = np.clip(draw.normal(brightness, 30, (8, 8)), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+
+
+def run_of(root, day, *overrides, text=TEXTS, **names):
+    """The outcome of the shard step of one day, what it has said, and its drift."""
+    own = config.parse(text.format(root=root, **names), overrides)
+    lines = []
+    placed = windows.with_window(own, TimeWindow(DAY_0 + day * DAY, DAY_0 + (day + 1) * DAY))
+    outcome = shard(placed, f"r-{day}", progress=lines.append)
+    paths = RunPaths(outcome.run_uri)
+    found = documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
+    return outcome, lines, found
+
+
+def said_of(line):
+    return line.startswith(("drift", "no drift", "warning"))
+
+
+ENGLISH = ["the", "shard", "step", "loss", "epoch", "mesh", "rank"]
+GERMAN = ["über", "größe", "schön", "zwölf", "jäger", "quiz"]
+
+
+def test_other_texts_are_a_drift_of_tokens_and_more_of_the_same_is_none(tmp_path):
+    for day, words in enumerate((ENGLISH, ENGLISH, GERMAN)):
+        write_texts(tmp_path, day, words)
+    _, lines, found = run_of(tmp_path, 0)
+    assert found is None and not [line for line in lines if said_of(line)], "there is nothing before"
+    outcome, lines, found = run_of(tmp_path, 1)
+    assert found.drifted == [] and "no drift against the dataset before" in lines
+    assert "No drift against the dataset before" in outcome.html and "No drift" in outcome.markdown
+    outcome, lines, found = run_of(tmp_path, 2)
+    tokens = next(each for each in found.distributions if each.name == "tokens")
+    assert tokens.level == "large" and found.line in lines and "large in tokens" in found.line
+    assert "Largest changes in tokens" in outcome.html and "Largest changes in tokens" in outcome.markdown
+    assert storage.read_json(RunPaths(outcome.run_uri).drift)["now"]["num_records"] == found.now.num_records > 0
+
+
+def test_the_shares_of_tokens_are_those_of_the_texts(tmp_path):
+    """All of a small dataset is counted: by bytes of the texts that are trained on."""
+    for day, words in enumerate((ENGLISH, GERMAN)):
+        write_texts(tmp_path, day, words)
+        outcome = run_of(tmp_path, day)[0]
+    manifest_uri = outcome.summary["manifest_uri"]
+    counted = profile.read_profile(manifest_uri).distributions["tokens"].counts
+    manifest = read_manifest(manifest_uri)
+    assert sum(counted.values()) == manifest.splits["train"].num_samples
+    held_out = manifest.splits["validation"].num_blocks
+    texts = [path.read_bytes() for path in day_of(tmp_path, 1).iterdir()]
+    assert 0.9 < counted["113"] / (sum(text.count(b"q") for text in texts) * (60 - held_out) / 60) < 1.1
+
+
+@pytest.mark.parametrize("stored", ["pixels", "files"])
+def test_brighter_images_and_another_balance_of_classes_are_a_drift(tmp_path, stored):
+    for day, (brightness, num_of_first) in enumerate([(90, 60), (90, 60), (150, 100)]):
+        write_images(tmp_path, day, brightness, num_of_first)
+    run_of(tmp_path, 0, text=IMAGES, storage=stored)
+    assert run_of(tmp_path, 1, text=IMAGES, storage=stored)[2].drifted == []
+    _, _, found = run_of(tmp_path, 2, text=IMAGES, storage=stored)
+    levels = {each.name: each.level for each in found.distributions}
+    assert levels["pixels of image"] == "large" and levels["label"] in ("some", "large")
+    pixels = next(each for each in found.distributions if each.name == "pixels of image")
+    files = [path for path in day_of(tmp_path, 2).rglob("*.png")]
+    assert pixels.now[0] == pytest.approx(np.mean([np.asarray(Image.open(file)) for file in files]), abs=2)
+    assert pixels.before[0] == pytest.approx(90, abs=3) and pixels.now[1] == pytest.approx(30, abs=2)
+
+
+def test_thresholds_are_settings_and_none_compares_nothing(tmp_path):
+    for day, words in enumerate((ENGLISH, GERMAN)):
+        write_texts(tmp_path, day, words)
+    run_of(tmp_path, 0)
+    assert run_of(tmp_path, 1, "data.drift={some: 90, large: 99}")[2].drifted == []
+    assert not [line for line in run_of(tmp_path, 0, "data.drift.against=none")[1] if said_of(line)]
+    with pytest.raises(ConfigError, match="large is at least as much as some"):
+        config.parse("data: {drift: {some: 0.3, large: 0.2}}")
+
+
+def test_the_new_is_compared_with_what_is_seen_again_and_with_a_run_that_is_named(tmp_path):
+    for day, words in enumerate((ENGLISH, GERMAN, ENGLISH)):
+        write_texts(tmp_path, day, words)
+    runs = [run_of(tmp_path, day)[0].run_uri for day in range(2)]
+    found = run_of(tmp_path, 2, "data.replay.windows=1")[2]
+    assert "large in tokens" in found.line
+    found = run_of(tmp_path, 2, f"data.drift.against={runs[0]}")[2]
+    assert (
+        found.drifted == [] and found.before.manifest_uri == storage.read_json(f"{runs[0]}/shards.json")["manifest_uri"]
+    )
+
+
+def test_what_cannot_be_compared_is_a_warning_line(tmp_path, monkeypatch):
+    for day in range(3):
+        write_texts(tmp_path, day, ENGLISH)
+        _, lines, found = run_of(tmp_path, day, "data.drift.against=/elsewhere/runs/r")
+        assert found is None
+        assert [line for line in lines if line.startswith("warning: how far the data has drifted is not known")]
+
+    def away(*arguments):
+        raise StorageError("the storage is away")
+
+    monkeypatch.setattr(drift, "write_profile", away)
+    lines = run_of(tmp_path, 1)[1]
+    assert "warning: how far the data has drifted is not known: the storage is away" in lines
+
+
+def test_a_damaged_profile_is_written_anew_and_one_of_deleted_shards_still_counts(tmp_path):
+    write_texts(tmp_path, 0, ENGLISH)
+    outcome, _, _ = run_of(tmp_path, 0)
+    folder = storage.local_path(outcome.summary["manifest_uri"]).parent
+    whole = (folder / profile.PROFILE_NAME).read_text()
+    (folder / profile.PROFILE_NAME).write_text("{")
+    write_texts(tmp_path, 1, ENGLISH)
+    assert run_of(tmp_path, 1)[2] is not None
+    assert json.loads((folder / profile.PROFILE_NAME).read_text()) == json.loads(whole)
+
+
+def test_names_of_values_are_escaped(tmp_path):
+    hostile = "<script>|`x`"
+    size = ProfiledDataset(manifest_uri="u", num_records=1, content_bytes=0, num_samples=2)
+    shift = DriftShift(bin=hostile, before=0.1, now=0.9)
+    one = {"name": hostile, "psi": 3.0, "js_distance": 0.9, "chance_psi": 0.0, "num_bins": 2, "level": "large"}
+    found = Drift(
+        before=size, now=size, some=0.1, large=0.25, distributions=[DriftedDistribution(**one, shifts=[shift])]
+    )
+    assert "<script>" not in report.shards_html("r", {}, None, found)
+    assert "<script>" not in report.shards_markdown({}, None, found).replace("\\<script", "")
