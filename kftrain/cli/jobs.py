@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import click
@@ -12,12 +13,14 @@ from kftrain import storage
 from kftrain.cli.options import echo, json_option
 from kftrain.config import Config
 from kftrain.errors import ConfigError
+from kftrain.kubeflow.client import ENDPOINT_ENV
 from kftrain.run.best_effort import best_effort
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
 
 if TYPE_CHECKING:
     from kftrain.launch.base import Jobs
+    from kftrain.launch.kubernetes.client import Cluster
 
 namespace_option = click.option(
     "--namespace", "-n", default="", help="Namespace of the jobs; default: that of the kubeconfig's context."
@@ -120,9 +123,19 @@ def unsuspend_command(run: str, namespace: str) -> None:
     default="",
     help="End runs of ended pipelines there.",
 )
+@click.option(
+    "--storage-root",
+    metavar="URI",
+    envvar="KFTRAIN_STORAGE_ROOT",
+    default="",
+    help="End runs of schedules there that nobody works on: each counts as a failure.",
+)
+@click.option(
+    "--host", metavar="URL", envvar=ENDPOINT_ENV, default="", help="Disable there what is paused in the storage root."
+)
 @namespace_option
-def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
-    """Delete jobs that nobody will take away, and end MLflow runs that nobody works on.
+def gc_command(dry_run: bool, tracking_uri: str, storage_root: str, host: str, namespace: str) -> None:
+    """Delete jobs that nobody will take away, and end MLflow runs and firings of schedules that nobody works on.
 
     The pipeline run of a job has ended, or its launcher is gone. The pipeline run of an MLflow run was deleted.
     """
@@ -140,6 +153,22 @@ def gc_command(dry_run: bool, tracking_uri: str, namespace: str) -> None:
 
         for orphan in garbage_stage.close_orphans(clusters, tracking_uri, dry_run):
             echo(f"{'would end' if dry_run else 'ended'} the MLflow run of {orphan.run_id}: {orphan.why}")
+    if storage_root:
+        _close_firings(clusters[0], storage_root, dry_run, host)
+
+
+def _close_firings(cluster: Cluster, storage_root: str, dry_run: bool, host: str) -> None:
+    from kftrain.schedule.state import paused_below
+    from kftrain.stages import firing
+
+    for name, run_uri in firing.close_lost(cluster, storage_root, datetime.now(timezone.utc), dry_run, echo):
+        echo(f"{'would count' if dry_run else 'counted'} as failed for {name}: {run_uri}")
+    paused = paused_below(storage_root) if host else []
+    if paused:
+        from kftrain.kubeflow.recurring import disable_all
+
+        for line in disable_all(host, cluster.namespace, paused, dry_run):
+            echo(line)
 
 
 def _jobs_of(run: str, namespace: str) -> Jobs:

@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 
 import click
 
+from kftrain import config as configuration
+from kftrain import outages
 from kftrain.cli import submit
 from kftrain.cli.compile import compiling_with
-from kftrain.cli.options import echo, json_option
+from kftrain.cli.options import config_file_option, echo, json_option
 from kftrain.cli.submit import connection_options
 from kftrain.config import Config
 from kftrain.errors import ConfigError
 from kftrain.kubeflow.client import Connection
 from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.kubeflow.submission import Submission
+from kftrain.progress import to_log
 from kftrain.schedule import cron, overview, spec
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Change, Content, Recurring, Wanted, changes_to
@@ -52,12 +55,17 @@ def schedule_command() -> None:
 @file_option
 @connection_options
 @wait_option
-def apply_command(path: str, wait_seconds: float, **connection: Any) -> None:
+@click.option("--render", type=click.Choice(["cronjob"]), help="Print it as a CronJob of Kubernetes, and ask nobody.")
+@click.option("--image", default="", help="Of a CronJob: the image of the steps; default: the one of this version.")
+def apply_command(path: str, wait_seconds: float, render: str | None, image: str, **connection: Any) -> None:
     """Make Kubeflow's recurring run what FILE says; nothing happens where it is that already.
 
     A change is a new one: it is created disabled, the old one is disabled, the new one enabled, and the old one deleted
     once no run of it lives.
     """
+    if render:
+        echo(_cronjob(_read(path), image, connection["namespace"]), nl=False)
+        return
     schedule, pipelines = _opened(path, connection)
     submission = _prepared(schedule.config, schedule, connection["host"])
     paused = _history(schedule).paused()
@@ -178,6 +186,27 @@ def delete_command(path: str, wait_seconds: float, **connection: Any) -> None:
         echo(f"{identity} is disabled; delete it again when its runs have ended")
     if not left:
         echo(f"{schedule.name} is gone")
+
+
+@schedule_command.command("fire")
+@config_file_option
+@click.option("--job", envvar="KFTRAIN_JOB", required=True, help="Name of the Kubernetes Job that this is a pod of.")
+def fire_command(config_file: tuple[str, ...], job: str) -> None:
+    """One run of a schedule, here: what a rendered CronJob runs."""
+    from kftrain.stages.fire import fire
+
+    config = configuration.load(config_file)
+    with outages.retrying_for(outages.ANSWERED_SECONDS):
+        ended = fire(config, job, to_log)
+    echo(ended.to_json(), nl=False)
+
+
+def _cronjob(schedule: Schedule, image: str, namespace: str) -> str:
+    from kftrain.components.images import STEPS_IMAGE
+    from kftrain.schedule import cronjob
+
+    chosen = image or schedule.file.steps_image or STEPS_IMAGE
+    return cronjob.render(schedule, chosen, datetime.now(timezone.utc), namespace)
 
 
 def _read(path: str) -> Schedule:

@@ -6,14 +6,17 @@ By pipeline id without a version, which kfp's own convenience methods refuse: ea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from kftrain.errors import ConfigError
 from kftrain.kubeflow.client import (
     EQUALS,
     NOT_FOUND,
     READ_TIMEOUT_SECONDS,
+    TOKEN_ENV,
     WRITE_TIMEOUT_SECONDS,
+    Connection,
     Pipelines,
     asked,
     named,
@@ -141,3 +144,25 @@ def recurring(found: Any) -> Recurring:
         max_runs=int(found.max_concurrency or 1),
     )
     return Recurring(found.recurring_run_id, content, found.mode == ENABLE, str(found.created_at or ""))
+
+
+def disable_all(host: str, namespace: str, names: Iterable[str], dry_run: bool) -> list[str]:
+    """Disables what is enabled of these schedules, as whoever this pod is; what was done, in lines. Raises LaunchError.
+
+    `namespace` counts on a multi-user installation.
+    """
+    pipelines = _of_pod(host, namespace)
+    enabled = [each for name in names for each in pipelines.list_recurring(name) if each.enabled]
+    for each in () if dry_run else enabled:
+        pipelines.disable(each.id)
+    return [
+        f"{'would disable' if dry_run else 'disabled'} {each.content.name} in Kubeflow: it is paused"
+        for each in enabled
+    ]
+
+
+def _of_pod(host: str, namespace: str) -> RecurringPipelines:
+    try:
+        return RecurringPipelines(Connection(host, "", TOKEN_ENV, None))
+    except ConfigError:  # a multi-user installation wants to know whose
+        return RecurringPipelines(Connection(host, namespace, TOKEN_ENV, None))

@@ -81,6 +81,11 @@ class History:
         """Of the schedule of this name."""
         return cls(storage.join(storage_root, FOLDER, name))
 
+    @property
+    def name(self) -> str:
+        """Of the schedule."""
+        return self.uri.rsplit("/", 1)[-1]
+
     def recent_keys(self) -> list[str]:
         """Of the last firings, the newest first."""
         names = storage.list_names(storage.join(self.uri, "firings"))
@@ -159,10 +164,6 @@ class History:
             return self.add(kind, line, now)
         return True
 
-    def remove(self) -> None:
-        """Deletes all of it."""
-        storage.remove(self.uri)
-
     def _last_number(self) -> int:
         names = storage.list_names(storage.join(self.uri, "events"))
         return max((int(name.removesuffix(".json")) for name in names if name[:-5].isdigit()), default=0)
@@ -180,6 +181,11 @@ class History:
 def names_below(storage_root: str) -> list[str]:
     """The schedules that a storage root knows."""
     return storage.list_names(storage.join(storage_root, FOLDER))
+
+
+def paused_below(storage_root: str) -> list[str]:
+    """Those of them that are paused."""
+    return [name for name in names_below(storage_root) if History.of(storage_root, name).paused()]
 
 
 def key_of(instant: datetime, created: datetime, trigger: str, job_id: str) -> str:

@@ -13,15 +13,18 @@ from typing import Literal
 from kftrain import launch, report, storage
 from kftrain.config import Config
 from kftrain.errors import EmptyWindowError, FailureClass, KftrainError
+from kftrain.launch.kubernetes.client import Cluster
+from kftrain.launch.kubernetes.workflow import cluster_place, is_over
 from kftrain.progress import Progress
 from kftrain.run import documents, heartbeat
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
+from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Document
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
-from kftrain.schedule.state import Firing, FiringEnd, History, Result, key_of
+from kftrain.schedule.state import Firing, FiringEnd, History, Result, key_of, names_below
 from kftrain.stages.outcome import Outcome
 
 SILENT_SECONDS = 30 * 60.0
@@ -171,17 +174,52 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
 
 def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
     """Records how a firing has ended; the first to do so counts, pauses and alerts."""
-    schedule = config.schedule
+    schedule, name = config.schedule, history.name
     if not history.end(key, ended) or ended.result != "failed":
         return
     count = history.failures_in_a_row()
-    line = f"{schedule.name} has failed: {ended.line}"
+    line = f"{name} has failed: {ended.line}"
     if schedule.pause_after_failures and count >= schedule.pause_after_failures:
         why = f"{count} failures in a row, the last: {ended.line}"
         if history.add("paused", why):
-            line = f"{schedule.name} is paused after {why}; to go on: kftrain schedule resume"
+            line = f"{name} is paused after {why}; to go on: kftrain schedule resume"
             progress(line)
     alert.send(line, link(config, ended), schedule.alert_over_http, progress)
+
+
+def close_lost(
+    cluster: Cluster, storage_root: str, now: datetime, dry_run: bool, progress: Progress
+) -> list[tuple[str, str]]:
+    """Ends firings below a storage root that nobody works on and nobody has ended: (schedule, run) of each.
+
+    What is left of a run that was deleted, or whose last pod was killed. Each counts as a failure.
+    """
+    found = []
+    for name in names_below(storage_root):
+        history = History.of(storage_root, name)
+        for key in history.recent_keys():
+            firing = history.firing(key) if history.ended(key) is None else None
+            if firing is None or not _is_lost(cluster, firing, now):
+                continue
+            found.append((name, firing.run_uri))
+            if not dry_run:
+                _close(history, key, firing, now, progress)
+    return found
+
+
+def _close(history: History, key: str, firing: Firing, now: datetime, progress: Progress) -> None:
+    line = "the run has ended without saying why: it was deleted, or its last pod was killed"
+    ended = FiringEnd(result="failed", line=line, job_id=firing.job_id, run_uri=firing.run_uri, time=now.timestamp())
+    paths = RunPaths(firing.run_uri)
+    config = read_config(paths) if is_opened(paths) else Config()
+    record(config, history, key, ended, progress)
+
+
+def _is_lost(cluster: Cluster, firing: Firing, now: datetime) -> bool:
+    """Whether nobody works on a firing: a Workflow of this cluster says it, one of another cluster is left alone."""
+    if firing.workflow:
+        return firing.cluster == cluster_place(cluster) and bool(is_over(cluster, firing.workflow))
+    return not _lives(firing, now)
 
 
 def link(config: Config, ended: FiringEnd) -> str:

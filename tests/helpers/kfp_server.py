@@ -20,6 +20,16 @@ DROPPED = "dropped"
 """In a script: the connection is closed without an answer."""
 
 
+RIGHTS = {
+    "_list_recurring": ("jobs", "list"),
+    "_create_recurring": ("jobs", "create"),
+    "_switch": ("jobs", ""),
+    "_delete_recurring": ("jobs", "delete"),
+    "_list_runs": ("runs", "list"),
+}
+"""What the API server asks Kubernetes for, as rights on resources of pipelines.kubeflow.org; empty: the call's verb."""
+
+
 @dataclass
 class Request:
     """What somebody has asked for."""
@@ -50,8 +60,10 @@ def run(state, steps=None, history=(), **rows):
 class Server:
     """The server and what it knows. Use as a context manager; `script` is what reading the run gives, one by one."""
 
-    def __init__(self, multi_user=False, certificate=None):
+    def __init__(self, multi_user=False, certificate=None, rights=None):
         self.multi_user = multi_user
+        self.rights = rights
+        """(resource, verb) that whoever asks may do; None: everything."""
         self._certificate = certificate
         self.pipelines = []
         self.versions = []
@@ -103,6 +115,10 @@ class Server:
         for method, pattern, respond in self._routes():
             match = re.fullmatch(pattern, path)
             if match and method == request.method:
+                right = RIGHTS.get(respond.__name__, ())
+                right = right and (right[0], right[1] or match.groups()[-1])
+                if self.rights is not None and right and right not in self.rights:
+                    return _refused(403, f"not authorized: {right[1]} of {right[0]}")
                 return respond(request, *match.groups())
         return _refused(404, "Not Found")
 

@@ -55,7 +55,7 @@ MAY_IMPORT = {
             "registry",
             "report",
         ),
-        *("stages", "pipelines", "schedule"),
+        *("stages", "pipelines", "schedule", "components.images"),
     },
     "components": {"stages"},
     "pipelines": {"components"},

@@ -2,14 +2,16 @@
 
 import http.server
 import json
+import os
 import threading
 from datetime import datetime, timedelta, timezone
 
 import pytest
 from helpers.documents import digits_config
 
-from kftrain import launch, storage, tracking
+from kftrain import config, launch, storage, tracking
 from kftrain.errors import DataError, FailureClass, LaunchError
+from kftrain.run.config import read_config
 from kftrain.run.error import of_stage
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
@@ -77,11 +79,11 @@ class Nights:
         return RunPaths.of(self.config.run.storage_root, f"tiny-{job}")
 
     def begin(self, day, job, *overrides, **arguments):
-        config = digits_config(self.root, *overrides) if overrides else self.config
+        chosen = digits_config(self.root, *overrides) if overrides else self.config
         created = format_instant(FIRST + day * DAY)
         created = arguments.pop("created", created)
         resume = arguments.pop("resume", "")
-        return shard_from_pipeline(config.to_yaml(), {}, resume, job, self.lines.append, created=created)
+        return shard_from_pipeline(chosen.to_yaml(), {}, resume, job, self.lines.append, created=created)
 
     def end(self, job, error=None):
         if error is not None:
@@ -253,3 +255,67 @@ def test_without_a_url_nothing_is_sent_and_nothing_said(monkeypatch):
     lines = []
     assert not alert.send("it failed", "link", False, lines.append)
     assert not lines
+
+
+class FakeCluster:
+    """Knows which Workflows are over."""
+
+    identity = "cluster"
+    namespace = "ns"
+    sees_workflows = True
+
+    def __init__(self, **phases):
+        self.phases = phases
+
+    def read_workflow(self, name):
+        return {"status": {"phase": self.phases[name]}} if name in self.phases else None
+
+
+def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
+    for number, workflow in enumerate(["gone", "failed", "running"]):
+        monkeypatch.setattr(launch, "pipeline_place", lambda workflow=workflow: (workflow, "cluster/ns"))
+        nights.begin(number, f"j{number}")
+    monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "elsewhere/ns"))
+    nights.begin(3, "j3")
+    root, cluster = nights.config.run.storage_root, FakeCluster(failed="Failed", running="Running")
+    now = FIRST + 4 * DAY
+    lost = [("nightly", nights.paths("j1").uri), ("nightly", nights.paths("j0").uri)]
+    assert firing.close_lost(cluster, root, now, True, nights.lines.append) == lost
+    assert nights.results() == []
+    assert firing.close_lost(cluster, root, now, False, nights.lines.append) == lost
+    assert nights.results() == ["failed", "failed"] and len(webhook.texts) == 2
+    assert firing.close_lost(cluster, root, now, False, nights.lines.append) == []
+
+
+def test_gc_leaves_a_run_without_a_workflow_until_it_is_silent(nights):
+    nights.begin(0, "a")
+    root = nights.config.run.storage_root
+    assert firing.close_lost(FakeCluster(), root, FIRST + timedelta(minutes=29), False, nights.lines.append) == []
+    assert len(firing.close_lost(FakeCluster(), root, FIRST + timedelta(minutes=31), False, nights.lines.append)) == 1
+
+
+LANGUAGE = """
+run: {{name: tiny, storage_root: "{root}/store"}}
+tracking: {{uri: "sqlite:///{root}/mlflow.db"}}
+data: {{source: "{root}/raw", window: {{by: modified}}, validation_fraction: 0.5}}
+task: {{kind: language_modeling, sequence_length: 16, tokenizer: bytes}}
+model: {{kind: transformer, dim: 16, num_layers: 1, num_heads: 2}}
+train: {{steps: 2, global_batch_size: 2}}
+schedule: {{name: nightly, cron: "0 0 2 * * *", window_hours: 24}}
+"""
+
+
+def test_the_window_ends_when_the_run_was_due_and_an_empty_one_is_nothing_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+    (tmp_path / "raw").mkdir()
+    for number in range(40):
+        file = tmp_path / "raw" / f"{number}.txt"
+        file.write_text(f"text number {number}\n" * 20)
+        os.utime(file, (FIRST.timestamp() - 3600,) * 2)
+    nights = Nights(tmp_path)
+    nights.config = config.parse(LANGUAGE.format(root=tmp_path))
+    assert nights.night(0, "a").summary["result"].startswith("shards written")
+    window = read_config(nights.paths("a")).data.window
+    assert (window.start, window.end) == ("2026-10-31T02:00:00Z", "2026-11-01T02:00:00Z")
+    assert nights.night(1, "b").summary["why"] == "empty"
+    assert nights.results() == ["trained", "skipped"]
