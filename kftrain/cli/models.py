@@ -109,6 +109,39 @@ def audit(
     return TrackingError.exit_code if findings else 0
 
 
+@models_command.command()
+@click.argument("version", default="champion")
+@click.option("--render", is_flag=True, required=True, help="Print the document; `kubectl apply -f -` takes it.")
+@click.option("--image", default="", help="Image of the container. Default: NAME:VERSION.")
+@model_options
+def deploy(
+    version: str,
+    render: bool,
+    image: str,
+    run_uri: str | None,
+    config_file: tuple[str, ...],
+    overrides: tuple[str, ...],
+) -> None:
+    """Render a version as a KServe InferenceService. VERSION is a number or an alias; default: the champion."""
+    import yaml
+
+    from kftrain.registry.inference_service import inference_service
+
+    config = _config(run_uri, config_file, overrides)
+    number, reference = registry.find_version(config, version)
+    image = image or f"{config.model_name}:{number}"
+    document = inference_service(config, number, reference, image)
+    echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+    echo(
+        f"the image {image}: mlflow models generate-dockerfile -m models:/{config.model_name}/{number} -d FOLDER",
+        err=True,
+    )
+    if storage.is_local(reference.export_uri) and not config.launch.kubernetes.volumes:
+        echo(
+            "warning: the model lies in a folder; set launch.kubernetes.volumes and volume_mounts to reach it", err=True
+        )
+
+
 def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> Config:
     if run_uri:
         saved = read_config(RunPaths(storage.absolute(run_uri)))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kftrain.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.registry.compared import ComparedVersion, ComparedVersions, compare
+    from kftrain.registry.compared import ComparedVersion, ComparedVersions, compare, find_version
     from kftrain.registry.findings import AuditFinding, audit
     from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
     from kftrain.registry.registration import RegisteredVersion, register
@@ -19,6 +19,7 @@ __all__ = [
     "remove_dead_writers",
     "audit",
     "compare",
+    "find_version",
     "RegisteredVersion",
     "Champion",
     "AuditFinding",
@@ -37,6 +38,7 @@ __getattr__ = attributes(
         "remove_dead_writers": "kftrain.registry.promotion",
         "audit": "kftrain.registry.findings",
         "compare": "kftrain.registry.compared",
+        "find_version": "kftrain.registry.compared",
         "RegisteredVersion": "kftrain.registry.registration",
         "Champion": "kftrain.registry.promotion",
         "AuditFinding": "kftrain.registry.findings",

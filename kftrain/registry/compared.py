@@ -94,6 +94,16 @@ def compare(
     return ComparedVersions(alias.model_name, digest, baseline, versions)
 
 
+def find_version(config: Config, name: str) -> tuple[int, Reference]:
+    """The version that a name means, and what it was made of. Raises TrackingError."""
+    alias = ChampionAlias.of(config)
+    number = _number(alias.model_name, name, client.get_aliases(alias.uri, alias.model_name))
+    version = client.get_version(alias.uri, alias.model_name, number)
+    if version is None:
+        raise TrackingError("there is no such version", where=alias.model_name, value=name)
+    return number, lineage.of(alias.uri, version)
+
+
 def _chosen(
     model_name: str, names: Sequence[str], aliases: dict[str, int], found: Mapping[int, ModelVersion], at_most: int
 ) -> list[int]:

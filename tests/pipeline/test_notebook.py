@@ -1,4 +1,4 @@
-"""`examples/quickstart.ipynb`: its cells run, in order, in a fresh Python."""
+"""The notebooks in `examples/`: their cells run, in order, in a fresh Python."""
 
 import json
 import re
@@ -13,19 +13,36 @@ import kftrain
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+COMPARISON = json.loads((ROOT / "examples" / "compare.ipynb").read_text())
 
 
-def code_cells():
-    return ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+def run_cells(notebook, folder):
+    """What the cells print, one after another in one process."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(cells)], cwd=folder / "examples", capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_comparison_runs(tmp_path):
+    lines = run_cells(COMPARISON, tmp_path).stdout.splitlines()
+    assert re.match(r"Version \d .* version \d", lines[0])
+    assert any(re.match(r"v\d - v\d accuracy: [+-]0\.\d{3} \(", line) for line in lines)
+    assert sum(line.startswith("class ") for line in lines) == 10
+    assert any("{'optimizer.learning_rate': [" in line for line in lines)
+    assert any(re.match(r"v\d: \d+ process seconds, goodput \d+%", line) for line in lines)
+    page = (tmp_path / ".demo" / "compare.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "Loss over samples" in page
 
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(code_cells())], cwd=tmp_path / "examples", capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_cells(NOTEBOOK, tmp_path)
     lines = ended.stdout.splitlines()
     assert lines[0] == "60 steps of vision_transformer"
     accuracy, _, reason, predicted, labels, size = lines[1:]
@@ -36,7 +53,8 @@ def test_every_cell_runs(tmp_path):
 
 
 def test_no_output_is_kept_and_the_readme_uses_what_the_notebook_runs():
-    assert not [cell for cell in NOTEBOOK["cells"] if cell.get("outputs") or cell.get("execution_count")]
+    cells = [*NOTEBOOK["cells"], *COMPARISON["cells"]]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
     in_readme = set(re.findall(r"kftrain\.([a-z]+_[a-z]+)\(", (ROOT / "README.md").read_text()))
     assert in_readme == set(kftrain.__all__) - {"CompletedRun", "compile_pipeline"}
     text = "".join(line for cell in NOTEBOOK["cells"] for line in cell["source"])

@@ -51,6 +51,17 @@ def test_versions_are_named_by_number_and_alias_in_any_order_and_once(compare, f
         compare("champ")
 
 
+def test_one_version_is_found_by_its_name_with_what_it_was_made_of(config, finished):
+    runs = [finished(name, quality) for name, quality in (("one", 0.6), ("two", 0.5))]
+    for run in runs:
+        run.submit()
+    number, reference = registry.find_version(config, "champion")
+    assert (number, reference.export_digest) == (1, runs[0].completion.export_digest)
+    assert registry.find_version(config, "v2")[1].run_uri == runs[1].paths.uri
+    with pytest.raises(TrackingError, match="no such version"):
+        registry.find_version(config, "v3")
+
+
 def test_of_many_the_champion_and_the_newest_are_shown(compare, finished):
     for number in range(5):
         finished(f"run-{number}", 0.6 if number else 0.9).submit()

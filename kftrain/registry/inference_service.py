@@ -1,0 +1,78 @@
+"""A registered version as a KServe InferenceService: a document for `kubectl apply`. Pure.
+
+The container is the image that `mlflow models generate-dockerfile` describes: it has the version's environment and
+serves MLflow's protocol on port 8080 (`/ping`, `/invocations`). The weights it reads from the storage root when it
+starts, with the secrets that training has.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.plugins import is_plugin
+from kftrain.registry.reference import Reference
+from kftrain.trust import KINDS_VARIABLE
+
+PORT = 8080
+MAX_NAME_CHARACTERS = 63
+
+
+def inference_service(config: Config, version: int, reference: Reference, image: str) -> dict[str, Any]:
+    """The document. `image`: of the container. Raises ConfigError for a model whose name Kubernetes cannot take."""
+    pods = config.launch.kubernetes
+    container: dict[str, Any] = {
+        "name": "kserve-container",
+        "image": image,
+        "imagePullPolicy": pods.image_pull_policy,
+        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
+        "env": _environment(config),
+        "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in pods.secrets],
+        "readinessProbe": {"httpGet": {"path": "/ping", "port": PORT}, "periodSeconds": 5, "failureThreshold": 60},
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}},
+        "volumeMounts": list(pods.volume_mounts),
+    }
+    predictor: dict[str, Any] = {
+        "minReplicas": 1,
+        "containers": [_given(container)],
+        "imagePullSecrets": [{"name": name} for name in pods.image_pull_secrets],
+        "volumes": list(pods.volumes),
+    }
+    return {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": _given(
+            {
+                "name": _service_name(config.model_name),
+                "namespace": pods.namespace,
+                "labels": {"app.kubernetes.io/managed-by": "kftrain"},
+                "annotations": {
+                    "kftrain/model": f"{config.model_name}/{version}",
+                    "kftrain/export": reference.export_uri,
+                    "kftrain/export-digest": reference.export_digest,
+                },
+            }
+        ),
+        "spec": {"predictor": _given(predictor)},
+    }
+
+
+def _environment(config: Config) -> list[dict[str, str]]:
+    """What loading must be told: own classes, which the configuration names, are allowed by nothing else."""
+    own = [kind for kind in (config.task.kind, config.model.kind) if is_plugin(kind)]
+    return [{"name": KINDS_VARIABLE, "value": ",".join(own)}] if own else []
+
+
+def _service_name(model_name: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", model_name.lower()).strip("-")
+    if not name or not name[0].isalpha() or len(name) > MAX_NAME_CHARACTERS:
+        raise ConfigError(
+            "cannot be the name of a service", where="registry.model_name", value=model_name, fix="begin with a letter"
+        )
+    return name
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value not in ("", [], {})}
