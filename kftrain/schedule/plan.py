@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kftrain.errors import ConfigError
-from kftrain.run.commit import differences
 from kftrain.settings import layers
 
 MAX_RUNS = 2
@@ -67,7 +66,8 @@ class Change(NamedTuple):
     wanted: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.now)} -> {_shown(self.wanted)}"
+        none = "(default)" if self.key.startswith(f"{CONFIG}.") else "(none)"
+        return f"{self.key}: {_shown(self.now, none)} -> {_shown(self.wanted, none)}"
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,11 @@ def changes_to(wanted: Wanted, listed: Sequence[Recurring]) -> list[Change]:
     if not listed:
         return [Change("schedule", None, wanted.content.name)]
     now = max(listed, key=lambda each: (_is_same(each.content, wanted.content), each.enabled, each.created, each.id))
-    content = _comparable(now.content, wanted.content)
-    found = [Change(*item) for item in differences(_flat(content), _flat(wanted.content))]
+    before, after = (_leaves(_flat(each)) for each in (_comparable(now.content, wanted.content), wanted.content))
+    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    found = [Change(key, before.get(key), after.get(key)) for key in keys]
+    if not found and not _is_same(now.content, wanted.content):
+        found = [Change("parameters", now.content.parameters, wanted.content.parameters)]
     if now.enabled != wanted.enabled:
         found.append(Change("enabled", now.enabled, wanted.enabled))
     if len(listed) > 1:
@@ -147,5 +150,12 @@ def _flat(content: Content) -> dict[str, Any]:
     return {**fields, "parameters": parameters, CONFIG: config}
 
 
-def _shown(value: Any) -> str:
-    return "(none)" if value in (None, "") else str(value)
+def _leaves(document: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and what stands there, without mappings: a section that is missing lacks all of its keys."""
+    if not isinstance(document, dict):
+        return {prefix.removesuffix("."): document}
+    return {key: value for name, item in document.items() for key, value in _leaves(item, f"{prefix}{name}.").items()}
+
+
+def _shown(value: Any, none: str) -> str:
+    return none if value in (None, "", {}) else str(value)

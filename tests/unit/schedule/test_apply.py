@@ -58,10 +58,13 @@ def test_differences_name_the_field():
         "enabled: False -> True",
     ]
     assert changes_to(Wanted(NIGHTLY, True), [there("a")]) == []
+    default = replace(NIGHTLY, parameters={"config": "", "resume_run": ""})
+    found = [str(each) for each in changes_to(Wanted(default, True), [there("a")])]
+    assert found == ["config.train.steps: 100 -> (default)"]
     assert [str(each) for each in changes_to(Wanted(NIGHTLY, True), [])] == ["schedule: (none) -> nightly"]
     edited = replace(NIGHTLY, parameters={"config": "- [", "resume_run": ""}, version_id="v-1")
     keys = [each.key for each in changes_to(Wanted(NIGHTLY, True), [there("a", edited), there("b", edited)])]
-    assert keys == ["config", "version_id", "recurring runs of this name"]
+    assert keys == ["config", "config.train.steps", "version_id", "recurring runs of this name"]
 
 
 class CrashError(Exception):
