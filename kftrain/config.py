@@ -143,6 +143,9 @@ class Config(Section):
             "registry": self.registry.model_copy(
                 update={"trusted_roots": tuple(storage.absolute(root, base) for root in self.registry.trusted_roots)}
             ),
+            "evaluate": self.evaluate.model_copy(
+                update={"reference": self.evaluate.reference and storage.absolute(self.evaluate.reference, base)}
+            ),
             "tracking": self.tracking.model_copy(update={"uri": _anchored_sqlite(self.tracking.uri, base)}),
         }
         return self.model_copy(update=changes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import ValidationRows, expanded
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.manifest import Manifest, read_manifest
+from kftrain.data.shards.verified import FirstUse
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import curves, examples
@@ -74,33 +75,53 @@ class _Scored:
     performance: Performance | None
 
 
+@dataclass(frozen=True)
+class _Data:
+    """A dataset whose validation split is read."""
+
+    manifest: Manifest
+    dataset: ShardedDataset
+    first_use: FirstUse
+
+
 def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
     request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
         return  # a worker that was started again at the very end must not wait for peers that are done
-    manifest_uri = read_shards(paths).manifest_uri
+    own_uri = read_shards(paths).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
-        manifest = read_manifest(manifest_uri)
-        require_places(manifest, manifest_uri, config)
-        level = config.data.verify
-        world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
-        first_use = first_use_of(config.data, manifest.dataset_digest)
-        conversion = conversion_of(manifest, build_task(config.task)) if manifest.is_adopted else None
-        dataset = ShardedDataset(manifest_uri, manifest, SPLIT, first_use, conversion)
+        uris = dict.fromkeys(target.manifest_uri or own_uri for target in request.targets)
+        opened = {uri: _open(uri, own_uri, config, world) for uri in uris}
         with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as liveness:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
+                data = opened[target.manifest_uri or own_uri]
                 scored = (
                     None
                     if world.from_main(exists)
-                    else _score(target, paths, request, dataset, config, world, liveness)
+                    else _score(target, paths, request, data.dataset, config, world, liveness)
                 )
-                world.agree(first_use.require_verified)
+                world.agree(data.first_use.require_verified)
                 if scored is not None:
-                    _publish(target, request.evaluation_digest, manifest, dataset, config, scored)
+                    digest = target.evaluation_digest or request.evaluation_digest
+                    _publish(target, digest, data.manifest, data.dataset, config, scored)
                 world.gather_slowly(None)  # the first process has the statistics to work through
+
+
+def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Data:
+    """A validation split, checked as far as the configuration asks for. Collective."""
+    if manifest_uri != own_uri:
+        trust, reference = Trust.of(config), config.evaluate.reference
+        replace(trust, roots=(*trust.roots, reference) if reference else trust.roots).require_place(manifest_uri)
+    manifest = read_manifest(manifest_uri)
+    require_places(manifest, manifest_uri, config)
+    level = config.data.verify
+    world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
+    first_use = first_use_of(config.data, manifest.dataset_digest)
+    conversion = conversion_of(manifest, build_task(config.task)) if manifest.is_adopted else None
+    return _Data(manifest, ShardedDataset(manifest_uri, manifest, SPLIT, first_use, conversion), first_use)
 
 
 def _load(

@@ -26,6 +26,9 @@ class EvaluateConfig(Section):
     """Resamples behind each confidence interval."""
     num_examples: Annotated[int, Field(ge=0, le=12)] = 6
     """Samples that reports show: so many spread over the data, so many of the largest loss; 0: nothing of the data."""
+    reference: str = ""
+    """A second dataset, always the same: its manifest.json, its folder of shards, or a run that has it. Champion and
+    challenger are measured on its validation split, too, and the gate asks for no regression there. Empty: none."""
     metrics: tuple[str, ...] = ()
     """Further metrics, `module:attr` each: a function from the task's sums to metrics, as `Task.metrics`."""
     num_latency_passes: Annotated[int, Field(ge=0, le=10000)] = 30

@@ -15,7 +15,7 @@ from kftrain.config import Config
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
 from kftrain.run import documents
-from kftrain.run.documents import Evaluation, Interval, Performance, Unmeasured
+from kftrain.run.documents import Evaluation, Interval, Performance, ReferenceSet, Unmeasured
 from kftrain.run.paths import RunPaths
 from kftrain.significance import PairedTest, mcnemar
 from kftrain.trust import Trust
@@ -65,6 +65,18 @@ def read_measured(folder: str) -> MeasuredExport:
         return MeasuredExport(evaluation, statistics, performance=performance)
     slices = unpack_slices(_read_arrays(storage.join(folder, SLICES), evaluation.slices_sha256))
     return MeasuredExport(evaluation, statistics, slices, performance)
+
+
+def read_on_reference(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport | None:
+    """What was evaluated, on the run's reference set; None where it has none. Raises EvaluationError."""
+    if not storage.exists(paths.reference_set):
+        return None
+    reference = documents.read(ReferenceSet, paths.reference_set, EvaluationError)
+    folder = paths.evaluation(evaluation.checkpoint_digest, reference.evaluation_digest)
+    found = read_measured(folder)
+    if found.evaluation.export_digest != evaluation.export_digest:
+        raise EvaluationError("the evaluation on the reference set is of another export", where=folder)
+    return found
 
 
 def find_performance(folder: str, export_digest: str) -> Performance | None:

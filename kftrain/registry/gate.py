@@ -42,6 +42,10 @@ class Evidence:
     """McNemar's test, where the metric is a share of units that are right."""
     slices: Mapping[str, Interval] | None = field(default_factory=dict)
     """Slice -> improvement on it, for those that are looked at; None: they should be, but cannot."""
+    reference: Interval | None = None
+    """Improvement on the reference set; None: there is no such set."""
+    reference_obstacle: str = ""
+    """Why there is none although there is such a set."""
     costs: Mapping[str, float] = field(default_factory=dict)
     """What is held against the limits, by their names (`latency_seconds` …), as far as it is known."""
     obstacle: str = ""
@@ -88,7 +92,7 @@ def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
     what would have been.
     """
     leading = _comparison(settings, evidence)
-    others = [*_test(evidence), *_slices(settings, evidence), *_limits(settings, evidence)]
+    others = [found for ask in (_test, _slices, _reference, _limits) for found in ask(settings, evidence)]
     policy = _policy(settings, evidence)
     reasons = (leading, *others, *policy)
     promote = all(each.verdict == "for" for each in reasons)
@@ -148,7 +152,7 @@ def _figures(settings: RegistryConfig, evidence: Evidence, improvement: Interval
     return f"{change}, improvement {improvement.value:.4g} {bounds}"
 
 
-def _test(evidence: Evidence) -> list[GateReason]:
+def _test(_: RegistryConfig, evidence: Evidence) -> list[GateReason]:
     """McNemar's test at the level of the interval's one side."""
     if evidence.test is None:
         return []
@@ -183,6 +187,25 @@ def _slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
         )
         for name, found in sorted(worse.items(), key=lambda each: each[1].value)
     ]
+
+
+def _reference(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
+    """No regression on the reference set: within the margin where one is set, else not shown to be worse."""
+    found, margin = evidence.reference, settings.reference_margin
+    if evidence.improvement is None or (found is None and not evidence.reference_obstacle):
+        return []
+    if found is None:
+        return [GateReason(code="reference_missing", verdict="person", text=evidence.reference_obstacle)]
+    figures = {**_bounds(found), **({} if margin is None else {"limit": margin})}
+    bounds = f"{found.value:.4g} [{found.low:.4g}, {found.high:.4g}]"
+    if found.high < 0 and (margin is None or found.low < -margin):
+        text = f"worse on the reference set: improvement {bounds}"
+        return [GateReason(code="reference_worse", verdict="against", text=text, figures=figures)]
+    if margin is not None and found.low < -margin:
+        text = f"not shown to be within {margin:g} of the champion on the reference set: improvement {bounds}"
+        return [GateReason(code="reference_not_within", verdict="against", text=text, figures=figures)]
+    text = f"no regression on the reference set: improvement {bounds}"
+    return [GateReason(code="reference", verdict="for", text=text, figures=figures)]
 
 
 def _limits(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:

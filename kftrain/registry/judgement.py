@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
@@ -28,6 +29,13 @@ class Challenger:
     paths: RunPaths
     registered: RegisteredVersion
     measured: MeasuredExport
+    on_reference: MeasuredExport | None = None
+    """On the reference set, if there is one."""
+
+    @property
+    def digest(self) -> str:
+        """Of the evaluation."""
+        return self.measured.evaluation.evaluation_digest
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def judge(
         return Judgement(_refusal("identical", reason), champion_version(entries))
     rival, measured, obstacle = _rival(alias, entries, challenger)
     found = (
-        _compared(config, challenger, rival, measured, metrics)
+        _compared(config, challenger, rival, measured, _on_reference(alias, entries, rival, challenger), metrics)
         if measured
         else _alone(config, challenger, rival, obstacle)
     )
@@ -74,7 +82,7 @@ def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challen
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
         return Judgement(_refusal("identical", reason), registered.version)
-    measured = measured_version(alias, entries, entry.previous, challenger)
+    measured = measured_version(alias, entries, entry.previous, challenger.digest)
     return Judgement(
         Decision(True, entry.reason, entry.reasons),
         entry.previous,
@@ -86,12 +94,11 @@ def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challen
 
 
 def measured_version(
-    alias: ChampionAlias, entries: list[Entry], version: int | None, challenger: Challenger
+    alias: ChampionAlias, entries: list[Entry], version: int | None, digest: str
 ) -> MeasuredExport | None:
-    """The evaluation of a version of the journal under the challenger's digest; None where there is none to be used."""
+    """The evaluation of a version of the journal under a digest; None where there is none to be used."""
     try:
         reference = alias.reference(entries, version)
-        digest = challenger.measured.evaluation.evaluation_digest
         return comparison.find_measured(reference, digest, alias.trust)
     except (EvaluationError, ConfigError):
         return None
@@ -110,8 +117,21 @@ def _alone(config: Config, challenger: Challenger, rival: int | None, obstacle: 
     return Judgement(decide(config.registry, evidence), rival)
 
 
+def _on_reference(
+    alias: ChampionAlias, entries: list[Entry], rival: int | None, challenger: Challenger
+) -> MeasuredExport | None:
+    """The rival on the challenger's reference set; None where there is no such set, or no figure."""
+    own = challenger.on_reference
+    return measured_version(alias, entries, rival, own.evaluation.evaluation_digest) if own else None
+
+
 def _compared(
-    config: Config, challenger: Challenger, rival: int | None, theirs: MeasuredExport, metrics: Metrics
+    config: Config,
+    challenger: Challenger,
+    rival: int | None,
+    theirs: MeasuredExport,
+    on_reference: MeasuredExport | None,
+    metrics: Metrics,
 ) -> Judgement:
     """The decision at the level of this try; one that could promote is counted."""
     settings, own = config.registry, challenger.measured
@@ -119,9 +139,10 @@ def _compared(
     evaluated = own.evaluation
     identity = tries.identity_of(evaluated.export_digest, evaluated.evaluation_digest, settings.metric, settings.goal)
     latest = list[Judgement]()
+    reference = _reference_evidence(config, challenger.on_reference, on_reference, metrics)
 
     def decided(number: int) -> tuple[Decision, float]:
-        evidence = _evidence(config, own, theirs, metrics, number)
+        evidence = replace(_evidence(config, own, theirs, metrics, number), **reference)
         decision = decide(settings, evidence)
         latest[:] = [
             Judgement(decision, rival, evidence.champion, evidence.improvement, False, number, evidence.confidence)
@@ -151,6 +172,16 @@ def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metri
     )
 
 
+def _reference_evidence(
+    config: Config, own: MeasuredExport | None, theirs: MeasuredExport | None, metrics: Metrics
+) -> dict[str, Any]:
+    if own is None:
+        return {}
+    if theirs is None:
+        return {"reference_obstacle": f"the champion {NO_EVALUATION.replace('the same data', 'the reference set')}"}
+    return {"reference": comparison.improvement(config, metrics, own, theirs)}
+
+
 def _slices(
     config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics
 ) -> Mapping[str, Interval] | None:
@@ -169,12 +200,12 @@ def _rival(
     """
     number = champion_version(entries)
     if number is not None:
-        measured = measured_version(alias, entries, number, challenger)
+        measured = measured_version(alias, entries, number, challenger.digest)
         return number, measured, "" if measured else _obstacle(alias, entries, number, challenger)
     own = challenger.registered.version
     formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
     for former in formers:
-        measured = measured_version(alias, entries, former, challenger)
+        measured = measured_version(alias, entries, former, challenger.digest)
         if measured is not None:
             return former, measured, ""
     if not any(entry.version for entry in entries):
@@ -184,7 +215,7 @@ def _rival(
 
 def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: Challenger) -> str:
     """Why the champion has no figures to compare with, as far as the evaluation has said."""
-    reference, digest = alias.reference(entries, champion), challenger.measured.evaluation.evaluation_digest
+    reference, digest = alias.reference(entries, champion), challenger.digest
     export_digest = reference.export_digest if reference else ""
     reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
     return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")

@@ -44,6 +44,9 @@ class RegistryConfig(Section):
     """Nor one that takes more memory for a pass with a batch of the evaluation."""
     max_export_bytes: Count | None = None
     """Nor one whose export is larger."""
+    reference_margin: Annotated[float, Field(ge=0.0)] | None = None
+    """A challenger must be shown to be within so much of the champion on the reference set (`evaluate.reference`), in
+    the metric's unit. Empty: it must not be shown to be worse there."""
     slice_min_groups: Count = 20
     """Slices of fewer groups are not looked at by the gate."""
     min_groups: Count = 20

@@ -61,6 +61,7 @@ def run_html(
     registration: Registration | None = None,
     performance: Performance | None = None,
     drift: Drift | None = None,
+    reference: Evaluation | None = None,
     written: Sequence[Fact] = (),
 ) -> str:
     """The one page of a run; parts that are None or empty are left out.
@@ -75,6 +76,7 @@ def run_html(
         registration: What the gate decided.
         performance: What the export costs.
         drift: What has changed since the dataset before.
+        reference: Of the run's own export on the reference set.
         written: Where and with what the page is written, see `environment.facts`.
     """
     return page.render(
@@ -88,6 +90,7 @@ def run_html(
             registered=registration,
             performance=performance,
             drift=drift,
+            reference=reference,
             written=written,
         )
     )
@@ -108,14 +111,24 @@ def training_markdown(config: Config, completion: Completion | None, history: _t
     return markdown.render(_training.section(config, completion, history))
 
 
-def evaluation_html(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> str:
+def evaluation_html(
+    config: Config,
+    evaluation: Evaluation,
+    performance: Performance | None = None,
+    reference: Evaluation | None = None,
+) -> str:
     """Metrics with intervals beside their baselines, slices, and the confusion matrix."""
-    return page.render(page.single(_evaluation.section(config, evaluation, performance), config.run.name))
+    return page.render(page.single(_evaluation.section(config, evaluation, performance, reference), config.run.name))
 
 
-def evaluation_markdown(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> str:
+def evaluation_markdown(
+    config: Config,
+    evaluation: Evaluation,
+    performance: Performance | None = None,
+    reference: Evaluation | None = None,
+) -> str:
     """The same as tables."""
-    return markdown.render(_evaluation.section(config, evaluation, performance))
+    return markdown.render(_evaluation.section(config, evaluation, performance, reference))
 
 
 def registration_html(config: Config, registration: Registration) -> str:

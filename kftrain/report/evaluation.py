@@ -26,7 +26,12 @@ MAX_MISTAKES = 12
 DIRECTIONS = {"minimize": "lower is better", "maximize": "higher is better"}
 
 
-def section(config: Config, evaluation: Evaluation, performance: Performance | None = None) -> ReportSection:
+def section(
+    config: Config,
+    evaluation: Evaluation,
+    performance: Performance | None = None,
+    reference: Evaluation | None = None,
+) -> ReportSection:
     """The section of an evaluation. Which direction is better is known of the gate's metric alone."""
     metric, goal = primary_metric(config, evaluation)
     if metric is None:
@@ -48,10 +53,23 @@ def section(config: Config, evaluation: Evaluation, performance: Performance | N
             *([_confusion_chart(confusion)] if confusion and drawn else []),
             *classes.charts(evaluation),
         ],
-        tables=[*([_frequent_mistakes(confusion)] if confusion and not drawn else []), *classes.tables(evaluation)],
+        tables=[
+            *_reference(reference),
+            *([_frequent_mistakes(confusion)] if confusion and not drawn else []),
+            *classes.tables(evaluation),
+        ],
         galleries=_galleries(evaluation),
         facts=_facts(evaluation),
     )
+
+
+def _reference(reference: Evaluation | None) -> list[Table]:
+    if reference is None:
+        return []
+    shown = {n: wording.interval(each.value, each.low, each.high) for n, each in reference.metrics.items()}
+    rows = [[wording.label(name), value, edges] for name, (value, edges) in shown.items()]
+    samples = wording.plural(reference.num_samples, "sample")
+    return [Table(f"On the reference set, {samples}", ["", "value", "interval"], rows)]
 
 
 def primary_metric(config: Config, evaluation: Evaluation) -> tuple[str | None, str]:

@@ -25,6 +25,7 @@ def page(
     registered: Registration | None,
     performance: Performance | None = None,
     drift: Drift | None = None,
+    reference: Evaluation | None = None,
     written: Sequence[Fact] = (),
 ) -> Page:
     """A page of the parts that are there. Provenance is gathered at its end, each fact once."""
@@ -32,7 +33,7 @@ def page(
     counted = sizes(manifest, completion, evaluated)
     sections = [
         *([registration.section(config, registered)] if registered else []),
-        *([evaluation.section(config, evaluated, performance)] if evaluated else []),
+        *([evaluation.section(config, evaluated, performance, reference)] if evaluated else []),
         *([training.section(config, completion, history, baselines, counted)] if completion or history else []),
         *([shards.section(manifest, overview, drift)] if manifest is not None else []),
         *([_use(registered)] if registered else []),

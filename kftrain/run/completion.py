@@ -70,7 +70,10 @@ def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evalua
 
     Raises EvaluationError where one is missing or of something else.
     """
-    return [_read_evaluation(target, request.evaluation_digest) for target in documents.to_be_scored(paths, request)]
+    return [
+        _read_evaluation(target, target.evaluation_digest or request.evaluation_digest)
+        for target in documents.to_be_scored(paths, request)
+    ]
 
 
 def metrics_uri(target: EvaluationTarget) -> str:

@@ -281,6 +281,14 @@ class Registration(Document):
     """Paired difference, positive is better; None without a champion."""
 
 
+class ReferenceSet(Document):
+    """`evaluation/reference.json`: the reference set as it was when the run was evaluated."""
+
+    manifest_uri: str
+    dataset_digest: str
+    evaluation_digest: str
+
+
 class EvaluationTarget(BaseModel):
     """One export to score, and where its metrics go."""
 
@@ -291,6 +299,10 @@ class EvaluationTarget(BaseModel):
     checkpoint_digest: str
     output_uri: str
     """Folder of `metrics.json` and `statistics.npz`."""
+    manifest_uri: str = ""
+    """The dataset whose validation split it is scored on; empty: the run's."""
+    evaluation_digest: str = ""
+    """Of this target; empty: that of the request."""
     required: bool = True
     """False: where the export cannot be loaded, `Unmeasured` says why, and the job goes on without it."""
 

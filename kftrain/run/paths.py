@@ -11,6 +11,7 @@
 <root>/runs/<run>/COMPLETE.json                                     train         -> evaluate, register
 <root>/runs/<run>/evaluation/<checkpoint>/<evaluation>/metrics.json evaluate      -> register
 <root>/runs/<run>/evaluation/unmeasured.json                        evaluate      -> register
+<root>/runs/<run>/evaluation/reference.json                         evaluate      -> register
 <root>/runs/<run>/registration.json                                 register      -> reports
 <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
 <root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
@@ -136,6 +137,11 @@ class RunPaths:
     def unmeasured(self) -> str:
         """Why the champion could not be scored; not there where it was."""
         return storage.join(self.uri, "evaluation", "unmeasured.json")
+
+    @property
+    def reference_set(self) -> str:
+        """Which dataset the reference set was; not there where there is none."""
+        return storage.join(self.uri, "evaluation", "reference.json")
 
     def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
         """Folder of one evaluation: `metrics.json` and `statistics.npz`."""

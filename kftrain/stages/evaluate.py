@@ -17,7 +17,7 @@ from kftrain.run.completion import metrics_uri
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Performance, Unmeasured
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, pods, tracked
+from kftrain.stages import failure, firing, pods, reference_set, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.pods import TaskPodSettings
@@ -37,6 +37,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
         own, champion = _own_target(paths, completion, digest), list[Champion]()
+        reference = reference_set.settle(paths, config, digest)
 
         def others() -> list[EvaluationTarget]:
             champion.extend(_rivals(config, completion))
@@ -44,15 +45,16 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
                 _champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)
             ]
             _require_data(paths, config, [own, *rivals])
-            return rivals
+            return [*rivals, *reference_set.targets(config, reference, [own, *rivals])]
 
         storage.remove(paths.unmeasured)
         evaluation = launch.run_evaluation(paths, config, digest, own, others)[0]
         if champion and storage.exists(paths.unmeasured):
             reason = documents.read(Unmeasured, paths.unmeasured, EvaluationError).reason
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
-        _log(paths, config, evaluation, completion.step)
-        return _outcome(paths, config, evaluation, progress)
+        on_reference = reference_set.read_own(paths, completion)
+        _log(paths, config, {**_values(evaluation), **_values(on_reference, "reference_")}, completion.step)
+        return _outcome(paths, config, evaluation, on_reference, progress)
 
 
 def read_complete(paths: RunPaths, config: Config) -> Completion:
@@ -130,29 +132,36 @@ def _require_data(paths: RunPaths, config: Config, targets: Sequence[EvaluationT
         require_usable(*read_dataset(paths), config)
 
 
-def _log(paths: RunPaths, config: Config, evaluation: Evaluation, step: int) -> None:
+def _log(paths: RunPaths, config: Config, values: dict[str, float], step: int) -> None:
     """Logs to the MLflow run of the training, if that has one."""
     mlflow_run_id = tracked.read(paths)
     if mlflow_run_id:
-        tracking.log_evaluation(config.tracking.uri, mlflow_run_id, _values(evaluation), step)
+        tracking.log_evaluation(config.tracking.uri, mlflow_run_id, values, step)
 
 
-def _values(evaluation: Evaluation) -> dict[str, float]:
+def _values(evaluation: Evaluation | None, prefix: str = "") -> dict[str, float]:
+    if evaluation is None:
+        return {}
     metrics = {name: interval.value for name, interval in evaluation.metrics.items()}
-    return finite_metrics({**evaluation.figures, **metrics})
+    return finite_metrics({f"{prefix}{name}": value for name, value in {**evaluation.figures, **metrics}.items()})
 
 
-def _outcome(paths: RunPaths, config: Config, evaluation: Evaluation, progress: Progress) -> Outcome:
+def _outcome(
+    paths: RunPaths, config: Config, evaluation: Evaluation, reference: Evaluation | None, progress: Progress
+) -> Outcome:
     values = _values(evaluation)
     shown = ", ".join(f"{name} {values[name]:.4g}" for name in evaluation.metrics if name in values)
     result = f"evaluated on {evaluation.num_samples:,} samples: {shown}"
     progress(result)
+    if reference is not None:
+        there = ", ".join(f"{name} {found.value:.4g}" for name, found in reference.metrics.items())
+        progress(f"on the {reference.num_samples:,} samples of the reference set: {there}")
     performance = read_performance(paths, evaluation)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
-        metrics=values,
-        html=report.evaluation_html(config, evaluation, performance),
-        markdown=report.evaluation_markdown(config, evaluation, performance),
+        metrics={**values, **_values(reference, "reference_")},
+        html=report.evaluation_html(config, evaluation, performance, reference),
+        markdown=report.evaluation_markdown(config, evaluation, performance, reference),
         confusion=evaluation.confusion,
     )

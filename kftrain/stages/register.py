@@ -15,7 +15,7 @@ from kftrain.run.commit import differences
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, tracked
+from kftrain.stages import failure, firing, reference_set, tracked
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.drift import read_drift
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
@@ -105,6 +105,7 @@ def _report(
         registration=registration,
         performance=read_performance(paths, evaluation),
         drift=read_drift(paths),
+        reference=reference_set.read_own(paths, completion),
         written=environment.facts(),
     )
     storage.publish(paths.report, page)

@@ -187,3 +187,9 @@ def metrics():
 def aliases(config):
 
     return lambda: client.get_aliases(config.tracking.uri, "toy")
+
+
+@pytest.fixture
+def add_reference():
+    """Measures a finished run under one more evaluation digest."""
+    return lambda run, quality, digest: write_evaluation(run.paths, run.completion, statistics_of(quality), digest)

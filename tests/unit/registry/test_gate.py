@@ -18,7 +18,16 @@ def interval(low, value, high):
 
 
 def decision(
-    improvement, champion=True, obstacle="", num_groups=20, test=None, slices=None, number=0, costs=(), **settings
+    improvement,
+    champion=True,
+    obstacle="",
+    num_groups=20,
+    test=None,
+    slices=None,
+    number=0,
+    costs=(),
+    on_reference=None,
+    **settings,
 ):
     evidence = Evidence(
         challenger=interval(1.9, 2.0, 2.1),
@@ -30,6 +39,7 @@ def decision(
         test=test,
         slices={} if slices is None else slices,
         costs=dict(costs),
+        reference=on_reference,
         obstacle=obstacle,
     )
     return decide(RegistryConfig(metric="bits_per_byte", **settings), evidence)
@@ -200,3 +210,30 @@ def test_a_limit_that_is_exceeded_is_told_also_where_the_champion_cannot_be_comp
         not found.awaits_person
         and found.reason == "not promoted: its export is gone; size in bytes 1000 is more than 5"
     )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "margin", "code", "promote"),
+    [
+        ((-0.05, -0.01, 0.03), None, "reference", True),
+        ((-0.05, -0.03, -0.01), None, "reference_worse", False),
+        ((-0.05, -0.03, -0.01), 0.1, "reference", True),
+        ((-0.05, -0.03, -0.01), 0.04, "reference_worse", False),
+        ((-0.05, -0.01, 0.03), 0.04, "reference_not_within", False),
+        ((float("-inf"), -0.01, float("inf")), 0.04, "reference_not_within", False),
+        ((0.01, 0.03, 0.05), 0.0, "reference", True),
+    ],
+)
+def test_a_challenger_must_not_get_worse_on_the_reference_set(bounds, margin, code, promote):
+    found = decision(interval(0.05, 0.1, 0.15), on_reference=interval(*bounds), reference_margin=margin)
+    assert codes(found) == [("better", "for"), (code, "for" if promote else "against")]
+    assert found.promote is promote and not found.awaits_person
+    assert promote or "on the reference set: improvement -0.0" in found.reason
+
+
+def test_a_champion_without_figures_on_the_reference_set_leaves_the_decision_to_a_person():
+    one = interval(1, 2, 3)
+    evidence = Evidence(one, 20, one, interval(0.05, 0.1, 0.15), 0.95, reference_obstacle="has no figures there")
+    found = decide(RegistryConfig(), evidence)
+    assert found.awaits_person and codes(found)[1] == ("reference_missing", "person")
+    assert codes(decide(RegistryConfig(), Evidence(one, 20, reference_obstacle="x"))) == [("first_model", "for")]
