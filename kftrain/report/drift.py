@@ -11,8 +11,8 @@ NAMES = {"none": "\u2013", "some": "some", "large": "large"}
 
 def sentences(drift: Drift) -> list[str]:
     """What has changed, in words."""
-    thresholds = f"from a population stability index of {wording.number(drift.some)} (some) or "
-    thresholds += f"{wording.number(drift.large)} (large) on, where it is more than chance alone would give"
+    thresholds = f"from a population stability index of {drift.some:g} (some) or "
+    thresholds += f"{drift.large:g} (large) on, where it is more than chance alone would give"
     if not drift.drifted:
         count = len(drift.distributions)
         return [f"No drift against the dataset before: none of {count} distributions changed {thresholds}."]

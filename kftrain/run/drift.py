@@ -67,6 +67,12 @@ class Drift(Document):
         return [each for each in self.distributions if each.level != "none"]
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """What can be compared between runs: the largest index, and how many distributions have changed."""
+        largest = {"drift_largest_psi": self.distributions[0].psi} if self.distributions else {}
+        return {**largest, "drifted_distributions": float(len(self.drifted))}
+
+    @property
     def line(self) -> str:
         """All of it in one line."""
         if not self.drifted:

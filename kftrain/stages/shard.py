@@ -153,7 +153,7 @@ def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
-        metrics=_metrics(described, prepared.seconds),
+        metrics=_metrics(described, prepared.seconds) | (prepared.drift.metrics if prepared.drift else {}),
         html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview, prepared.drift),
         markdown=report.shards_markdown(described.to_dict(), prepared.overview, prepared.drift),
     )

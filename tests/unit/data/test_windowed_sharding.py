@@ -231,7 +231,28 @@ def test_the_times_of_a_part_are_read_once(tmp_path, monkeypatch):
     assert len(looked) == 2 * num_parts
 
 
-def test_rows_of_a_table_and_of_a_users_source_have_columns(tmp_path):
+def users_records():
+    """Twenty records, each a quarter of a day after the one before, as numbers of seconds."""
+    for number in range(20):
+        yield f"r{number}", {"text": b"x", "at": (DAY_0 + timedelta(days=number / 4)).timestamp()}
+
+
+def test_records_of_a_users_source_have_columns(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    source = f"{__name__}:users_records"
+    settings = window(2, 3, "column", column="at", number_unit="seconds")
+    assert [record.key for record in resolve(data_of(source, settings)).records()] == ["r8", "r9", "r10", "r11"]
+
+
+def test_rows_of_a_saved_dataset_have_columns(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": ["x"] * 20, "at": [at(number / 4) for number in range(20)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
+    found = resolve(data_of(tmp_path / "saved", window(2, 3, "column", column="at"))).records()
+    assert [record.key for record in found] == ["8", "9", "10", "11"]
+
+
+def test_rows_of_a_table_have_columns(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     moments = [DAY_0 + timedelta(days=number / 4) for number in range(40)]

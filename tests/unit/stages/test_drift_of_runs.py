@@ -94,6 +94,7 @@ def test_other_texts_are_a_drift_of_tokens_and_more_of_the_same_is_none(tmp_path
     outcome, lines, found = run_of(tmp_path, 2)
     tokens = next(each for each in found.distributions if each.name == "tokens")
     assert tokens.level == "large" and found.line in lines and "large in tokens" in found.line
+    assert outcome.metrics["drift_largest_psi"] == tokens.psi and outcome.metrics["drifted_distributions"] >= 1
     assert "Largest changes in tokens" in outcome.html and "Largest changes in tokens" in outcome.markdown
     assert storage.read_json(RunPaths(outcome.run_uri).drift)["now"]["num_records"] == found.now.num_records > 0
 
