@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kftrain.credentials import redacted
-from kftrain.errors import KftrainError, StorageAwayError, StorageError
+from kftrain.errors import ConfigError, KftrainError, StorageAwayError, StorageError
 from kftrain.progress import Progress, to_log
 
 ANSWERED_SECONDS = 600.0
@@ -59,6 +59,12 @@ _PASSING = frozenset((HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS))
 
 _FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
 
+_REFUSING_CODES = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+}
+"""A path may not be used, or cannot be one."""
+
 _DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "fsspec")
 """Packages that speak to object stores."""
 
@@ -80,15 +86,26 @@ def full_error(error: BaseException, where: str = "") -> StorageError:
     )
 
 
+def _refused_error(error: OSError) -> ConfigError:
+    """What to tell of a path that this machine does not let anybody use."""
+    what = f"the system refuses it: {error.strerror}"
+    return ConfigError(what, where=str(error.filename2 or error.filename), fix="check the path and its permissions")
+
+
 @contextlib.contextmanager
-def telling_full_disk(where: str) -> Iterator[None]:
-    """Within the block a full disk is our error. Raises StorageError."""
+def telling_of_disks(where: str) -> Iterator[None]:
+    """Within the block our errors say what a disk cannot do. Raises StorageError where it is full.
+
+    Raises ConfigError for a path that may not be used; an OSError that names none passes.
+    """
     try:
         yield
     except OSError as error:
-        if not is_full(error):
-            raise
-        raise full_error(error, where) from error
+        if is_full(error):
+            raise full_error(error, where) from error
+        if error.errno in _REFUSING_CODES and error.filename:
+            raise _refused_error(error) from error
+        raise
 
 
 @contextlib.contextmanager

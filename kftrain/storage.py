@@ -30,7 +30,7 @@ from kftrain.outages import (
     retried,
     retrying_for,
     ride_out,
-    telling_full_disk,
+    telling_of_disks,
 )
 from kftrain.remote import RemotePath, modified_of, version_of
 
@@ -41,7 +41,7 @@ __all__ = (
     "modified_of",
     "plain_errors",
     "retrying_for",
-    "telling_full_disk",
+    "telling_of_disks",
     "version_of",
 )
 """What belongs to storage and is written elsewhere."""

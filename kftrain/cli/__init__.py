@@ -94,7 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     An expected failure is one line on stderr and its exit code; a bug keeps its traceback.
     """
     try:
-        code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
+        with outages.telling_of_disks(""):
+            code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
     except KftrainError as error:
         fail(error.line, error.exit_code)
     except click.ClickException as error:

@@ -84,7 +84,7 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
     manifest, damaged = _find(root, pointer, progress)
     reused = manifest is not None
     if manifest is None:
-        with storage.telling_full_disk(storage.join(root, "shards")):
+        with storage.telling_of_disks(storage.join(root, "shards")):
             manifest = sharding.run("sha256" if damaged else "size")
             digest = manifest.dataset_digest
             storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})

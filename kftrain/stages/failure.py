@@ -39,7 +39,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
-            with stage_lifetime.signals_as_errors(), storage.telling_full_disk(paths.uri):
+            with stage_lifetime.signals_as_errors(), storage.telling_of_disks(paths.uri):
                 yield
         except FencedError:  # the run is another's: what it says and what MLflow shows of it is not ours
             raise
@@ -57,7 +57,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 @contextlib.contextmanager
 def announced(stage: str, progress: Progress) -> Iterator[None]:
     """Runs what needs no run's folder: a failure, a signal too, reaches the log and the pod's termination message."""
-    with _announced(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_full_disk(""):
+    with _announced(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_of_disks(""):
         yield
 
 

@@ -105,8 +105,8 @@ class _Adopting:
     def __init__(self, config: Config, task: Task | None, progress: Progress) -> None:
         self._config = config
         self._progress = progress
-        self._files, self._listing_digest = self._list()
         self._folder = source_folder(config.data.source)
+        self._files, self._listing_digest = self._list()
         self._encoding = None if task is None else Encoding.of(config.data, config.task.kind, task)
         self._settings = {} if self._encoding is None else self._encoding.settings
 
@@ -160,7 +160,12 @@ class _Adopting:
                 value=self._config.data.source,
                 fix="set data.shards=write",
             )
-        return source.entries(), storage.digest_json(source.listing())
+        files = source.entries()
+        for file in files:
+            if not manifests.is_adoptable(self._folder, file.name):
+                what = "the name of a shard holds control characters, or is not UTF-8"
+                raise DataError(what, where=self._folder, value=file.name, fix="rename it")
+        return files, storage.digest_json(source.listing())
 
     def _scans(self, tables: Path) -> Iterator[Scanned]:
         """Of each shard that is in a split."""
@@ -186,11 +191,11 @@ class _Adopting:
         return lambda key: resolve_source.split_of(Record(f"{file.name}:{key}", {}), fraction) == "validation"
 
     def _manifest(self, folder: Path, scans: list[Scanned]) -> Manifest:
-        schema = schema_of(
-            itertools.chain.from_iterable(each.extensions for each in scans),
-            self._config.data.fields,
-            self._config.data.source,
-        )
+        extensions = set(itertools.chain.from_iterable(each.extensions for each in scans))
+        if not extensions:
+            where, fix = self._config.data.source, "name others in data.source, or what they hold in data.fields"
+            raise DataError("the shards hold no samples", where=where, fix=fix)
+        schema = schema_of(extensions, self._config.data.fields, self._config.data.source)
         shards, incomplete, empty = self._indexed(folder, scans, schema)
         for split in SPLITS:
             if not shards[split]:

@@ -46,6 +46,9 @@ DTYPES = (
 MAX_ROW_BYTES = (1 << 31) - 1
 """Largest row of a field: what numpy can hold as one item."""
 
+MAX_COUNT = (1 << 53) - 1
+"""Of bytes and samples of a shard: what every reader of JSON holds exactly."""
+
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _EXTENSION = re.compile(r"[a-z0-9_]{1,20}(\.[a-z0-9_]{1,20})*")
 SHARD_AGAIN = "shard the data again: kftrain shard"
@@ -53,6 +56,9 @@ SHARD_AGAIN = "shard the data again: kftrain shard"
 
 _DIGEST = r"^[0-9a-f]{64}$"
 
+_NO_TEXT = re.compile(r"[\ud800-\udfff]")
+"""What Python makes of names that are not UTF-8."""
+_UNPRINTABLE = re.compile(rf"[\x00-\x1f\x7f]|{_NO_TEXT.pattern}")
 _OWN_NAME = re.compile(r"(train|validation)-\d{6,}\.tar")
 _OWN_FOLDER = re.compile(r"(\.\./(parts/)?[0-9a-f]{64})?")
 _ABSOLUTE = re.compile(r"/|[a-z0-9+.-]+://")
@@ -67,10 +73,10 @@ class Shard(BaseModel):
 
     name: str = Field(pattern=r"^[^\x00-\x1f\x7f]+\.[tT][aA][rR]$")
     """Of an adopted one its path in `folder`."""
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, le=MAX_COUNT)
     sha256: str = Field(pattern=_DIGEST)
-    num_blocks: int = Field(ge=1)
-    num_samples: int = Field(ge=1)
+    num_blocks: int = Field(ge=1, le=MAX_COUNT)
+    num_samples: int = Field(ge=1, le=MAX_COUNT)
     index_sha256: str = Field(pattern=_DIGEST)
     folder: str = ""
     """Where it lies, from the manifest's own folder; empty: there. Of an adopted one an absolute path or URI."""
@@ -156,6 +162,15 @@ class Manifest(documents.Document):
     validation_schema: SampleSchema | None = None
     """Of the validation split, where its samples have other fields than those of `sample_schema`."""
 
+    @model_validator(mode="after")
+    def _check_components(self) -> Manifest:
+        """The shards of each split are shared out among the components, each with some."""
+        for split in self.splits if self.components else ():
+            counts = [component.num_shards.get(split, 0) for component in self.components]
+            if min(counts) < 1 or sum(counts) != len(self.splits[split].shards):
+                raise ValueError(f"the components have {counts} shards of {split}")
+        return self
+
     def of_components(self) -> list[Manifest]:
         """What it says of each dataset of a mixture, from where it lies itself; of one source it is the whole."""
         if not self.components:
@@ -229,7 +244,10 @@ def read_manifest(uri: str) -> Manifest:
     shards = {name: manifest.splits[name].shards for name in SPLITS}
     schema, settings, version = manifest.sample_schema, manifest.task_settings, manifest.format_version
     own = manifest.validation_schema
-    expected = content_digest(schema, settings, shards, version, manifest.components, own)
+    try:
+        expected = content_digest(schema, settings, shards, version, manifest.components, own)
+    except ValueError as error:
+        raise DataError(f"the manifest is damaged: {error}", where=uri, fix=SHARD_AGAIN) from error
     for name in SPLITS:
         check_schema(manifest.schema_of(name), uri)
     if manifest.dataset_digest != expected:
@@ -252,6 +270,11 @@ def index_uri(manifest_uri: str, shard: Shard) -> str:
 def again(shard: Shard) -> str:
     """What to do where a shard is missing or damaged."""
     return ADOPT_AGAIN if shard.is_adopted else SHARD_AGAIN
+
+
+def is_adoptable(folder: str, name: str) -> bool:
+    """Whether a manifest can name a shard of others."""
+    return not _UNPRINTABLE.search(name) and not _NO_TEXT.search(folder) and not _climbs(name)
 
 
 def _climbs(path: str) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import tokenize
 from typing import Any
 
 import numpy as np
 
 ALIGNMENT_BYTES = 64
 """What a header is padded to, so that the data of a member is aligned in a mapped tar."""
+
+NOT_ARRAY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, tokenize.TokenError)
+"""What numpy raises for a damaged `.npy`; its header may ask for any size."""
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 

@@ -19,7 +19,7 @@ import numpy as np
 from kftrain import storage
 from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
-from kftrain.data.shards.npy_header import npy_header
+from kftrain.data.shards.npy_header import NOT_ARRAY, npy_header
 from kftrain.data.shards.tar_writer import BLOCK_BYTES
 from kftrain.data.shards.verified import File, Uses
 from kftrain.errors import DataError
@@ -122,7 +122,7 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
         raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=_FIX)
     try:
         index = _array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
-    except (ValueError, EOFError) as error:
+    except NOT_ARRAY as error:
         raise DataError(f"not an array: {error}", where=uri, fix=_FIX) from error
     index = _with_lengths(index, schema)
     if not _is_sound(index, shard, schema):
@@ -135,7 +135,7 @@ def _array(content: bytes, usual_shape: tuple[int, int]) -> np.ndarray:
     header = npy_header("<i8", usual_shape)
     if content.startswith(header) and len(content) == len(header) + 8 * math.prod(usual_shape):
         return np.frombuffer(content, "<i8", offset=len(header)).reshape(usual_shape)
-    found: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+    found: np.ndarray = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     return found
 
 

@@ -100,7 +100,10 @@ def _sizes(folder: str) -> list[tuple[str, int]]:
 
 
 def verify_keys(uri: str, manifest: Manifest) -> None:
-    """Raises DataError where a key comes twice in a split and a part: somebody else wrote these shards."""
+    """Raises DataError where a key comes twice in a split and a part, or an index does not fit its shard.
+
+    Then somebody else wrote these shards.
+    """
     for name, split in (item for each in manifest.of_components() for item in each.splits.items()):
         schema = manifest.schema_of(name)
         folders: dict[str, list[Shard]] = {}
@@ -108,6 +111,8 @@ def verify_keys(uri: str, manifest: Manifest) -> None:
             folders.setdefault(shard.folder, []).append(shard)
         for shards in folders.values():
             _refuse_duplicates([(each.name, functools.partial(shard_keys, uri, each, schema)) for each in shards])
+        for shard in split.shards:
+            read_index(uri, shard, schema)
 
 
 def refuse_duplicate_keys(shard_uris: list[str], schema: SampleSchema, fix: str = SHARD_AGAIN) -> None:

@@ -84,10 +84,23 @@ def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Listed
             for entry in entries:
                 if _hidden(entry.name):
                     continue
-                if not entry.is_dir():
-                    yield from _listed(prefix + entry.name, entry.path, entry.stat())
+                status = _status(entry)
+                if not stat.S_ISDIR(status.st_mode):
+                    yield from _listed(prefix + entry.name, entry.path, status)
                 elif not entry.is_symlink() and entry.name not in skipped_folders:
                     folders.append((entry.path, f"{prefix}{entry.name}/"))
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result:
+    """Of the file or folder itself where it is a link. Raises DataError with the name of one that leads nowhere."""
+    try:
+        return entry.stat()
+    except OSError as error:
+        if not entry.is_symlink():
+            raise
+        raise DataError(
+            f"the link leads nowhere: {error.strerror}", where=entry.path, fix="correct or delete it"
+        ) from error
 
 
 def _listed(name: str, path: str, status: os.stat_result) -> Iterator[ListedFile]:

@@ -30,7 +30,7 @@ from kftrain.data.sources.decoding import is_image
 from kftrain.data.sources.digits import DigitsSource
 from kftrain.data.sources.huggingface import HuggingFaceSource, is_saved_dataset
 from kftrain.data.sources.images import ImageFolderSource
-from kftrain.data.sources.listing import list_files
+from kftrain.data.sources.listing import list_files, reading_source
 from kftrain.data.sources.parquet import ParquetSource, is_parquet
 from kftrain.data.sources.text import JsonLinesSource, StdlibSource, TextFolderSource, is_json_lines, is_text
 from kftrain.data.sources.user import UserSource
@@ -83,7 +83,9 @@ def source_kind(data: DataConfig) -> str:
         return name
     if plugins.is_plugin(name):
         return _USERS
-    if not storage.exists(name):
+    with reading_source(name):
+        is_there = storage.exists(name)
+    if not is_there:
         if is_shard_pattern(name):
             return SHARDS.name
         raise _missing(name)

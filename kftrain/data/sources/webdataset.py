@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
@@ -18,6 +17,7 @@ import numpy as np
 from kftrain import storage
 from kftrain.data.images import decode_image
 from kftrain.data.schema import PICKLES, Lazy, LazyFields, Record
+from kftrain.data.shards.npy_header import NOT_ARRAY
 from kftrain.data.sources import tar_samples
 from kftrain.data.sources.decoding import IMAGE_SUFFIXES, checked_text, parse_json, with_text
 from kftrain.data.sources.file_source import FileSource
@@ -29,8 +29,6 @@ from kftrain.errors import DataError
 _IMAGES = frozenset(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_NOT_ARRAY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, tokenize.TokenError)
-"""What numpy raises for a damaged `.npy`; its header may ask for any size."""
 
 
 class WebDatasetSource(FileSource):
@@ -173,7 +171,7 @@ def _whole_number(content: bytes, where: str) -> int:
 def _array(content: bytes, where: str) -> np.ndarray:
     try:
         return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except _NOT_ARRAY as error:
+    except NOT_ARRAY as error:
         raise DataError(
             f"not an array: {error}", where=where, fix="store it with numpy.save, without objects"
         ) from error

@@ -28,6 +28,8 @@ def run(*arguments):
         (["run", "--resume", "nowhere/r"], 10, ["not a run", "nowhere/r"]),
         (["train", "nowhere"], 10, ["not a run", "nowhere"]),
         (["shards", "show", "nowhere"], 11, ["manifest.json is missing", "nowhere"]),
+        (["shards", "show", "c.yaml"], 10, ["c.yaml", "the system refuses it: Not a directory"]),
+        (["shards", "verify", "a" * 300], 10, ["the system refuses it: File name too long"]),
         (["checkpoints", "verify", "nowhere"], 12, ["no committed checkpoint"]),
         (["compile", "-o", "nowhere/p.yaml"], 10, ["--output", "nowhere/p.yaml"]),
         (["config", "show", "--nope"], 2, ["--nope", "kftrain config show --help"]),
@@ -36,6 +38,7 @@ def run(*arguments):
 )
 def test_a_wrong_command_is_one_line_on_stderr_and_its_exit_code(arguments, code, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("")
     assert run(*arguments) == code
     out, err = capfd.readouterr()
     assert out == ""

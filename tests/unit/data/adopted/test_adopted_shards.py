@@ -426,3 +426,17 @@ def test_a_task_that_the_files_do_not_suit_is_refused(tmp_path: Path, fields: di
 def test_a_manifest_of_adopted_shards_is_read_back(tars: Path, tmp_path: Path) -> None:
     found = adopted(tars, tmp_path / "root")
     assert read_manifest(found.manifest_uri) == found.manifest and found.manifest.is_adopted
+
+
+@pytest.mark.parametrize("name", ["a\nb.tar", "\udcff.tar", "a\x7f.tar"])
+def test_a_shard_with_a_name_that_no_manifest_holds_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "tars" / "a.tar", [sample(number) for number in range(10)])
+    (tmp_path / "tars" / "a.tar").rename(tmp_path / "tars" / name)
+    with pytest.raises(DataError, match="the name of a shard holds control characters, or is not UTF-8"):
+        adopted(tmp_path / "tars", tmp_path / "root")
+
+
+def test_shards_without_samples_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "tars" / "a.tar", [])
+    with pytest.raises(DataError, match=r"tars: the shards hold no samples"):
+        adopted(tmp_path / "tars", tmp_path / "root")

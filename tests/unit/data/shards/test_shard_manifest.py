@@ -16,6 +16,7 @@ from kftrain import storage
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify as verifying
 from kftrain.data.shards.manifest import read_manifest, reading
+from kftrain.data.shards.npy_header import npy_header
 from kftrain.data.shards.tar_writer import member_header, padding
 from kftrain.data.shards.verify import verify_shards
 from kftrain.errors import DataError, KftrainError, RetryableError
@@ -218,3 +219,61 @@ def test_storage_that_is_away_does_not_end_a_run_for_good(error: Exception, kind
     with pytest.raises(kind) as caught, reading("s3://b/train-000000.tar"):
         raise error
     assert kind is not RetryableError or "s3://b/train-000000.tar" in str(caught.value)
+
+
+def edited(shards: Path, change) -> None:
+    """A manifest that somebody has changed and given the digest that fits."""
+    path = shards / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    try:
+        read_manifest(str(path))
+    except DataError as error:
+        path.write_text(json.dumps({**document, "dataset_digest": str(error.value)}))
+
+
+def component(**num_shards: int) -> dict:
+    return {"name": "a", "source": "s", "dataset_digest": "0" * 64, "num_shards": num_shards}
+
+
+@pytest.mark.parametrize("counts", [{}, {"train": 10**9, "validation": -5}, {"train": 1, "validation": 1}])
+def test_components_that_do_not_share_out_the_shards_are_refused(shards: Path, counts: dict[str, int]) -> None:
+    path = shards / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "components": [component(**counts)]}))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: .*the components have"):
+        read_manifest(str(path))
+
+
+@pytest.mark.parametrize("number", [float("nan"), 1e999])
+def test_a_number_that_is_not_finite_is_refused(shards: Path, number: float) -> None:
+    path = shards / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "task_settings": {"x": number}}))
+    with pytest.raises(DataError, match="the manifest is damaged"):
+        read_manifest(str(path))
+
+
+def test_a_count_that_nobody_can_hold_is_refused(shards: Path) -> None:
+    path = shards / "manifest.json"
+    document = json.loads(path.read_text())
+    document["splits"]["train"]["shards"][0]["num_samples"] = 10**30
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="num_samples: Input should be less than"):
+        read_manifest(str(path))
+
+
+def test_a_manifest_that_counts_other_samples_than_its_index_is_found(shards: Path) -> None:
+    edited(shards, lambda document: document["splits"]["train"]["shards"][0].update(num_samples=5))
+    with pytest.raises(DataError, match=r"train-000000\.index\.npy: the index does not fit its shard"):
+        examine(shards)
+
+
+def test_an_index_of_another_length_than_it_says_is_refused(shards: Path) -> None:
+    index = shards / "train-000000.index.npy"
+    length = index.stat().st_size
+    for shape in ((10**15, 3), (10**9, 3), "x("):
+        index.write_bytes(npy_header("<i8", shape).ljust(length, b"\0")[:length])  # type: ignore[arg-type]
+        change = {"index_sha256": storage.sha256_file(str(index))}
+        edited(shards, lambda document, change=change: document["splits"]["train"]["shards"][0].update(change))
+        with pytest.raises(DataError, match=r"train-000000\.index\.npy: not an array"):
+            examine(shards)

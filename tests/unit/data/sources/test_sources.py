@@ -100,9 +100,16 @@ def test_a_missing_path_is_a_data_error_and_a_misspelled_name_a_config_error_wit
 
 
 def test_a_dangling_link_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(DataError, match="no such file"):
-        resolve(tmp_path)
+    for name in ("nothing", "gone.txt"):
+        (tmp_path / "gone.txt").unlink(missing_ok=True)
+        (tmp_path / "gone.txt").symlink_to(tmp_path / name)
+        with pytest.raises(DataError, match=r"gone\.txt: the link leads nowhere"):
+            resolve(tmp_path)
+
+
+def test_a_path_that_the_system_refuses_is_a_data_error() -> None:
+    with pytest.raises(DataError, match=r"cannot be read: .*too long"):
+        resolve("/tmp/" + "a" * 300)
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
