@@ -212,6 +212,8 @@ def test_records_are_chosen_by_a_column_and_encoded_once(tmp_path, encoded):
         sharded(9, 10)
     with pytest.raises(EmptyWindowError):
         sharded(2.96, 2.99)
+    shard_toy(tmp_path / "raw", tmp_path / "root", **sizes)
+    assert sum(map(len, encoded)) == 40, "what lay in a window as a whole is the same without one"
 
 
 def test_the_times_of_a_part_are_read_once(tmp_path, monkeypatch):
