@@ -10,18 +10,21 @@ from typing import Any
 from kfp.compiler import Compiler, KubernetesManifestOptions
 
 from kftrain import __version__, storage
+from kftrain.pipelines.promote import promote_pipeline
 from kftrain.pipelines.train import train_pipeline
 
 PIPELINE_NAME: str = train_pipeline.name
 PIPELINE_DESCRIPTION: str = train_pipeline.description
 
+PIPELINES = {"train": train_pipeline, "promote": promote_pipeline}
+
 DIGEST_CHARACTERS = 8
 """Of the compiled pipeline's digest, how many tell its versions apart: 32 bits."""
 
 
-def compiled() -> str:
-    """The intermediate representation that the Kubeflow UI and the local runner both take."""
-    return _compile()
+def compiled(pipeline: str = "train") -> str:
+    """The intermediate representation that the Kubeflow UI and the local runner both take, of `train` or `promote`."""
+    return _compile(PIPELINES[pipeline])
 
 
 def version_name(pipeline_name: str = PIPELINE_NAME) -> str:
@@ -49,11 +52,11 @@ def manifests(namespace: str = "", pipeline_name: str = "", version: str = "") -
         namespace=namespace or None,
         include_pipeline_manifest=True,
     )
-    return _compile(kubernetes_manifest_format=True, kubernetes_manifest_options=options)
+    return _compile(train_pipeline, kubernetes_manifest_format=True, kubernetes_manifest_options=options)
 
 
-def _compile(**options: Any) -> str:
+def _compile(pipeline: Any, **options: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pipeline.yaml"
-        Compiler().compile(train_pipeline, str(path), **options)
+        Compiler().compile(pipeline, str(path), **options)
         return path.read_text()

@@ -42,6 +42,13 @@ def launcher_options(command: Command) -> Command:
 @click.option("-o", "--output", default="pipeline.yaml", show_default=True, help="File to write; - for stdout.")
 @click.option("--steps-image", help="Image of the steps; default: the one of this version.")
 @launcher_options
+@click.option(
+    "--pipeline",
+    type=click.Choice(["train", "promote"]),
+    default="train",
+    show_default=True,
+    help="Which; promote is for people who decide in the Kubeflow UI.",
+)
 @click.option("--k8s-manifest", is_flag=True, help="Write the resources Pipeline and PipelineVersion, for kubectl.")
 @click.option("--namespace", default="", help="Their namespace; default: kubectl's.")
 @click.option("--pipeline-name", default="", help="Name of the Pipeline; default: kftrain-train.")
@@ -51,10 +58,13 @@ def compile_command(
     steps_image: str | None,
     launcher_cpu: str | None,
     launcher_memory: str | None,
+    pipeline: str,
     k8s_manifest: bool,
     **names: str,
 ) -> None:
     """Write the pipeline as YAML: upload it in the Kubeflow UI."""
+    if k8s_manifest and pipeline != "train":
+        raise click.UsageError("--k8s-manifest is of the pipeline train alone.")
     for name, value in names.items():
         if value:
             _require_usable(name, value, k8s_manifest)
@@ -62,7 +72,8 @@ def compile_command(
         from kftrain.pipelines.compile import compiled, manifests
 
         if not k8s_manifest:
-            _write(compiled(), output, "upload it in the Kubeflow UI, or with `kftrain submit`")
+            how = ", or with `kftrain submit`" if pipeline == "train" else ""
+            _write(compiled(pipeline), output, f"upload it in the Kubeflow UI{how}")
             return
         text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
     _write(text, output, "kubectl apply -f it")

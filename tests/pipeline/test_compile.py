@@ -51,6 +51,16 @@ def test_the_compiled_pipeline_is_the_golden_file(text):
     assert text == GOLDEN.read_text(), f"if the change is meant: kftrain compile -o {GOLDEN}"
 
 
+def test_the_compiled_promotion_is_the_golden_file():
+    golden = GOLDEN.with_name("promote_pipeline.yaml")
+    text = compiled("promote")
+    assert text == golden.read_text(), f"if the change is meant: kftrain compile --pipeline promote -o {golden}"
+    document = next(yaml.safe_load_all(text))
+    inputs = document["root"]["inputDefinitions"]["parameters"]
+    assert inputs.keys() == {"version", "reason", "config", "model"}
+    assert inputs["version"]["parameterType"] == "NUMBER_INTEGER" and inputs["model"]["isOptional"]
+
+
 def test_compiling_twice_gives_the_same_bytes(text):
     assert compiled() == text
 
