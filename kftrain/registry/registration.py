@@ -91,7 +91,7 @@ def register(
     if not found.identical:
         client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
-        points = runs.evaluation_points(uri, mlflow_run_id, metrics, completion.step)
+        points = runs.evaluation_points(uri, mlflow_run_id, metrics)
         dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
         client.log_points(uri, mlflow_run_id, points, found.logged_model_id, dataset)
     return found

@@ -53,7 +53,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
             reason = documents.read(Unmeasured, paths.unmeasured, EvaluationError).reason
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
         on_reference = reference_set.read_own(paths, completion)
-        _log(paths, config, {**_values(evaluation), **_values(on_reference, "reference_")}, completion.step)
+        _log(paths, config, {**_values(evaluation), **_values(on_reference, "reference_")})
         return _outcome(paths, config, evaluation, on_reference, progress)
 
 
@@ -132,11 +132,11 @@ def _require_data(paths: RunPaths, config: Config, targets: Sequence[EvaluationT
         require_usable(*read_dataset(paths), config)
 
 
-def _log(paths: RunPaths, config: Config, values: dict[str, float], step: int) -> None:
+def _log(paths: RunPaths, config: Config, values: dict[str, float]) -> None:
     """Logs to the MLflow run of the training, if that has one."""
     mlflow_run_id = tracked.read(paths)
     if mlflow_run_id:
-        tracking.log_evaluation(config.tracking.uri, mlflow_run_id, values, step)
+        tracking.log_evaluation(config.tracking.uri, mlflow_run_id, values)
 
 
 def _values(evaluation: Evaluation | None, prefix: str = "") -> dict[str, float]:

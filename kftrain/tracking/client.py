@@ -22,9 +22,6 @@ from kftrain.tracking.session import StoredModel
 MAX_VALUE_LENGTH = 6000
 """MLflow's limit for the value of a parameter; tags may be longer."""
 
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""MLflow shows its pages for trainings, not those for agents."""
-
 _MAX_METRICS_PER_CALL = 1000
 _MAX_PARAMS_PER_CALL = 100
 _MAX_DATASET_DIGEST_LENGTH = 36
@@ -93,7 +90,7 @@ def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str
             if found := client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             try:
-                return str(client.create_experiment(name, artifact_location, tags=_EXPERIMENT_TAGS))
+                return str(client.create_experiment(name, artifact_location=artifact_location))
             except session.mlflow().MlflowException as error:
                 if error.error_code != session.TAKEN:
                     raise

@@ -30,7 +30,8 @@ EVALUATION_PREFIX = "evaluation/"
 
 UNSET = ("", "None", "[]", "{}")
 
-MODEL_SECTIONS = ("task", "model", "precision", "optimizer", "train", "data")
+MODEL_SECTIONS = ("task", "model", "precision", "optimizer", "train")
+MODEL_SETTINGS = ("data.source", "run.seed")
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -124,9 +125,9 @@ def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
     return client.search_running(uri, tag, value)
 
 
-def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> None:
+def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> None:
     """Records the metrics of the finished model as `evaluation/<name>`. May be repeated."""
-    client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics, step))
+    client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics))
 
 
 def log_missing(uri: str, mlflow_run_id: str, history: Sequence[Mapping[str, float]]) -> None:
@@ -156,15 +157,21 @@ def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> Non
     client.write_text(uri, mlflow_run_id, text, artifact_name)
 
 
-def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float], step: int) -> list[Point]:
-    """The points of an evaluation; one that the run has already keeps its time, and so is the same point."""
+def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> list[Point]:
+    """The points of an evaluation; one that the run has already keeps its time, and so is the same point.
+
+    They stand at step 0: of a metric that has no other MLflow draws bars, run beside run, instead of lone dots. Where
+    an earlier kftrain recorded some at the last step, new ones stand there: MLflow shows the value of the highest step.
+    """
     latest = client.read_run(uri, mlflow_run_id).latest
     points = []
     for name, value in metrics.items():
         key = metric_name(EVALUATION_PREFIX + name)
         known = latest.get(key)
-        same = known is not None and (known.value, known.step) == (value, step)
-        points.append(known if known is not None and same else Point(key, value, step, now_ms()))
+        if known is not None and known.value == value:
+            points.append(known)
+        else:
+            points.append(Point(key, value, known.step if known else 0, now_ms()))
     return points
 
 
@@ -203,7 +210,8 @@ def parameters(config: Config) -> dict[str, str]:
 
 def model_parameters(config: Config) -> dict[str, str]:
     """Those that say what the model is and how it was trained: what MLflow's table of models shows."""
-    return {key: value for key, value in parameters(config).items() if key.partition(".")[0] in MODEL_SECTIONS}
+    known = parameters(config).items()
+    return {k: v for k, v in known if k.partition(".")[0] in MODEL_SECTIONS or k in MODEL_SETTINGS}
 
 
 def dataset_name(uri: str, mlflow_run_id: str) -> str:

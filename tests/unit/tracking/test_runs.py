@@ -8,6 +8,7 @@ from kftrain import tracking
 from kftrain.config import Config, parse
 from kftrain.errors import TrackingError
 from kftrain.tracking import client, runs, session
+from kftrain.tracking.base import Point
 
 LINEAGE = tracking.DatasetLineage("stdlib", "d" * 64, "/data/shards/d/manifest.json")
 
@@ -89,9 +90,17 @@ def test_an_evaluation_that_is_logged_twice_is_one_point(uri):
 
     run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
     for value in (0.5, 0.5, 0.25):
-        tracking.log_evaluation(uri, run_id, {"loss": value}, step=10)
+        tracking.log_evaluation(uri, run_id, {"loss": value})
     history = mlflow.MlflowClient(tracking_uri=uri).get_metric_history(run_id, "evaluation/loss")
     assert sorted(point.value for point in history) == [0.25, 0.5]
+    assert {point.step for point in history} == {0}  # MLflow draws bars of it
+
+
+def test_an_evaluation_of_a_run_of_before_stays_at_its_step(uri):
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    client.log_points(uri, run_id, [Point("evaluation/loss", 0.5, 400, 1)])
+    tracking.log_evaluation(uri, run_id, {"loss": 0.25})
+    assert client.read_run(uri, run_id).latest["evaluation/loss"].value == 0.25
 
 
 def test_a_run_that_has_ended_keeps_its_end(uri):
@@ -210,3 +219,28 @@ def test_a_local_run_has_no_parameters_of_pods_and_one_on_a_cluster_has(uri):
     assert local["launch.backend"] == "local" and not [key for key in local if key.startswith("launch.kubernetes")]
     cluster = config_at(uri, **{"launch.backend": "pytorchjob"})
     assert "launch.kubernetes.gpus_per_node" in runs.parameters(cluster)
+
+
+def test_parameters_are_the_settings_that_are_set_and_a_models_are_those_that_make_it(uri):
+    config = parse("run: {seed: 7}\ndata: {source: stdlib}\n", [f"tracking.uri={uri}"])
+    known = runs.parameters(config)
+    assert known["run.seed"] == "7" and known["train.steps"]
+    assert "data.mixture" not in known and "tracking.experiment" not in known  # [] and ''
+    assert not [name for name in known if name.startswith("launch.kubernetes")]
+    of_model = runs.model_parameters(config)
+    assert {"data.source", "run.seed", "model.kind", "train.steps"} <= set(of_model) < set(known)
+    assert not [name for name in of_model if name.startswith(("launch", "tracking", "checkpoint", "registry"))]
+
+
+def test_metrics_of_a_dataset_name_it_on_the_logged_model_and_may_be_repeated(uri):
+    import mlflow
+
+    reader = mlflow.MlflowClient(tracking_uri=uri)
+    run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
+    model = reader.create_logged_model("1", name="m", source_run_id=run_id)
+    assert runs.dataset_name(uri, run_id) == "stdlib"
+    points = runs.evaluation_points(uri, run_id, {"loss": 0.5})
+    for _ in range(2):
+        client.log_points(uri, run_id, points, model.model_id, ("stdlib", LINEAGE.digest))
+    [metric] = reader.get_logged_model(model.model_id).metrics
+    assert (metric.key, metric.value, metric.dataset_name) == ("evaluation/loss", 0.5, "stdlib")
