@@ -171,6 +171,26 @@ def test_statistics_count_bits_of_bytes_only():
     assert all(value.dtype == torch.float64 and value.shape == (len(rows),) for value in statistics.values())
 
 
+def test_perplexity_is_that_of_the_mean_loss_of_a_token_that_stands_for_bytes():
+    task = LanguageModeling(sequence_length=LENGTH)
+    model, texts = some_model(task).eval(), [b"hello, my dear friends", b"bye"]
+    batch = task.batch({"tokens": rows_of(task, texts)})
+    with torch.no_grad():
+        output = model(*task.inputs(batch))
+    statistics = {name: values.sum().numpy() for name, values in task.statistics(output, batch).items()}
+    targets, scores = batch["targets"].numpy().ravel(), output.double().numpy().reshape(batch["targets"].numel(), -1)
+    of_bytes = targets < 256
+    chosen = scores[of_bytes, targets[of_bytes]]
+    nats = np.log(np.exp(scores[of_bytes]).sum(axis=1)) - chosen
+    assert float(task.metrics(statistics)["perplexity"]) == pytest.approx(np.exp(nats.mean()), rel=1e-5)
+
+
+def test_perplexity_is_finite_whatever_a_model_says_and_missing_from_evaluations_of_before():
+    sums = {"bits": np.array(1e6), "bytes": np.array(3.0), "correct": np.array(0.0)}
+    assert "perplexity" not in LanguageModeling().metrics(sums)
+    assert np.isfinite(LanguageModeling().metrics({**sums, "tokens": np.array(2.0)})["perplexity"])
+
+
 def test_metrics_are_elementwise_over_any_shape_and_not_a_number_without_bytes():
     task = LanguageModeling()
     sums = {"bits": np.array([[6.0, 0.0]]), "bytes": np.array([[3.0, 0.0]]), "correct": np.array([[2.0, 0.0]])}
