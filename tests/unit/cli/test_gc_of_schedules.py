@@ -1,13 +1,16 @@
 """`kftrain gc` and schedules: the rights in the manifests are enough, and none of them is too much."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from helpers.kfp_server import Server
 
+from kftrain.cli import jobs
 from kftrain.errors import LaunchError
 from kftrain.kubeflow.recurring import disable_all
+from kftrain.schedule.state import History
 
 GC = Path(__file__).parents[3] / "manifests" / "base" / "gc.yaml"
 
@@ -46,6 +49,12 @@ def test_with_one_verb_less_it_fails(right):
         server.recurring = [enabled("nightly", "r-1")]
         with pytest.raises(LaunchError, match="403"):
             disable_all(server.url, "team", ["nightly"], dry_run=False)
+
+
+def test_a_cluster_without_kubeflow_pipelines_is_a_warning(tmp_path, capsys):
+    History.of(str(tmp_path), "nightly").add("paused", "by hand")
+    jobs._close_firings(SimpleNamespace(namespace="team"), str(tmp_path), False, "http://127.0.0.1:1")
+    assert "warning: what is paused may still be enabled in Kubeflow" in capsys.readouterr().err
 
 
 def test_the_pod_has_a_token_for_kubeflow_pipelines_where_kfp_looks_for_it():
