@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,17 @@ from kftrain.errors import ConfigError
 POSITION, START = "position", "start"
 """Keys of a state."""
 
+MAX_POSITION = 1 << 62
+"""Positions are int64."""
+
 
 class InTrainingOrder(IterableDataset[Sample]):
     """Samples in the order in which `kftrain` trains, decoded and augmented as it does with the same seed.
 
     Positions count samples over all ranks, from the start of training. With a batch of b samples on each of r ranks,
-    global batch g is the positions g * b * r … of which rank i takes the i-th b: what a `DataLoader` with that
-    `batch_size` gives is the same for any number of workers. The state is one integer: the position.
+    global batch g of an iteration that starts at s is the positions s + g * b * r … of which rank i takes the i-th b:
+    what a `DataLoader` with that `batch_size` gives is the same for any number of workers. The state is one integer:
+    the position.
 
     Args:
         dataset: What is read.
@@ -58,41 +63,58 @@ class InTrainingOrder(IterableDataset[Sample]):
         self._seed = seed
         self._batch_size = batch_size
         self._epochs = epochs
-        self._world_size = world_size or (torch.distributed.get_world_size() if is_distributed else 1)
+        found_size = torch.distributed.get_world_size() if is_distributed else 1
+        self._world_size = found_size if world_size is None else world_size
         self._rank = rank if rank is not None else (torch.distributed.get_rank() if is_distributed else 0)
         sizes = {"batch_size": batch_size, "epochs": epochs, "range_samples": range_samples, "window": window_ranges}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ConfigError("must be at least 1", where=name, value=value)
+        for name, value in {**sizes, "world_size": world_size}.items():
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise ConfigError("must be at least 1, and a whole number", where=name, value=value)
         if not 0 <= self._rank < self._world_size:
             raise ConfigError(f"must be below {self._world_size}", where="rank", value=self._rank)
         self._order = TrainingOrder(len(dataset), seed, range_samples, window_ranges) if shuffle else None
         self._position = 0
+        self._began = 0
         self._start: int | None = None
         """Of a worker's iteration."""
         self._is_finished = False
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins with this epoch: for loaders whose workers do not stay."""
-        self._position, self._start, self._is_finished = epoch * len(self._dataset), None, False
+        self._position = epoch * len(self._dataset)
+        self._began = self._position
+        self._start, self._is_finished = None, False
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next sample is read. In a worker also where its iteration began, which tells the workers apart."""
-        return {POSITION: self._position, **({} if self._start is None else {START: self._start})}
+        """Where the next sample is read.
+
+        In a worker, and in the middle of a batch of several ranks, also where the iteration began: that tells what the
+        others read.
+        """
+        is_between = get_worker_info() is None and self._is_between_batches()
+        return {POSITION: self._position, **({} if self._start is None or is_between else {START: self._start})}
+
+    def _is_between_batches(self) -> bool:
+        if self._start is None or self._position == self._end(self._start):
+            return True
+        return (self._position - self._start) % (self._batch_size * self._world_size) == 0
 
     def state_after(self, num_batches: int) -> dict[str, int]:
         """The state after so many batches of each rank since the state that was loaded, or since the beginning.
 
-        For a `DataLoader` with workers: they read ahead, so that only its consumer knows where it is.
+        For a `DataLoader` with workers: they read ahead, so that only its consumer knows where it is. Without workers
+        it counts from where the iteration began.
         """
-        return {POSITION: self._position + num_batches * self._batch_size * self._world_size}
+        return {POSITION: self._began + num_batches * self._batch_size * self._world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins there. Raises ConfigError for what is no state."""
-        position, start = state.get(POSITION), state.get(START)
-        if not isinstance(position, int) or position < 0 or not isinstance(start, int | None):
+        position, start = (state.get(POSITION), state.get(START)) if isinstance(state, dict) else (None, None)
+        if not isinstance(position, int) or not 0 <= position <= MAX_POSITION or not isinstance(start, int | None):
             raise ConfigError("not a state of this dataset", where="load_state_dict", value=state)
-        self._position, self._start, self._is_finished = position, start, False
+        self._position = position
+        self._began = position
+        self._start, self._is_finished = start, False
 
     def __iter__(self) -> Iterator[Sample]:
         info, generators = get_worker_info(), Generators(self._seed)
@@ -100,7 +122,8 @@ class InTrainingOrder(IterableDataset[Sample]):
         if self._is_finished:
             self._start, self._is_finished = None, False
         started = self._position if self._start is None else self._start
-        if num_workers > 1:
+        self._began = self._position
+        if num_workers > 1 or self._world_size > 1:
             self._start = started
         end = self._end(started)
         for positions in self._read_at_once(self._own(started, self._position, worker, num_workers)):
@@ -108,7 +131,7 @@ class InTrainingOrder(IterableDataset[Sample]):
             drawn = (generators.at(position) if self._order else None for position in positions.tolist())
             samples = self._dataset.samples(numbers, drawn)
             for position, sample in zip(positions.tolist(), samples, strict=True):
-                self._position = self._after(position, num_workers, end)
+                self._position = self._after(started, position, num_workers, end)
                 yield sample
         assert end is not None, "an iteration without an end does not end"
         self._position, self._is_finished = end, True
@@ -123,10 +146,9 @@ class InTrainingOrder(IterableDataset[Sample]):
 
     def _own(self, started: int, position: int, worker: int, num_workers: int) -> Iterator[np.ndarray]:
         """Positions of one batch after the other of this rank and worker, those before `position` left out."""
-        origin, end, size = self._origin(started), self._end(started), self._batch_size
-        global_batch = (started - origin) // (size * self._world_size) + worker
+        global_batch, end, size = worker, self._end(started), self._batch_size
         while True:
-            first = origin + (global_batch * self._world_size + self._rank) * size
+            first = started + (global_batch * self._world_size + self._rank) * size
             if end is not None and first >= end:
                 return
             positions = np.arange(max(first, position), min(first + size, end or first + size), dtype=np.int64)
@@ -144,11 +166,10 @@ class InTrainingOrder(IterableDataset[Sample]):
         if collected:
             yield np.concatenate(collected)
 
-    def _after(self, position: int, num_workers: int, end: int | None) -> int:
+    def _after(self, started: int, position: int, num_workers: int, end: int | None) -> int:
         """The state's position after a sample: behind a batch, where this worker's next global batch begins."""
-        origin, whole = self._origin(position), self._batch_size * self._world_size
-        within = position - origin
+        within, whole = position - started, self._batch_size * self._world_size
         if (within + 1) % self._batch_size and position + 1 != end:
             return position + 1
-        following = origin + (within // whole + num_workers) * whole
+        following = started + (within // whole + num_workers) * whole
         return following if end is None else min(following, end)

@@ -177,8 +177,8 @@ def test_each_sample_comes_once_an_epoch_for_any_ranks_workers_stops_and_changes
                 # as a DataLoader does: one batch of each worker in turn
                 batches = [batch for turn in itertools.zip_longest(*parts) for batch in turn if batch]
                 per_rank.append(batches)
-            if position % (size * world) or any(len(batches) < stop for batches in per_rank):
-                stop = 0  # another batch would cut through what is read already
+            if any(len(batches) < stop for batches in per_rank):
+                stop = 0  # the epoch ends before
             seen += [sample for batches in per_rank for batch in batches[:stop] for sample in batch]
             resumed = ordered(count, batch_size=size, world_size=world)
             resumed.load_state_dict({"position": position})
@@ -281,3 +281,38 @@ def test_it_begins_a_pipeline_of_webdataset(files):
         expected = np.asarray(Image.open(io.BytesIO(sample["image"])).convert("RGB"))
         assert np.array_equal(pixels, expected) and label == sample["label"]
     assert len({sample["__key__"] for sample in raw}) == len(dataset)
+
+
+def test_a_loop_without_workers_counts_its_batches_from_where_it_began():
+    samples = ordered(50, batch_size=4)
+    samples.load_state_dict({"position": 8})
+    assert len(list(itertools.islice(iter(samples), 12))) == 12
+    assert samples.state_after(3) == samples.state_dict() == {"position": 20}
+
+
+@pytest.mark.parametrize("state", [None, {"position": 1 << 70}, {"position": 1.5}])
+def test_what_is_no_position_is_refused(state):
+    with pytest.raises(ConfigError, match="not a state"):
+        ordered(50).load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 1.5}, {"world_size": 0}])
+def test_a_size_that_is_no_whole_number_is_refused(options):
+    with pytest.raises(ConfigError, match="at least 1, and a whole number"):
+        ordered(50, **options)
+
+
+def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next_one():
+    for rank in range(2):
+        samples, resumed = (ordered(50, batch_size=4, rank=rank, world_size=2) for _ in range(2))
+        list(samples)
+        resumed.load_state_dict(samples.state_dict())
+        assert list(resumed) == list(samples) != []
+
+
+def test_a_rank_goes_on_in_the_middle_of_its_batch():
+    samples, resumed = (ordered(50, batch_size=4, rank=1, world_size=2) for _ in range(2))
+    whole = list(ordered(50, batch_size=4, rank=1, world_size=2))
+    assert list(itertools.islice(iter(samples), 6)) == whole[:6]
+    resumed.load_state_dict(samples.state_dict())
+    assert list(resumed) == whole[6:]
