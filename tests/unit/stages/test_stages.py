@@ -60,9 +60,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "start_run", start_run)
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: made.finished.append((run, status)))
-    monkeypatch.setattr(
-        tracking, "log_evaluation", lambda uri, run, metrics, step: made.evaluated.append((run, metrics))
-    )
+    monkeypatch.setattr(tracking, "log_evaluation", lambda uri, run, metrics: made.evaluated.append((run, metrics)))
     monkeypatch.setattr(tracking, "log_text", lambda uri, run, text, name: made.texts.append((run, name)))
     monkeypatch.setattr(tracking, "log_missing", lambda uri, run, history: made.curves.append((run, history)))
     return made
