@@ -133,6 +133,9 @@ def _opened(content: bytes, where: str) -> Iterator[Any]:
             yield image
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         raise _bomb(str(error), where) from error
+    except pillow.UnidentifiedImageError as error:  # whose text names a stream of ours
+        fix = "replace or delete it"
+        raise DataError("the image cannot be decoded: its format is not known", where=where, fix=fix) from error
     except _DAMAGED as error:
         raise DataError(f"the image cannot be decoded: {error}", where=where, fix="replace or delete it") from error
 

@@ -62,8 +62,8 @@ def list_with_times(
 ) -> list[ListedFile]:
     """The regular files below a folder, or the one file at `uri`, whose name is wanted; sorted by name.
 
-    Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth.
-    Raises DataError where something cannot be read.
+    Hidden files and folders are left out, and so are folders of a name in `skipped_folders`, at any depth. Links are
+    followed. Raises DataError where something cannot be read, and for a link to a folder that it lies in.
     """
     with reading_source(uri):
         entries = (
@@ -77,9 +77,9 @@ def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Listed
     if not root.is_dir():
         yield from _listed(root.name, str(root), root.stat())
         return
-    folders = [(str(root), "")]
+    folders = [(str(root), "", frozenset({_identity(root.stat())}))]
     while folders:
-        folder, prefix = folders.pop()
+        folder, prefix, above = folders.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
                 if _hidden(entry.name):
@@ -87,8 +87,14 @@ def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Listed
                 status = _status(entry)
                 if not stat.S_ISDIR(status.st_mode):
                     yield from _listed(prefix + entry.name, entry.path, status)
-                elif not entry.is_symlink() and entry.name not in skipped_folders:
-                    folders.append((entry.path, f"{prefix}{entry.name}/"))
+                elif entry.name not in skipped_folders:
+                    if _identity(status) in above:
+                        raise DataError("the link leads to a folder that it lies in", where=entry.path, fix="delete it")
+                    folders.append((entry.path, f"{prefix}{entry.name}/", above | {_identity(status)}))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:

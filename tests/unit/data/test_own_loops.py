@@ -22,7 +22,7 @@ import kftrain
 from kftrain.data import torch_dataset
 from kftrain.data.decoding import Generators
 from kftrain.data.order import TrainingOrder
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, DataError
 from kftrain.tasks.augment import Augment
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.settings import TaskConfig
@@ -316,3 +316,10 @@ def test_a_rank_goes_on_in_the_middle_of_its_batch():
     assert list(itertools.islice(iter(samples), 6)) == whole[:6]
     resumed.load_state_dict(samples.state_dict())
     assert list(resumed) == whole[6:]
+
+
+def test_a_place_that_is_no_dataset_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for name in ("file", "nothing"):
+        with pytest.raises(DataError, match=f"{name}/manifest.json"):
+            kftrain.open_dataset(str(tmp_path / name))

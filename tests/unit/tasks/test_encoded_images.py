@@ -102,7 +102,7 @@ def test_size_and_augmentation_need_no_other_shards(folder, tmp_path):
     ("content", "part"),
     [
         (b"no image", "of no known kind"),
-        (b"\xff\xd8\xff no image", "cannot be decoded"),
+        (b"\xff\xd8\xff no image", "cannot be decoded: its format is not known"),
         (encoded(np.zeros((4, 4), np.uint16)), "8 bits per channel"),
         (np.zeros((4, 4, 3), np.uint8), r"no image file; set task\.storage=pixels"),
     ],

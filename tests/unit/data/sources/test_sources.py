@@ -13,6 +13,7 @@ from helpers.toy_data import text_folder
 
 from kftrain.data.schema import Record
 from kftrain.data.sources import resolve_source
+from kftrain.data.sources.listing import list_files
 from kftrain.data.sources.text import StdlibSource
 from kftrain.errors import ConfigError, DataError, UserCodeError
 
@@ -97,6 +98,19 @@ def test_a_missing_path_is_a_data_error_and_a_misspelled_name_a_config_error_wit
         resolve("stdlb")
     with pytest.raises(ConfigError, match="known: stdlib, digits, module:attr, or a path to text files"):
         resolve("zzzz")
+
+
+def test_links_to_folders_are_followed_and_those_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data" / "here").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deeper").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deeper" / "a.txt").write_text("a")
+    for name in ("one", "two"):  # the same folder twice is no circle
+        (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
+    names = [file.name for file in list_files(str(tmp_path / "data"), lambda name: True)]
+    assert names == ["one/deeper/a.txt", "two/deeper/a.txt"]
+    (tmp_path / "data" / "here" / "round").symlink_to(tmp_path / "data")
+    with pytest.raises(DataError, match=r"here/round: the link leads to a folder that it lies in"):
+        list_files(str(tmp_path / "data"), lambda name: True)
 
 
 def test_a_dangling_link_is_refused_by_name(tmp_path: Path) -> None:
