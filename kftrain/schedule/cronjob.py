@@ -70,7 +70,7 @@ def _job(schedule: Schedule, image: str, name: str, digest: str) -> dict[str, An
         "activeDeadlineSeconds": 30 * 24 * 3600,
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(RETRIED_CODES)}},
             ]
         },
