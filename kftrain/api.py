@@ -195,7 +195,7 @@ def open_dataset(
     """
     from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
-    from kftrain.data.shards.manifest import read_manifest
+    from kftrain.data.shards.manifest import read_manifest, reading
     from kftrain.stages.dataset import find_manifest
     from kftrain.tasks.base import Task
     from kftrain.tasks.registry import build_task_of
@@ -203,7 +203,8 @@ def open_dataset(
     if split not in SPLITS:
         raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
     found = find_manifest(uri)
-    manifest = read_manifest(found)
+    with reading(found):
+        manifest = read_manifest(found)
     if task is not None and not isinstance(task, Task):
         task = build_task_of(task, found, manifest.task_settings)
     return OpenedDataset(found, manifest, split, task)

@@ -238,8 +238,7 @@ def content_digest(
 
 def read_manifest(uri: str) -> Manifest:
     """The manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
-    with reading(uri):
-        manifest = documents.read(Manifest, uri)
+    manifest = documents.read(Manifest, uri)
     if not 1 <= manifest.format_version <= FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
         raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=SHARD_AGAIN)
     shards = {name: manifest.splits[name].shards for name in SPLITS}
