@@ -28,6 +28,7 @@ from kftrain.schedule.plan import Change, Content, Recurring, Wanted, changes_to
 from kftrain.schedule.settings import parse_instant
 from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
+from kftrain.schedule.turn import Turn
 from kftrain.stages import remote, resolve
 
 CHANGED = 1
@@ -70,7 +71,7 @@ def apply_command(path: str, wait_seconds: float, render: str | None, image: str
     submission = _prepared(schedule.config, schedule, connection["host"])
     paused = _history(schedule).paused()
     wanted = Wanted(_ensured(schedule, submission, pipelines), enabled=paused is None)
-    left = _executor(pipelines, schedule.name).converge(wanted, wait_seconds)
+    left = _executor(pipelines, schedule).converge(wanted, wait_seconds)
     state = "is as the file says" if paused is None else f"is as the file says, and paused: {paused.line}"
     echo(f"{schedule.name} {state}")
     if left:
@@ -122,7 +123,7 @@ def pause_command(path: str, reason: str, **connection: Any) -> None:
     """Start no more runs, until it is resumed; the one at work goes on."""
     schedule, pipelines = _opened(path, connection)
     changed = _history(schedule).add("paused", reason)
-    _switch(pipelines, schedule, enabled=False)
+    _executor(pipelines, schedule).disable()
     echo(f"{schedule.name} {'is paused' if changed else 'was paused already'}")
 
 
@@ -133,10 +134,9 @@ def resume_command(path: str, **connection: Any) -> None:
     """Start runs again; failures of before do not count any more, and nothing is caught up on."""
     schedule, pipelines = _opened(path, connection)
     changed = _history(schedule).add("resumed", "by hand")
-    if not pipelines.list_recurring(schedule.name):
+    if not _executor(pipelines, schedule).enable():
         echo(f"{schedule.name} is not in Kubeflow: kftrain schedule apply")
         return
-    _switch(pipelines, schedule, enabled=True)
     echo(f"{schedule.name} {'goes on' if changed else 'was not paused'}")
 
 
@@ -181,7 +181,7 @@ def backfill_command(path: str, start: str, end: str, dry_run: bool, **connectio
 def delete_command(path: str, wait_seconds: float, **connection: Any) -> None:
     """Take the schedule away from Kubeflow, once no run of it lives; what it has trained stays."""
     schedule, pipelines = _opened(path, connection)
-    left = _executor(pipelines, schedule.name).converge(None, wait_seconds)
+    left = _executor(pipelines, schedule).converge(None, wait_seconds)
     for identity in left:
         echo(f"{identity} is disabled; delete it again when its runs have ended")
     if not left:
@@ -230,8 +230,12 @@ def _history(schedule: Schedule) -> History:
     return History.of(schedule.config.run.storage_root, schedule.name)
 
 
-def _executor(pipelines: RecurringPipelines, name: str) -> Executor:
-    return Executor(pipelines, name, lambda line: echo(line, err=True))
+def _executor(pipelines: RecurringPipelines, schedule: Schedule) -> Executor:
+    def progress(line: str) -> None:
+        echo(line, err=True)
+
+    turn = Turn.of(schedule.config.run.storage_root, schedule.name, progress)
+    return Executor(pipelines, schedule.name, turn, progress)
 
 
 def _prepared(config: Config, schedule: Schedule, host: str, run_name: str = "") -> Submission:
@@ -275,15 +279,6 @@ def _found_changes(
     if newest != submission.version:
         found.append(Change("pipeline version", newest, submission.version))
     return found
-
-
-def _switch(pipelines: RecurringPipelines, schedule: Schedule, enabled: bool) -> None:
-    """Enables or disables what is there, whatever it is: apply says what it should be."""
-    listed = pipelines.list_recurring(schedule.name)
-    newest = max(listed, key=lambda each: (each.enabled, each.created), default=None)
-    if newest is not None:
-        kept = [newest] if enabled else listed
-        _executor(pipelines, schedule.name).switch(kept, enabled)
 
 
 def _send(

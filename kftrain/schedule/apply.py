@@ -1,4 +1,7 @@
-"""Carries out a plan: one action at a time, each decided by what is there now, so that it may end anywhere."""
+"""Carries out a plan: one action at a time, each decided by what is there now, so that it may end anywhere.
+
+Two who do it take turns: without that, what one has just enabled the other would delete with the run that it starts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Protocol, TypeVar
 from kftrain.errors import LaunchError, UnavailableError
 from kftrain.progress import Progress
 from kftrain.schedule.plan import Action, Content, Create, Delete, Disable, Enable, Recurring, Wanted, plan
+from kftrain.schedule.turn import Turn
 
 Answer = TypeVar("Answer")
 
@@ -60,6 +64,7 @@ class Executor:
 
     api: RecurringRuns
     name: str
+    turn: Turn
     progress: Progress
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -72,11 +77,13 @@ class Executor:
         Returns the recurring runs that are left, disabled, because runs of theirs live: they are waited for as long as
         `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
         """
-        until, num_actions = self.clock() + wait_seconds, 0
+        with self.turn.held():
+            return self._converge(wanted, self.clock() + wait_seconds)
+
+    def _converge(self, wanted: Wanted | None, until: float) -> list[str]:
+        num_actions = 0
         while num_actions <= MAX_ACTIONS:
-            listed = self._asked(lambda: self.api.list_recurring(self.name))
-            if listed is None:
-                continue
+            listed = self._listed()
             actions = plan(wanted, listed)
             self._note(listed)
             urgent = next((each for each in actions if not isinstance(each, Delete)), None)
@@ -94,12 +101,30 @@ class Executor:
             "somebody changes this schedule at the same time", where=self.name, fix="find out who, and apply it again"
         )
 
-    def switch(self, listed: Sequence[Recurring], enabled: bool) -> None:
-        """Enables or disables recurring runs, until Kubeflow has answered. Raises LaunchError."""
-        for each in listed:
-            action = Enable(each.id) if enabled else Disable(each.id)
-            while each.enabled != enabled and not self._do(action, None):
-                pass
+    def enable(self) -> bool:
+        """Enables what is there, whatever it is: apply says what it should be. False where nothing is.
+
+        Raises LaunchError.
+        """
+        with self.turn.held():
+            while listed := self._listed():
+                newest = max(listed, key=lambda each: (each.enabled, each.created))
+                if newest.enabled or self._do(Enable(newest.id), None):
+                    return True
+        return False
+
+    def disable(self) -> None:
+        """Disables what is there; it waits for nobody. Raises LaunchError."""
+        while enabled := [each for each in self._listed() if each.enabled]:
+            if all([self._do(Disable(each.id), None) for each in enabled]):
+                return
+
+    def _listed(self) -> list[Recurring]:
+        """What Kubeflow has of this name, asked until it answers."""
+        listed = None
+        while listed is None:
+            listed = self._asked(lambda: self.api.list_recurring(self.name))
+        return listed
 
     def _note(self, listed: Sequence[Recurring]) -> None:
         """Since when each is known to start no runs any more."""
@@ -119,10 +144,13 @@ class Executor:
         return bool(live)
 
     def _waited(self, until: float) -> bool:
-        """Waits a while; False where the time is up."""
+        """Waits a while, in which others may have their turn; False where the time is up."""
         if self.clock() >= until:
             return False
+        self.turn.give_back()
         self.sleep(POLL_SECONDS)
+        if not self.turn.take():
+            self._disabled_since = {}
         return True
 
     def _do(self, action: Action, wanted: Wanted | None) -> bool:
@@ -147,6 +175,7 @@ class Executor:
 
     def _asked(self, call: Callable[[], Answer]) -> Answer | None:
         """The answer; None where there was none, after a wait. Raises LaunchError after too many of these in a row."""
+        self.turn.keep()
         try:
             answer = call()
         except UnavailableError:

@@ -1,16 +1,21 @@
 """Plans against what they must bring about, and a thousand ways in which carrying them out may be disturbed."""
 
+import functools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.kfp_server import Request, Server
+from helpers.together import Together
 
 from kftrain.errors import LaunchError, UnavailableError
 from kftrain.kubeflow import recurring as kubeflow
 from kftrain.schedule import apply
+from kftrain.schedule import turn as turns
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Content, Create, Delete, Disable, Enable, Recurring, Wanted, changes_to, plan
+from kftrain.schedule.turn import Turn
 
 NIGHTLY = Content("nightly", "0 0 2 * * *", "p-1", "e-1", {"config": "train: {steps: 100}\n", "resume_run": ""})
 LATER = replace(NIGHTLY, cron="0 0 3 * * *")
@@ -67,8 +72,50 @@ def test_differences_name_the_field():
     assert keys == ["config", "config.train.steps", "version_id", "recurring runs of this name"]
 
 
-class CrashError(Exception):
+class CrashError(BaseException):
     """The process is gone."""
+
+
+class Folder:
+    """The storage root as turns use it, in memory; `before` is called before each call."""
+
+    def __init__(self):
+        self.files = {}
+        self.before = lambda: None
+
+    def join(self, uri, *parts):
+        return "/".join((uri, *parts))
+
+    def exists(self, uri):
+        self.before()
+        return uri in self.files
+
+    def list_names(self, uri):
+        self.before()
+        return sorted(name.removeprefix(f"{uri}/") for name in self.files)
+
+    def create_json(self, uri, document):
+        self.before()
+        if uri in self.files:
+            raise FileExistsError(uri)
+        self.files[uri] = document
+
+    def remove(self, uri):
+        self.before()
+        self.files.pop(uri, None)
+
+    def read(self, kind, uri):
+        self.before()
+        return kind.model_validate(self.files.get(uri) or turns.TurnTaken(owner="", host="", time=0).to_dict())
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    """Where the turns of these tests are kept."""
+    found = Folder()
+    monkeypatch.setattr(turns, "storage", found)
+    monkeypatch.setattr(turns, "documents", SimpleNamespace(read=found.read))
+    return found
 
 
 class Scripted:
@@ -140,7 +187,8 @@ def create(server, content, mode="DISABLE"):
 
 
 def converge(api, wanted, wait_seconds=0.0, name="nightly"):
-    return Executor(api, name, lambda line: None, api.clock, api.sleep).converge(wanted, wait_seconds)
+    turn = Turn("turns", lambda line: None, api.clock, api.sleep)
+    return Executor(api, name, turn, lambda line: None, api.clock, api.sleep).converge(wanted, wait_seconds)
 
 
 def content_of(server):
@@ -218,9 +266,10 @@ def test_an_api_server_that_stays_away_ends_it():
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_crash_at_every_call_and_then_once_more(before):
+def test_a_crash_at_every_call_and_then_once_more(before, folder):
     """From one content to another, with a run that lives: wherever it ends, the next call brings it to its end."""
     for number in range(1, 40):
+        folder.files.clear()
         api = Scripted(Server())
         converge(api, Wanted(NIGHTLY, True))
         run = api.server.fire("r-1")
@@ -273,11 +322,12 @@ def end_runs(server):
             run["state"] = "SUCCEEDED"
 
 
-def test_a_thousand_interleavings():
+def test_a_thousand_interleavings(folder):
     """Apply, pause, edits by hand, answers that are refused or lost, crashes: one is enabled, no run is killed."""
     num_crashes = num_edits = 0
     for seed in range(1000):
         chance = random.Random(seed)
+        folder.files.clear()
         api = Scripted(Server(), chance)
         api.between = lambda api=api, chance=chance: disturb(api, chance)
         edited = False
@@ -301,6 +351,130 @@ def test_a_thousand_interleavings():
         assert content_of(api.server) == [(wanted.content.cron, "ENABLE" if wanted.enabled else "DISABLE")], seed
         assert not api.server.killed, seed
     assert num_crashes > 300 and num_edits > 300
+
+
+def test_a_run_that_another_process_makes_start_while_this_one_waits_lives():
+    """In between somebody enables what is to go, and disables it again: it may still start a run."""
+    api = Scripted(Server())
+    converge(api, Wanted(NIGHTLY, True))
+    run = api.server.fire("r-1")
+    other = Turn("turns", lambda line: None, lambda: api.now, lambda seconds: None)
+    later = []
+
+    def others():
+        if api.now > 60 and not later and run["state"] == "RUNNING":
+            run["state"] = "SUCCEEDED"
+            with other.held():
+                later.append(api.now + 20)
+        if later and api.now > later[0] and len(api.server._find_recurring("r-1")["fired"]) == 1:
+            api.server.fire("r-1")
+
+    real = api.sleep
+    api.sleep = lambda seconds: (real(seconds), others())
+    assert converge(api, Wanted(LATER, True), wait_seconds=100) == ["r-1"]
+    assert not api.server.killed
+
+
+def test_whoever_was_suspended_for_long_deletes_nothing_more():
+    api = Scripted(Server())
+    converge(api, Wanted(NIGHTLY, True))
+
+    def suspended(seconds):
+        for _ in range(100):  # minutes, in which another process waits until nothing was heard of this one
+            api.now += 5.0
+            if api.now == 500.0:
+                other.take()
+
+    other = Turn("turns", lambda line: None, lambda: api.now, lambda seconds: setattr(api, "now", api.now + seconds))
+    api.sleep = suspended
+    with pytest.raises(LaunchError, match="at the same time"):
+        converge(api, Wanted(LATER, True))
+    assert [mode for _, mode in content_of(api.server)] == ["DISABLE", "ENABLE"]
+
+
+class Apart(Scripted):
+    """What one of several processes sees of the API: each call takes a while, in which the others go on."""
+
+    def __init__(self, server, together, chance):
+        super().__init__(server)
+        self.together = together
+        self.draw = chance
+        self.crashed = False
+
+    def clock(self):
+        return self.together.now
+
+    def sleep(self, seconds):
+        self.together.step(seconds)
+
+    def call(self, respond):
+        self.step()
+        answer = respond()
+        self.step()
+        enabled = [each for each in self.server.recurring if each["mode"] == "ENABLE"]
+        self.enabled_too_many |= len(enabled) > 1
+        return answer
+
+    def step(self):
+        if self.crashed or self.crash_at == self.num_calls:
+            self.crashed = True
+            raise CrashError
+        self.num_calls += 1
+        self.together.step(self.draw.random())
+
+
+def controller(server, together, chance, ends_at):
+    """Kubeflow's: it looks every 30 s, so what was disabled since may be started once more; runs end after a while."""
+    seen = {}
+    while together.now < ends_at:
+        for each in server.recurring:
+            identity = each["recurring_run_id"]
+            if each["mode"] == "ENABLE":
+                seen[identity] = together.now
+            for run in each["fired"]:
+                if chance.random() < 0.1:
+                    run["state"] = "SUCCEEDED"
+            if together.now - seen.get(identity, -31) < 30 and chance.random() < 0.3:
+                server.fire(identity)
+        together.step(5.0)
+
+
+def test_several_apply_at_the_same_time(folder):
+    """One after the other, whoever comes first, also where one dies: one is enabled at a time, and no run is killed."""
+    num_crashes = 0
+    for seed in range(500):
+        chance = random.Random(seed)
+        folder.files.clear()
+        together, server = Together(chance), Server()
+        if chance.random() < 0.7:
+            create(server, NIGHTLY, "ENABLE")
+        processes = [Apart(server, together, chance) for _ in range(chance.choice([2, 2, 3]))]
+        crons = [(chance.randrange(3), chance.choice([0.0, 0.0, 120.0])) for _ in processes]
+        current = {}
+        folder.before = lambda current=current, together=together: current[together.name].step()
+        for each in processes:
+            each.crash_at = chance.randrange(5, 60) if chance.random() < 0.2 else None
+        programs = {
+            str(number): lambda each=each, cron=cron, wait=wait: converge(each, wanted_at(cron), wait)
+            for number, (each, (cron, wait)) in enumerate(zip(processes, crons, strict=True))
+        }
+        current.update(zip(programs, processes, strict=True))
+        programs["controller"] = functools.partial(controller, server, together, chance, 900.0)
+        ended = together.run(programs)
+        bad = [each for each in ended.values() if isinstance(each, BaseException) and not isinstance(each, CrashError)]
+        assert not bad, (seed, bad)
+        num_crashes += any(isinstance(each, CrashError) for each in ended.values())
+        assert not server.killed and not any(each.enabled_too_many for each in processes), seed
+        folder.before = lambda: None
+        end_runs(server)
+        alone = Scripted(server)
+        assert converge(alone, wanted_at(1)) == [] and content_of(server) == [("0 0 1 * * *", "ENABLE")], seed
+        assert not server.killed, seed
+    assert num_crashes > 30
+
+
+def wanted_at(hour):
+    return Wanted(replace(NIGHTLY, cron=f"0 0 {hour} * * *"), True)
 
 
 def test_what_the_api_lists_is_read_as_it_is_written(monkeypatch, tmp_path):
