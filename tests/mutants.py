@@ -84,7 +84,7 @@ MUTANTS = [
         "kftrain/train/spmd.py",
         "if self._clip_norm > 0:",
         "if self._clip_norm < 0:",
-        "tests/unit/train/test_step.py tests/unit/train/test_parity.py",
+        "tests/unit/train/test_step.py tests/unit/train/test_bare_loop.py",
     ),
     Mutant(
         "a non-finite step updates all the same",
@@ -126,7 +126,7 @@ MUTANTS = [
         "kftrain/train/spmd.py",
         "(loss * num_averaged if num_averaged > 1 else loss).backward()",
         "loss.backward()",
-        "tests/unit/train/test_parity.py -k two_processes",
+        "tests/unit/train/test_bare_loop.py -k two_processes",
     ),
     Mutant(
         "the learning rate comes one step late",
@@ -154,14 +154,14 @@ MUTANTS = [
         "kftrain/train/loop.py",
         "        seed_step(self._config.run.seed, step, mesh.data_rank, mesh.world.device)\n",
         "",
-        "tests/unit/train/test_parity.py -k dropout",
+        "tests/unit/train/test_bare_loop.py -k dropout",
     ),
     Mutant(
         "dropout is on while a model is scored",
         "kftrain/models/modes.py",
         "    model.eval()\n",
         "",
-        "tests/unit/train/test_parity.py -k dropout",
+        "tests/unit/train/test_bare_loop.py -k dropout",
     ),
     Mutant(
         "what is published is not synced",

@@ -1,0 +1,66 @@
+"""Each strategy, optimizer and combination that is offered against a bare loop on one process, row by row."""
+
+import time
+
+import pytest
+from helpers import parity, parity_rank
+from helpers.parity import Row
+from helpers.parity_oracle import Case, same_llama, tied_llama
+from helpers.parity_pool import Pools
+
+TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
+BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
+
+HALVES = (0, 1, 2), (3, 4, 5)
+
+TABLE = [
+    Row("one process", 1),
+    Row("micro batches", 1, ("train.micro_batch_size=2",)),
+    Row("tied embeddings", 1, case=TIED),
+    Row("bf16", 1, case=BF16, compared_steps=12, weight_tolerance=0.02),
+    Row("fsdp", 2),
+    Row("fsdp, tied embeddings", 2, case=TIED),
+    Row("fsdp, micro batches", 2, ("train.micro_batch_size=1",)),
+    Row("fsdp, recomputed", 2, ("train.activation_checkpointing=blocks",)),
+    Row("fsdp, kept gathered", 2, ("parallel.reshard_after_forward=false",)),
+    Row("ddp", 2, ("parallel.strategy=ddp",)),
+    Row("ddp, uneven micro batches", 2, ("parallel.strategy=ddp", "train.micro_batch_size=2")),
+    Row("fsdp, bf16", 2, case=BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
+    Row("fsdp, uneven", 4),
+    Row("hsdp", 4, ("parallel.replicate=2",)),
+    Row("hsdp, micro batches", 4, ("parallel.replicate=2", "train.micro_batch_size=1")),
+]
+"""Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""
+
+
+@pytest.fixture(scope="session")
+def pools():
+    found = Pools()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("row", [row.param() for row in TABLE])
+def test_a_row_is_the_bare_loop(pools, row):
+    parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+
+
+def hang(world):
+    time.sleep(600 if world.rank == 1 else 0)
+
+
+def fail(world):
+    assert world.rank != 1, "scripted"
+    world.barrier()
+
+
+def test_a_job_that_hangs_or_fails_on_one_process_ends_and_the_next_one_has_new_processes(pools):
+    done, silent = pools.run(2, hang, seconds=3)
+    assert (done.kind, silent.kind) == ("done", "silent")
+    waits, failed = pools.run(2, fail)
+    assert (waits.kind, failed.kind) == ("silent", "failed") and "scripted" in failed.value
+    assert [answer.value for answer in pools.run(2, sum_of_ranks)] == [1.0, 1.0]
+
+
+def sum_of_ranks(world):
+    return world.sum([world.rank])[0]

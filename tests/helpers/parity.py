@@ -1,0 +1,87 @@
+"""The table of parity: a row is a case in a layout, and how near it comes to the bare loop."""
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from helpers import parity_oracle, parity_rank
+from helpers.parity_oracle import BASE, Case
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. Whatever it sets it must come to the same curve as the bare loop of its case."""
+
+    name: str
+    processes: int
+    layout: tuple[str, ...] = ()
+    """Overrides of the configuration that change no number: `parallel.strategy=ddp`."""
+    case: Case = field(default_factory=Case)
+    tolerance: float = 1e-5
+    """Relative, of each step's loss and gradient norm."""
+    weight_tolerance: float = 2e-5
+    """Absolute, of each of the last weights; learning rates of 0.02 have moved them by 0.2."""
+    parts: tuple[tuple[int, ...], ...] | None = None
+    """Places in a batch that the bare loop computes at a time, where that matters; None: all at once."""
+    compared_steps: int = parity_oracle.STEPS
+    """In bf16 an error of 1e-8 in a weight flips a rounding sooner or later, and the curves part; what of the last
+    weights then still is equal, `weight_tolerance` says."""
+    slow: bool = False
+
+    @property
+    def job(self):
+        return parity_rank.Job(BASE, (*self.case.overrides, *self.layout), self.case.data)
+
+    def param(self):
+        """For `pytest.mark.parametrize`."""
+        return pytest.param(self, id=f"{self.processes}-{self.name}", marks=[pytest.mark.slow] if self.slow else [])
+
+
+FIRST_WEIGHTS = {}
+"""Of each case, those of the row that came first."""
+
+
+def check(row, answers):
+    """Raises AssertionError where the processes' answers are not what the bare loop of the row gives."""
+    for rank, answer in enumerate(answers):
+        assert answer.kind == "done", f"{row.name}: process {rank} {answer.kind}: {answer.value}"
+    trained = answers[0].value
+    first = Weights(trained.first_weights)
+    assert FIRST_WEIGHTS.setdefault(row.case, first) == first, f"{row.name}: the layout changes the first weights"
+    compare(row, trained, curve_of(row.case, row.parts, first))
+
+
+def compare(row, trained, curve):
+    """Every recorded number of the steps, and every weight at the end."""
+    assert [point["step"] for point in trained.history] == list(range(1, parity_oracle.STEPS + 1))
+    num_steps = row.compared_steps
+    for name, expected, tolerance in (
+        ("loss", curve.losses, row.tolerance),
+        ("gradient_norm", curve.norms, row.tolerance),
+        ("learning_rate", curve.rates, 1e-12),
+    ):
+        found = [point[name] for point in trained.history]
+        np.testing.assert_allclose(
+            found[:num_steps], expected[:num_steps], rtol=tolerance, err_msg=f"{row.name}: {name}"
+        )
+    assert trained.weights.keys() == curve.weights.keys()
+    for name, expected in curve.weights.items():
+        np.testing.assert_allclose(
+            trained.weights[name], expected.numpy(), rtol=0, atol=row.weight_tolerance, err_msg=f"{row.name}: {name}"
+        )
+
+
+class Weights(dict):
+    """First weights, which are the same ones where every number is: so that a case is computed once."""
+
+    def __hash__(self):
+        return hash(tuple((name, value.tobytes()) for name, value in self.items()))
+
+    def __eq__(self, other):
+        return hash(self) == hash(other)
+
+
+@functools.cache
+def curve_of(case, parts, weights):
+    return parity_oracle.run(case, weights, parts)
