@@ -1,13 +1,11 @@
 """Scheduled runs: what each night does, by the documents that it leaves; training itself is not done here."""
 
-import http.server
-import json
 import os
-import threading
 from datetime import datetime, timedelta, timezone
 
 import pytest
 from helpers.documents import digits_config
+from helpers.webhook import Webhook
 
 from kftrain import config, launch, storage, tracking
 from kftrain.errors import DataError, FailureClass, LaunchError
@@ -29,40 +27,11 @@ DAY = timedelta(days=1)
 FIRST = datetime(2026, 11, 1, 2, 0, 20, tzinfo=timezone.utc)
 
 
-class Webhook:
-    """Takes alerts."""
-
-    def __init__(self):
-        webhook = self
-        self.texts = []
-        self.answer = 200
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                webhook.texts.append(json.loads(body)["text"])
-                self.send_response(webhook.answer)
-                self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *arguments):
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/T0KEN"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
 def webhook(monkeypatch):
-    started = Webhook()
-    monkeypatch.setenv(alert.URL_ENV, started.url)
-    yield started
-    started.close()
+    with Webhook() as started:
+        monkeypatch.setenv(alert.URL_ENV, started.url)
+        yield started
 
 
 class Nights:
