@@ -7,42 +7,31 @@
       tokenizer.json …           the task's own files
       manifest.json              every file's bytes and sha256; its own digest is the export's digest
 
-Made from the committed checkpoint, not from the live model: tensors are read back one file at a time, so memory stays
-at the size of one file however large the model is, and the export is of what was verified. No pickle is written;
-loading reads safetensors and JSON only.
+Here it is read (`exporting.py` writes it): safetensors and JSON only. Files are found in the manifest; the index is for
+other programs, and nothing here follows it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from kftrain import storage
 from kftrain.checkpoint.allowance import limited_to
-from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.errors import CheckpointError
 from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.settings import ModelConfig
 from kftrain.plugins import user_code
 from kftrain.run import commit, documents
-from kftrain.run.commit import FileEntry
 from kftrain.run.export import (
     ExportManifest,
-    digest_of_export,
-    is_export,
-    manifest_uri,
     read_export_manifest,
     require_whole,
 )
-from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.registry import BUILT_IN as TASKS
@@ -53,9 +42,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-MAX_FILE_BYTES = 2 << 30
-"""Tensors are collected into files of at most this size (a larger tensor has a file of its own)."""
-
 MAX_DOCUMENT_BYTES = 16 << 20
 """Of a description: what is read as JSON takes many times its size."""
 
@@ -63,10 +49,6 @@ MAX_TASK_FILE_BYTES = 64 << 20
 """Of a file of the task's own."""
 
 DESCRIPTION = "kftrain.json"
-MODEL_PREFIX = "model."
-"""Keys of the model in a checkpoint's state."""
-
-_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,80}")
 
 
 class Description(documents.Document):
@@ -102,54 +84,6 @@ class LoadedExport:
     model: nn.Module
     task: Task
     config: dict[str, Any]
-
-
-def export_checkpoint(
-    paths: RunPaths,
-    checkpoint_uri: str,
-    description: Description,
-    config: dict[str, Any],
-    task_files: Mapping[str, bytes] = MappingProxyType({}),
-) -> tuple[str, str]:
-    """Writes the export of a committed checkpoint, if it is not there yet; returns its URI and digest.
-
-    `task_files`: the task's own, name -> content.
-
-    Every file of the checkpoint is verified before one is unpickled. One process suffices. Raises CheckpointError, and
-    RetryableError if the export that comes to lie there is not the one that was written.
-    """
-    manifest, digest = commit.read_checkpoint_manifest(checkpoint_uri)
-    uri = paths.export(digest)
-    if not is_export(uri):
-        commit.verify_files(checkpoint_uri, manifest.files)
-        storage.remove(manifest_uri(uri))  # first: nobody takes for an export what is being deleted
-        storage.remove(uri)  # what a process that was killed here has left, or somebody has deleted half of
-        with storage.new_folder(uri) as folder:
-            _write_tensors(checkpoint_uri, manifest.files, folder)
-            (folder / "config.json").write_text(storage.dump_json(config))
-            (folder / DESCRIPTION).write_text(storage.dump_json(description.to_dict()))
-            for name, content in task_files.items():
-                require_task_file(name)
-                (folder / name).write_bytes(content)
-            files = {path.name: commit.entry_of(str(path)) for path in sorted(folder.iterdir())}
-        export = ExportManifest(
-            checkpoint_digest=digest,
-            training_digest=manifest.training_digest,
-            dataset_digest=manifest.dataset_digest,
-            step=manifest.step,
-            files=files,
-        )
-        if not commit.has_files(uri, files):  # the old folder could not be deleted, or another process made one
-            raise RetryableError("other files than the ones of this export are in its folder", where=uri)
-        storage.publish_json(manifest_uri(uri), export.to_dict())  # last: it says that the others are there
-    return uri, digest_of_export(uri)
-
-
-def require_task_file(name: str) -> None:
-    """Raises ConfigError for a file of a task whose name is not plain, or is that of another file of an export."""
-    taken = {"config.json", DESCRIPTION, "manifest.json"}
-    if not _FILE_NAME.fullmatch(name) or name in taken or name.startswith("model"):
-        raise ConfigError("no name of a task's file", where="task.export_files", value=name, fix="rename it")
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
@@ -294,53 +228,3 @@ def _tied_names(model: nn.Module) -> list[str]:
             tied.append(name)
         seen.setdefault(id(parameter), name)
     return tied
-
-
-def _write_tensors(checkpoint_uri: str, files: Mapping[str, FileEntry], folder: Path) -> None:
-    """Copies the model's tensors from a checkpoint into safetensors files, one file in memory at a time."""
-    import torch
-    from safetensors.torch import save_file
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from kftrain.checkpoint import reader
-
-    metadata = reader.reader(checkpoint_uri, files).read_metadata().state_dict_metadata
-    tensors = {
-        name: entry
-        for name, entry in sorted(metadata.items())
-        if name.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
-    groups = group_by_size({name: _num_bytes(entry) for name, entry in tensors.items()}, MAX_FILE_BYTES)
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(groups, start=1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype) for name in names}
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # one process: that is the intent
-            reader.load(state, checkpoint_uri, files, alone=True)
-        plain = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in state.items()}
-        save_file(plain, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(plain, file))
-    if len(groups) > 1:
-        total = sum(_num_bytes(entry) for entry in tensors.values())
-        index_document = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(storage.dump_json(index_document))
-
-
-def group_by_size(sizes: dict[str, int], limit_bytes: int) -> list[list[str]]:
-    """Names in order, cut into groups of at most `limit_bytes` in sum; a larger one stands alone."""
-    groups: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not groups or filled + size > limit_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    return groups
-
-
-def _num_bytes(entry: Any) -> int:
-    return int(entry.size.numel() * entry.properties.dtype.itemsize)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from kftrain import storage
-from kftrain.checkpoint import export
+from kftrain.checkpoint import exporting
+from kftrain.checkpoint.export import Description
 from kftrain.config import Config
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.models import build_model
@@ -23,7 +24,7 @@ from kftrain.trust import read_shards
 class Described:
     """What stands beside exported weights; known before the first step, so that nothing is trained in vain."""
 
-    description: export.Description
+    description: Description
     model_config: dict[str, Any]
     task_files: dict[str, bytes]
     """File name -> content."""
@@ -37,13 +38,14 @@ def describe_export(model: nn.Module, config: Config, task: Task, arguments: dic
     with user_code("task.export_files"):
         task_files = dict(task.export_files())
     for name in task_files:
-        export.require_task_file(name)
+        exporting.require_task_file(name)
     describe_ = getattr(model, "export_config", None)
     model_config: dict[str, Any] = {"kind": config.model.kind, **config.model.options()}
     with user_code("model.export_config"):
         model_config = describe_() if callable(describe_) else model_config
         storage.dump_json({"config": model_config, "arguments": arguments})
-    description = export.Description(
+    exporting.require_types(model)
+    description = Description(
         model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments
     )
     return Described(description, model_config, task_files)
@@ -68,6 +70,6 @@ def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: st
     """Exports a committed checkpoint of a run; returns the export's URI and digest."""
     arguments = model_arguments(task)
     described = describe_export(build_model(config.model, arguments), config, task, arguments)
-    return export.export_checkpoint(
+    return exporting.export_checkpoint(
         paths, checkpoint_uri, described.description, described.model_config, described.task_files
     )

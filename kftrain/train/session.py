@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from kftrain import storage, tracking
-from kftrain.checkpoint import export, load, reader
+from kftrain.checkpoint import exporting, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.data.loader import MicroBatch, TrainLoader
@@ -292,7 +292,7 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
     checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
     checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     described = finished.described
-    export_uri, export_digest = export.export_checkpoint(
+    export_uri, export_digest = exporting.export_checkpoint(
         paths, checkpoint_uri, described.description, described.model_config, described.task_files
     )
     completion = Completion(

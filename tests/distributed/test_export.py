@@ -5,8 +5,9 @@ import torch
 from helpers import jobs
 
 from kftrain import storage
-from kftrain.checkpoint import export
-from kftrain.checkpoint.export import group_by_size, load_export
+from kftrain.checkpoint import export, exporting
+from kftrain.checkpoint.export import load_export
+from kftrain.checkpoint.exporting import group_by_size
 from kftrain.errors import CheckpointError
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
@@ -37,9 +38,9 @@ def test_transformers_loads_it_and_gives_our_logits(completion):
 
 
 def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, tmp_path):
-    monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 40_000)
     files = commit.read_checkpoint_manifest(completion.checkpoint_uri)[0].files
-    export._write_tensors(completion.checkpoint_uri, files, tmp_path)
+    exporting._write_tensors(completion.checkpoint_uri, files, str(tmp_path))
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     index = storage.read_json(str(tmp_path / "model.safetensors.index.json"))
@@ -60,11 +61,11 @@ def test_an_export_that_was_never_finished_is_written_anew(completion, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish_json", killed)
         with pytest.raises(KeyboardInterrupt):
-            export.export_checkpoint(paths, completion.checkpoint_uri, description, {})
+            exporting.export_checkpoint(paths, completion.checkpoint_uri, description, {})
     (unfinished,) = (tmp_path / "export").iterdir()
     assert not (unfinished / "manifest.json").exists()
     (unfinished / "model.safetensors").write_bytes(b"half")
-    uri, digest = export.export_checkpoint(paths, completion.checkpoint_uri, description, {})
+    uri, digest = exporting.export_checkpoint(paths, completion.checkpoint_uri, description, {})
     assert storage.local_path(uri) == unfinished
     assert export.verify_export(uri, digest).step == completion.step
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from kftrain.checkpoint import export
+from kftrain.checkpoint import exporting
 from kftrain.run import commit
 from kftrain.tasks.language_modeling import LanguageModeling
 
@@ -24,8 +24,8 @@ class ScriptedTask(LanguageModeling):
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
         if "export_seconds" in self.script:
-            slow = functools.partial(slowly, export.export_checkpoint, self.script["export_seconds"])
-            export.export_checkpoint = slow
+            slow = functools.partial(slowly, exporting.export_checkpoint, self.script["export_seconds"])
+            exporting.export_checkpoint = slow
 
     def loss(self, output, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))

@@ -1,5 +1,7 @@
 """What an export is made of, and when it counts as one; a checkpoint of one tensor, no process group."""
 
+import multiprocessing
+import time
 import warnings
 
 import pytest
@@ -7,10 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from kftrain import storage
-from kftrain.checkpoint import export
-from kftrain.errors import CheckpointError, RetryableError
+from kftrain.checkpoint import chunks, export, exporting
+from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
+from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
 
 DESCRIPTION = export.Description(model={}, task={}, model_arguments={})
@@ -43,7 +46,7 @@ def checkpoint_uri(paths):
 
 
 def export_it(paths, checkpoint_uri):
-    return export.export_checkpoint(paths, checkpoint_uri, DESCRIPTION, {})
+    return exporting.export_checkpoint(paths, checkpoint_uri, DESCRIPTION, {})
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
@@ -52,7 +55,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_of_it_is_unpickled(path
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(export, "_write_tensors", lambda *arguments: pytest.fail("was unpickled"))
+    monkeypatch.setattr(exporting, "_write_tensors", lambda *arguments: pytest.fail("was unpickled"))
     with pytest.raises(CheckpointError, match="its sha256 differs from the manifest"):
         export_it(paths, checkpoint_uri)
     assert storage.list_names(storage.join(paths.uri, "export")) == []
@@ -60,7 +63,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_of_it_is_unpickled(path
 
 def test_an_export_that_is_whole_is_not_written_again(paths, checkpoint_uri, monkeypatch):
     before = export_it(paths, checkpoint_uri)
-    monkeypatch.setattr(export, "_write_tensors", lambda *arguments: pytest.fail("was written again"))
+    monkeypatch.setattr(exporting, "_write_tensors", lambda *arguments: pytest.fail("was written again"))
     assert export_it(paths, checkpoint_uri) == before
 
 
@@ -97,3 +100,85 @@ def test_others_can_read_every_file_of_an_export(paths, checkpoint_uri):
     folder = storage.local_path(export_it(paths, checkpoint_uri)[0])
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
     assert set(modes) > {"model.safetensors", "manifest.json"} and set(modes.values()) == {"0o644"}
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def hang(*arguments):
+    time.sleep(600)
+
+
+def write_half(*arguments):
+    """As much as a file's header, and then nothing more."""
+    yield torch.ones(10)
+    hang()
+
+
+PHASES = {
+    "verifying": (commit, "verify_files", hang),
+    "writing a file of tensors": (chunks.StoredChunks, "rows", write_half),
+    "before the manifest": (storage, "publish_json", hang),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_export_whose_process_was_killed_counts_as_none_and_is_written_again(
+    paths, checkpoint_uri, monkeypatch, phase
+):
+    uri = paths.export(commit.read_checkpoint_manifest(checkpoint_uri)[1])
+    process = FORK.Process(target=export_until, args=(paths, checkpoint_uri, PHASES[phase], reached := FORK.Event()))
+    process.start()
+    try:
+        assert reached.wait(60)
+    finally:
+        process.kill()
+        process.join()
+    assert not is_export(uri)
+    assert export.verify_export(*export_it(paths, checkpoint_uri)).step == 10
+
+
+def export_until(paths, checkpoint_uri, phase, reached):
+    owner, name, instead = phase
+
+    def stop(*arguments):
+        reached.set()
+        return instead(*arguments)
+
+    setattr(owner, name, stop)
+    export_it(paths, checkpoint_uri)
+
+
+def test_what_is_hashed_while_it_is_written_is_what_lies_there(paths, checkpoint_uri, monkeypatch):
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 100)
+    uri, digest = export_it(paths, checkpoint_uri)
+    files = export.verify_export(uri, digest).files
+    assert {name: commit.entry_of(storage.join(uri, name)) for name in files} == files
+
+
+def test_an_object_store_gets_the_tensors_in_their_place_and_the_manifest_last(paths, checkpoint_uri, monkeypatch):
+    remote = RunPaths.of("memory://exported", "r")
+    expected = export_it(paths, checkpoint_uri)[1]
+    monkeypatch.setattr(storage, "new_folder", lambda uri: pytest.fail("a copy of it all on this machine"))
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks.StoredChunks, "rows", lambda *arguments: full())
+        with pytest.raises(OSError, match="full"):
+            export_it(remote, checkpoint_uri)
+    uri = remote.export(commit.read_checkpoint_manifest(checkpoint_uri)[1])
+    assert not is_export(uri) and "model.safetensors" not in storage.list_names(uri)
+    assert export_it(remote, checkpoint_uri)[1] == expected
+    storage.remove("memory://exported")
+
+
+def full():
+    yield torch.ones(10)
+    raise OSError(28, "the disk is full")
+
+
+def test_numbers_that_no_export_holds_are_refused_before_they_are_trained():
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(2, dtype=torch.complex128), persistent=False)
+    exporting.require_types(model)
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match=r"model phases: .*complex128"):
+        exporting.require_types(model)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from kftrain import storage
-from kftrain.checkpoint import export
+from kftrain.checkpoint import export, exporting
 from kftrain.checkpoint.export import load_export
 from kftrain.config import Config
 from kftrain.data.schema import Record
@@ -98,4 +98,4 @@ def test_an_export_of_before_has_no_tokenizer_and_is_loaded(tmp_path):
 @pytest.mark.parametrize("name", ["../x", "config.json", "kftrain.json", "model.safetensors", "A b", ""])
 def test_a_file_of_a_task_replaces_none_of_ours(name):
     with pytest.raises(ConfigError, match="no name of a task's file"):
-        export.require_task_file(name)
+        exporting.require_task_file(name)

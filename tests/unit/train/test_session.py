@@ -34,7 +34,7 @@ def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
     attempts.claim(paths, 0, 1)
     monkeypatch.setattr(session.commit, "committed", lambda paths: ["step-00000010-a1"])
     monkeypatch.setattr(session.commit, "read_checkpoint_manifest", lambda uri: (None, "digest"))
-    monkeypatch.setattr(session.export, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
+    monkeypatch.setattr(session.exporting, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
     with pytest.raises(FencedError):
         session._complete(SimpleNamespace(paths=paths, config=None, task=None), finished, 1.0)
 

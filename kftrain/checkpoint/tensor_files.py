@@ -1,0 +1,217 @@
+"""Files of tensors in the format safetensors, in pieces: none is written or read as a whole.
+
+    8 bytes      length of the header, little-endian
+    header       JSON: name -> dtype, shape, and where its bytes begin and end; padded with spaces to 8 bytes
+    the tensors  one after the other, row by row, without gaps
+
+What is written is, byte for byte, what `safetensors.torch.save_file` writes. Of what is read the header must describe
+exactly the bytes of the file: so nothing that it says makes anybody take more memory than the file has bytes.
+The format: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kftrain.errors import CheckpointError
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""As the format calls them, in the order in which tensors lie in a file."""
+
+PIECE_BYTES = 4 << 20
+"""So much of a file is in memory at a time."""
+
+MAX_HEADER_BYTES = 16 << 20
+"""What is read as JSON takes many times its size. The header of 10,000 tensors has one megabyte."""
+
+Read = Callable[[int], memoryview]
+"""The next so many bytes, no more than `PIECE_BYTES` at a time; valid until it is called again."""
+
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins, and its shape."""
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What a tensor is but for its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Part:
+        """All of it."""
+        return (0,) * len(self.shape), self.shape
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    form: TensorForm
+    start: int
+    """Of its bytes in the file."""
+
+
+def arranged(forms: Mapping[str, TensorForm]) -> list[str]:
+    """Names of tensors in the order in which they lie in a file."""
+    order = {dtype: number for number, dtype in enumerate(DTYPES.values())}
+    return sorted(forms, key=lambda name: (order[forms[name].dtype], name.encode()))
+
+
+def header_of(forms: Mapping[str, TensorForm]) -> bytes:
+    """What stands before the numbers of these tensors, its length included."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in arranged(forms):
+        form = forms[name]
+        stop = start + form.num_bytes
+        entries[name] = {"dtype": names[form.dtype], "shape": list(form.shape), "data_offsets": [start, stop]}
+        start = stop
+    content = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content
+
+
+def contents_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, row by row."""
+    content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTensor]:
+    """The tensors of a file of so many bytes, in the order in which they lie there. Raises CheckpointError."""
+    length = int.from_bytes(read(8), "little") if num_bytes >= 8 else num_bytes
+    if length > min(num_bytes - 8, MAX_HEADER_BYTES):
+        raise _damaged("its header is longer than it may be", where, length)
+    content = b"".join(bytes(read(size)) for size in _cut(length, PIECE_BYTES))
+    try:
+        entries = json.loads(content, object_pairs_hook=_unique)
+        stored = [(name, _form_of(each), *each["data_offsets"]) for name, each in _tensors_of(entries)]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise _damaged("its header is none", where) from error
+    found: dict[str, StoredTensor] = {}
+    start = 0
+    for name, form, begin, end in sorted(stored, key=lambda each: (each[2], each[3])):
+        if begin != start or end - begin != form.num_bytes:
+            raise _damaged("its header says other sizes than the tensors have", where, name)
+        found[name] = StoredTensor(form, 8 + length + start)
+        start = end
+    if 8 + length + start != num_bytes:
+        raise _damaged("its header describes another number of bytes", where, start)
+    return found
+
+
+def row_range(form: TensorForm, part: Part) -> tuple[int, range]:
+    """How a part is read: in rows of so many bytes, from the first that it touches to the last.
+
+    A part that is contiguous has rows of one number.
+    """
+    offsets, sizes = part
+    if not form.shape:
+        return form.dtype.itemsize, range(1)
+    width = math.prod(form.shape[1:])
+    first, last = offsets[0], offsets[0] + sizes[0]
+    if 0 in sizes:
+        return form.dtype.itemsize, range(0)
+    if sizes[1:] == form.shape[1:]:
+        return form.dtype.itemsize, range(first * width, last * width)
+    return width * form.dtype.itemsize, range(first, last)
+
+
+def copy_part(stored: TensorForm, part: Part, read: Read, target: torch.Tensor) -> None:
+    """Reads the rows of a part, one after the other, into a contiguous tensor of the part's shape and any type.
+
+    `read` begins with the first byte of the first row.
+    """
+    row_bytes, rows = row_range(stored, part)
+    if not rows:
+        return
+    offsets, sizes = part
+    is_contiguous = row_bytes == stored.dtype.itemsize
+    shape = () if is_contiguous else stored.shape[1:]
+    inner = () if is_contiguous else tuple(slice(a, a + n) for a, n in zip(offsets[1:], sizes[1:], strict=True))
+    every = (slice(None), *inner)
+    flat, done = target.view(-1) if is_contiguous else target, 0
+    for num_rows in _cut(len(rows), max(1, PIECE_BYTES // row_bytes)):
+        content = _joined(read, num_rows * row_bytes)
+        piece = torch.frombuffer(content, dtype=stored.dtype).view(num_rows, *shape)
+        flat[done : done + num_rows].copy_(piece[every])
+        done += num_rows
+
+
+def pass_over(num_bytes: int, read: Read) -> None:
+    """Reads so many bytes of which nothing is wanted."""
+    for size in _cut(num_bytes, PIECE_BYTES):
+        read(size)
+
+
+def _joined(read: Read, num_bytes: int) -> Any:
+    """The next bytes in one piece: a row may be longer than a piece."""
+    if num_bytes <= PIECE_BYTES:
+        return read(num_bytes)
+    whole, done = bytearray(num_bytes), 0
+    for size in _cut(num_bytes, PIECE_BYTES):
+        whole[done : done + size] = read(size)
+        done += size
+    return whole
+
+
+def _cut(length: int, step: int) -> Iterator[int]:
+    """Lengths of the pieces of something."""
+    for start in range(0, length, step):
+        yield min(step, length - start)
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    listed = list(pairs)
+    found = dict(listed)
+    if len(found) != len(listed):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _tensors_of(entries: Any) -> list[tuple[str, Any]]:
+    return [(name, entry) for name, entry in entries.items() if name != "__metadata__"]
+
+
+def _form_of(entry: Any) -> TensorForm:
+    numbers = [*entry["shape"], *entry["data_offsets"]]
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(entry["data_offsets"]) != 2:
+        raise ValueError("no numbers")
+    return TensorForm(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+
+
+def _damaged(what: str, where: str, value: Any = None) -> CheckpointError:
+    return CheckpointError(f"no safetensors file: {what}", where=where, value=value, fix="export the checkpoint again")
