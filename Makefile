@@ -13,13 +13,13 @@ KUBECONFIG ?=
 LOAD ?=
 DISTURB ?=
 E2E ?= tests/e2e -m "not full"
-# Of make bench-data: rounds, share of the samples, and which rows (empty: all).
+# Of make bench-data and bench-train: rounds, share of the samples, and which rows (empty: all).
 ROUNDS ?= 5
 SCALE ?= 1
 ROWS ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench bench-data compile images e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train compile images e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -58,6 +58,16 @@ bench-data: $(VENV)/.ready .bench/.ready  ## the data plane against its bars, as
 	  torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')
 	touch $@
 
+bench-train: $(VENV)/.ready .bench-train/.ready  ## the training loop against its bars, as a table
+	$(BIN)/python benchmarks/train/table.py --peers .bench-train/bin/python --rounds $(ROUNDS) $(if $(ROWS),--rows $(ROWS))
+
+.bench-train/.ready: $(VENV)/.ready benchmarks/train/peers.txt
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .bench-train
+	echo 'torchvision; sys_platform == "never"' > .bench-train/overrides.txt
+	$(BIN)/uv pip install --quiet --python .bench-train/bin/python --overrides .bench-train/overrides.txt -r benchmarks/train/peers.txt \
+	  torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')
+	touch $@
+
 compile: $(VENV)/.ready
 	$(BIN)/kftrain compile -o pipeline.yaml
 
@@ -78,4 +88,4 @@ e2e-full:  ## everything there
 	$(MAKE) e2e E2E=tests/e2e
 
 clean:
-	rm -rf $(VENV) $(DEMO) .bench .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) .bench .bench-train .e2e build *.egg-info .pytest_cache .mypy_cache .ruff_cache

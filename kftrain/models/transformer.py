@@ -101,12 +101,14 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
         hidden: Tensor = self.model.embed_tokens(tokens)
-        positions, mask = torch.arange(tokens.shape[1], device=tokens.device), None
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        masks: tuple[Tensor, ...] = ()  # none rather than None, which an engine would look at in each call
         if self.attention == "documents" and self.document_token is not None:
             positions, mask = places_in_documents(tokens, self.document_token)
+            masks = (mask,)
         rotary = rotary_tables(positions, self.head_dim, self.rope_theta, hidden)
         for block in self.model.layers:
-            hidden = block(hidden, rotary, mask)
+            hidden = block(hidden, rotary, *masks)
         hidden = self.model.norm(hidden)
         logits: Tensor = (
             F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)

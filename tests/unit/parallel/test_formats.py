@@ -6,6 +6,7 @@ from helpers import in_process
 from torch import nn
 
 from kftrain.errors import ConfigError
+from kftrain.models.transformer import Transformer
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.transforms import Formats, FullyShard, Recompute, ToDevice, distribute
 
@@ -105,3 +106,15 @@ def test_a_block_whose_arguments_fit_has_no_hook_after_its_first_call(monkeypatc
         distribute(model, [ToDevice(), Formats("fp32", "fp32")], Mesh.of_copies(world), ["block"])
         model.block(torch.ones(2), tables)
         assert model.block.seen == seen and (not model.block._forward_pre_hooks) == goes
+
+
+@pytest.mark.parametrize("attention", ["rows", "documents"])
+def test_no_hook_stays_in_a_step_of_the_built_in_transformer(monkeypatch, attention):
+    with in_process.world(monkeypatch) as world:
+        sizes = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2}
+        model = Transformer(**sizes, document_token=0, attention=attention)
+        names = ["model.layers.0", "model.layers.1"]
+        distribute(model, [ToDevice(), Formats("fp32", "fp32")], Mesh.of_copies(world), names)
+        assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 3
+        model(torch.arange(6).reshape(2, 3))
+        assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,124 @@
+"""The training loop against its bars: ours and the others in turns, as a table in Markdown.
+
+    python benchmarks/train/table.py [--rounds 5] [--peers PYTHON] [--rows A,B]
+
+`--peers`: the interpreter of the environment that has lightning and accelerate (made by `make bench-train`). Every
+contender takes turns with what it is held against within the same processes; figures are ratios or differences of the
+two, so that a loaded machine slows both. Each row says whether the machine had its CPUs to itself when it began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+QUIET_SHARE = 0.95
+"""Of its time a busy process must get on a CPU of a machine that is called quiet."""
+
+BUSY_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    bar: str
+    figure: str
+    met: bool | None
+    """None where there is no bar."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run of the table."""
+
+    rounds: int
+    peers_python: str
+    peers: dict[str, str]
+    """Peer -> why it cannot be imported; empty where it can."""
+
+
+def overhead(bench: Bench) -> list[Row]:
+    """What a loop takes beyond the bare step, of a model so small that nothing else counts."""
+    bare, loop, size = median_of([last_line(sys.executable, "overhead_ours.py") for _ in range(bench.rounds)])
+    notes = [f"bare step {bare:.0f} µs, {size:,.0f} parameters"]
+    for peer, problem in bench.peers.items():
+        if problem:
+            notes.append(f"{peer} cannot be imported: {problem}")
+            continue
+        runs = [last_line(bench.peers_python, "overhead_peers.py", peer) for _ in range(bench.rounds)]
+        theirs, with_loop = median_of(runs)
+        notes.append(f"{peer} {with_loop - theirs:+.0f}")
+    name = "loop over the bare step, with metrics, checkpoint hooks and liveness: CPU µs a step"
+    return [Row(name, "≤ 60", f"{loop - bare:+.0f}", loop - bare <= 60, "; ".join(notes))]
+
+
+ROWS: dict[str, Callable[[Bench], list[Row]]] = {"overhead": overhead}
+
+
+def last_line(python: str, script: str, *options: str) -> list[float]:
+    """What a script prints at last, as JSON."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    command = [python, str(HERE / script), *options]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    found: list[float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def median_of(runs: list[list[float]]) -> list[float]:
+    """Of each figure by itself, the lower of two in the middle."""
+    return [sorted(figures)[(len(figures) - 1) // 2] for figures in zip(*runs, strict=True)]
+
+
+def is_quiet() -> bool:
+    """Whether busy processes, one for each CPU, all get their time at once."""
+    num_cpus = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(num_cpus) as pool:
+        return min(pool.map(_share_of_a_cpu, [BUSY_SECONDS] * num_cpus, chunksize=1)) >= QUIET_SHARE
+
+
+def _share_of_a_cpu(seconds: float) -> float:
+    wall, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - wall < seconds:
+        pass
+    return (time.process_time() - used) / (time.perf_counter() - wall)
+
+
+def show(rows: list[Row], quiet: bool) -> None:
+    """Lines of the table."""
+    for row in rows:
+        met = {True: "met", False: "missed", None: ""}[row.met]
+        machine = "quiet" if quiet else "loaded"
+        print(f"| {row.name} | {row.bar} | {row.figure} | {met} | {machine} | {row.note} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", default=sys.executable, help="their interpreter")
+    parser.add_argument("--rows", default=",".join(ROWS), help="which, of: %(default)s")
+    arguments = parser.parse_args()
+    command = [arguments.peers, str(HERE / "overhead_peers.py"), "available"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    bench = Bench(arguments.rounds, arguments.peers, json.loads(output.splitlines()[-1]))
+    print("| benchmark | bar | measured | | | |\n|---|---|---|---|---|---|", flush=True)
+    for name in arguments.rows.split(","):
+        quiet = is_quiet()
+        show(ROWS[name](bench), quiet)
+
+
+if __name__ == "__main__":
+    main()
