@@ -41,8 +41,11 @@ class Heartbeat:
     stays: a launcher that ended has left no job.
     """
 
-    def __init__(self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(
+        self, paths: RunPaths, interval_seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.time
+    ) -> None:
         self._uri = paths.launcher
+        self._clock = clock
         self._interval_seconds = interval_seconds
         self._ended = threading.Event()
         self._sequence = itertools.count(1)
@@ -77,7 +80,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while threading.current_thread() is self._threads[-1]:  # else another one has taken over
-            document = {"sequence": next(self._sequence), "host": socket.gethostname(), "time": time.time()}
+            document = {"sequence": next(self._sequence), "host": socket.gethostname(), "time": self._clock()}
             with best_effort("the launcher's heartbeat could not be written"):
                 storage.publish_json(self._uri, document)
             self._beaten_at = time.monotonic()

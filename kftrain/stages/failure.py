@@ -22,6 +22,7 @@ from kftrain.process.termination import leave_message
 from kftrain.progress import ERROR_LINE, Progress
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import of_stage, read_error
+from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 
@@ -35,7 +36,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 
     That storage is away by then hides no failure.
     """
-    with _announced(stage, progress):
+    with _announced(stage, progress), _seen_alive(paths, config):
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
@@ -52,6 +53,11 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
                 storage.publish_json(paths.error, document.to_dict())
             tracked.mark_failed(paths, config, error, document, progress)
             raise
+
+
+def _seen_alive(paths: RunPaths, config: Config) -> contextlib.AbstractContextManager[object]:
+    """A scheduled run that no Workflow speaks for is taken for dead where it gives no sign for long."""
+    return Heartbeat(paths) if config.schedule.name else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import urllib.parse
 from dataclasses import dataclass, field
 
 import yaml
-from helpers.kube_namespace import NAME, Namespace, is_over
+from helpers.kube_namespace import NAME, PATH, Namespace, is_over
 
 LOST, RESET = "lost", "reset"
 """Faults of the connection: it breaks after the request took effect, or before."""
@@ -54,6 +54,7 @@ class Fault:
     """A status, LOST or RESET."""
     times: float
     headers: dict = field(default_factory=dict)
+    message: str = ""
 
 
 class ApiServer:
@@ -63,6 +64,10 @@ class ApiServer:
         self.namespace = Namespace()
         self.requests = []
         """(verb, path) of every request so far."""
+        self.rights = None
+        """(resource, verb) that whoever asks has, as roles say it; None: everything."""
+        self.rights_used = set()
+        """Those that were asked for and there."""
         self.is_away = False
         """Whether every connection is reset."""
         self.is_silent = False
@@ -129,6 +134,14 @@ class ApiServer:
                 return fault
         return None
 
+    def refusal(self, verb, path, query):
+        """403 where the right to a request is missing."""
+        right = right_of(verb, path, query)
+        if right is None or self.rights is None or right in self.rights:
+            self.rights_used |= {right} - {None}
+            return None
+        return Fault(verb, re.compile(""), 403, 1, message=f"{right[0]} is forbidden: cannot {right[1]} it")
+
     def wait_while_silent(self):
         """Holds a request back while the server is silent."""
         while self.is_silent and not self._closed.is_set():
@@ -179,6 +192,19 @@ class ApiServer:
             raise ConnectionResetError
 
 
+def right_of(verb, path, query):
+    """(resource, verb) of a request, as RBAC names them; None for what everybody may."""
+    known = PATH.fullmatch(path.removesuffix("/log"))
+    if known is None:
+        return None
+    kind, name = known.groups()
+    if path.endswith("/log"):
+        return "pods/log", "get"
+    if verb != "GET":
+        return kind, {"POST": "create", "PATCH": "patch", "DELETE": "delete"}[verb]
+    return kind, "get" if name else "watch" if query.get("watch") == "true" else "list"
+
+
 def _nanoseconds(stamp):
     """A time of 2026-11-21, as whole nanoseconds of that day."""
     seconds, _, fraction = stamp.removesuffix("Z").partition(".")
@@ -206,7 +232,7 @@ def _handler(server):
             body = json.loads(self.rfile.read(length)) if length else None
             server.requests.append((self.command, url.path))
             server.wait_while_silent()
-            fault = server.take_fault(self.command, self.path)
+            fault = server.take_fault(self.command, self.path) or server.refusal(self.command, url.path, query)
             if fault is not None and fault.what == RESET:
                 self.reset()
             elif fault is not None and fault.what != LOST:
@@ -224,7 +250,7 @@ def _handler(server):
         do_GET = do_POST = do_PATCH = do_DELETE = serve  # noqa: N815
 
         def refuse(self, fault):
-            message = WEBHOOK if fault.what == 500 else REASONS[fault.what]
+            message = fault.message or (WEBHOOK if fault.what == 500 else REASONS[fault.what])
             self.send(fault.what, {"reason": REASONS[fault.what], "message": message}, fault.headers)
 
         def send(self, status, document, headers=None):

@@ -1,21 +1,25 @@
 """Scheduled runs: what each night does, by the documents that it leaves; training itself is not done here."""
 
+import functools
 import os
 from datetime import datetime, timedelta, timezone
 
 import pytest
 from helpers.documents import digits_config
+from helpers.launching import wait_until
 from helpers.webhook import Webhook
 
 from kftrain import config, launch, storage, tracking
+from kftrain.data.parts.store import PartStore
 from kftrain.errors import DataError, FailureClass, LaunchError
+from kftrain.run import heartbeat
 from kftrain.run.config import read_config
 from kftrain.run.error import of_stage
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
-from kftrain.stages import firing
+from kftrain.stages import failure, firing
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
 from kftrain.stages.register import register
@@ -40,6 +44,8 @@ class Nights:
     def __init__(self, root, *overrides):
         self.root = root
         self.lines = []
+        self.now = FIRST
+        """What heartbeats say of the time."""
         scheduled = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.alert_over_http=true"]
         self.config = digits_config(root, *scheduled, *overrides)
         self.history = History.of(self.config.run.storage_root, "nightly")
@@ -51,6 +57,7 @@ class Nights:
         chosen = digits_config(self.root, *overrides) if overrides else self.config
         created = format_instant(FIRST + day * DAY)
         created = arguments.pop("created", created)
+        self.now = FIRST + day * DAY
         resume = arguments.pop("resume", "")
         return shard_from_pipeline(chosen.to_yaml(), {}, resume, job, self.lines.append, created=created)
 
@@ -72,7 +79,10 @@ class Nights:
 @pytest.fixture
 def nights(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "check", lambda uri: None)
-    return Nights(tmp_path)
+    found = Nights(tmp_path)
+    beating = functools.partial(heartbeat.Heartbeat, interval_seconds=0.02, clock=lambda: found.now.timestamp())
+    monkeypatch.setattr(failure, "Heartbeat", beating)
+    return found
 
 
 BROKEN = LaunchError("the job has failed", where="job")
@@ -261,6 +271,23 @@ def test_gc_leaves_a_run_without_a_workflow_until_it_is_silent(nights):
     root = nights.config.run.storage_root
     assert firing.close_lost(FakeCluster(), root, FIRST + timedelta(minutes=29), False, nights.lines.append) == []
     assert len(firing.close_lost(FakeCluster(), root, FIRST + timedelta(minutes=31), False, nights.lines.append)) == 1
+
+
+def test_sharding_for_an_hour_is_a_sign_of_life(nights, monkeypatch):
+    """Where no Workflow says so: of a CronJob, and where Workflows may not be read."""
+    lost, encode = [], PartStore.encode
+
+    def slow(self, *arguments):
+        nights.now = FIRST + timedelta(hours=1)
+        wait_until(lambda: heartbeat.last_beat(nights.paths("a")) == nights.now.timestamp())
+        lost.append(firing.close_lost(FakeCluster(), nights.config.run.storage_root, nights.now, False, print))
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(PartStore, "encode", slow)
+    nights.begin(0, "a")
+    assert lost and not any(lost)
+    late = nights.now + timedelta(minutes=31)
+    assert len(firing.close_lost(FakeCluster(), nights.config.run.storage_root, late, False, print)) == 1
 
 
 LANGUAGE = """
