@@ -28,6 +28,7 @@ def kubectl(namespace, *arguments, text=None):
 
 def test_two_firings_are_two_runs_and_the_second_uses_the_shards_of_the_first(settings, images, namespace, tmp_path):
     knobs = {**SMALL, **settings, "launch.nodes": 1, "train.steps": 20, "run.storage_root": f"s3://{BUCKET}/often"}
+    knobs["registry.model_name"] = SCHEDULE["name"]  # a registered model belongs to one storage root
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(yaml.safe_dump({**SCHEDULE, "configs": [EXAMPLE], "knobs": knobs}))
     render = ["schedule", "apply", "-f", str(schedule), "--render", "cronjob", "--image", images["steps"]]

@@ -102,7 +102,7 @@ def test_creation_waits_for_the_operator(faulty, operator, tmp_path):
 
 
 def test_a_suspended_job_goes_on_where_it_was(faulty, namespace, tmp_path):
-    run_uri = start({**faulty, "task.slow_seconds": 0.2}, tmp_path)
+    run_uri = start({**faulty, "task.slow_seconds": 1.0}, tmp_path)
     with running("train", run_uri, folder=tmp_path) as command:
         command.wait_for("checkpoint at step 10 started")
         kftrain("suspend", run_uri, "-n", namespace.name, folder=tmp_path)

@@ -69,7 +69,7 @@ def shard(pairs, folder):
 
 
 def test_a_job_waits_with_the_reason_is_preempted_and_goes_on(queued, queue, tmp_path):
-    low = shard(queued, tmp_path)
+    low = shard({**queued, "train.steps": 400}, tmp_path)  # long enough to be there when the other one comes
     high = shard({**queued, "launch.kubernetes.queue_priority": queue[2], "train.steps": 20}, tmp_path)
     with running("train", low, folder=tmp_path) as victim:
         victim.wait_for("checkpoint at step 10 started", 300)

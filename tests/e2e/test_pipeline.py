@@ -44,7 +44,7 @@ def test_two_nodes_train_evaluate_register_and_equal_the_laptop(settings, namesp
 def test_a_deleted_worker_costs_one_attempt_and_no_step(settings, namespace, laptop_losses, tmp_path):
     run_uri = kftrain("shard", *options({**settings, **TWO_NODES}), folder=tmp_path)["run_uri"]
     with running("train", run_uri, folder=tmp_path) as training:
-        training.wait_for("checkpoint at step 20 started")
+        training.wait_for("checkpoint at step 10 started")
         namespace.delete_pod(next(name for name in namespace.workers() if name.endswith("-worker-1")))
         training.finish()
     assert losses(RunPaths(run_uri)) == laptop_losses
