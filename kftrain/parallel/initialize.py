@@ -39,6 +39,8 @@ Places = dict[str, list[tuple[nn.Module, str]]]
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a process's part of a parameter begins, and its shape."""
 
+HOST = torch.device("cpu")
+
 _DTensor: Any = DTensor
 """Its constructor is not typed."""
 
@@ -57,8 +59,11 @@ class Weights(Protocol):
         """A copy of the whole of a parameter, fp32; before `fill`, and where `is_here`."""
         ...
 
-    def fill(self, model: nn.Module) -> None:
-        """Gives this process's parts memory and values; `model` is what became of the one that has the places."""
+    def fill(self, model: nn.Module, on_host: bool = False) -> None:
+        """Gives this process's parts memory and values; `model` is what became of the one that has the places.
+
+        `on_host`: in the host's memory, whatever the device.
+        """
         ...
 
 
@@ -85,7 +90,7 @@ class Drawn:
             )
         return parameter
 
-    def fill(self, model: nn.Module) -> None:
+    def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """One parameter at a time: the whole of it is there until its part is cut out."""
 
         def cut(name: str, part: Part) -> torch.Tensor:
@@ -93,7 +98,7 @@ class Drawn:
             return whole if whole.shape == part[1] else whole[_index(part)].clone()
 
         with isolated():
-            _fill(model, self.places, cut, self._device)
+            _fill(model, self.places, cut, HOST if on_host else self._device)
 
 
 class Scattered:
@@ -118,7 +123,7 @@ class Scattered:
         """As the constructor has left it."""
         return self._values[name].to(device, copy=True)
 
-    def fill(self, model: nn.Module) -> None:
+    def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """One parameter after the other, from the first process to each its part. Collective."""
         own = {name: _part_of(_get(slots[0])) for name, slots in self.places.items()}
         everyones = self._world.gather(own) if self._world.size > 1 else [own]
@@ -126,7 +131,7 @@ class Scattered:
         def receive(name: str, part: Part) -> torch.Tensor:
             return self._exchange(self._values.pop(name, None), [each[name] for each in everyones])
 
-        _fill(model, self.places, receive, self._world.device)
+        _fill(model, self.places, receive, HOST if on_host else self._world.device)
 
     def _exchange(self, whole: torch.Tensor | None, parts: list[Part]) -> torch.Tensor:
         """This process's part; `whole` on the first one."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.shape import Shape
+from kftrain.parallel.strategies import Exchange, Strategy
 from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Count, Section
 
@@ -23,8 +24,17 @@ NOT_OFFERED = {
 class ParallelConfig(Section):
     """How the model and the batch are spread over processes: sizes of the axes of the mesh."""
 
-    strategy: Literal["fsdp", "ddp"] = "fsdp"
-    """`fsdp`: parameters, gradients and optimizer state sharded (FSDP2); `ddp`: replicated. Both compute the same."""
+    strategy: Strategy = "fsdp"
+    """What is sharded over the processes: `ddp` nothing, `zero1` the optimizer's state, `zero2` the gradients as well,
+    `fsdp` the parameters as well (ZeRO-3); `auto` takes the first of zero1, zero2 and fsdp whose state fits into half
+    of a device's memory. All compute the same."""
+    exchange: Exchange = "step"
+    """When `fsdp` exchanges gradients where a step has several micro batches. `step`: once, and until then each process
+    has the sum of all of its own; `micro_batch`: after each, which costs traffic and saves that memory. The other
+    strategies say it themselves."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's pinned memory, and update them there. Needs GPUs,
+    and a strategy that shards."""
     shard: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
     replicate: Count = 1
@@ -38,7 +48,7 @@ class ParallelConfig(Section):
     expert: Count = 1
     """Parts of the experts of a layer. More than 1 is refused for now."""
     reshard_after_forward: bool = True
-    """Free the gathered parameters after the forward pass (ZeRO-3); false keeps them until the backward (ZeRO-2)."""
+    """The older way to write a strategy: `fsdp` with false is `zero1`."""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_offered(self) -> ParallelConfig:
@@ -46,6 +56,19 @@ class ParallelConfig(Section):
             if getattr(self, axis) > 1:
                 raise ValueError(f"{axis} must be 1: {reason}")
         return self
+
+    @model_validator(mode="after")
+    def _refuse_what_contradicts(self) -> ParallelConfig:
+        if self.exchange == "micro_batch" and self.strategy not in ("fsdp", "zero2"):
+            raise ValueError(f"exchange must be step: {self.strategy} sums the gradients of all micro batches first")
+        if self.offload and self.strategy == "ddp":
+            raise ValueError("offload must be false: ddp keeps the parameters of all blocks on the device all the time")
+        return self
+
+    @property
+    def stage(self) -> Strategy:
+        """The strategy, also where it is written in the older way."""
+        return "zero1" if self.strategy == "fsdp" and not self.reshard_after_forward else self.strategy
 
     def shape(self, num_processes: int) -> Shape:
         """The mesh of so many processes. Raises ConfigError where the sizes do not multiply to them."""

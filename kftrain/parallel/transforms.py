@@ -3,8 +3,8 @@
 The module has no memory for its weights yet, and is given it, and their values, afterwards (initialize.py). Order
 matters: recomputing wraps the blocks first, what comes after it spreads what came of it.
 
-`FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277;
-ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054). The mesh has two axes: sharded inside, replicated across
+`FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277),
+for all stages of ZeRO (strategies.py). The mesh has two axes: sharded inside, replicated across
 (hybrid sharding). `ddp` is the mesh that shards over one process, so the number formats are one thing in both. In bf16
 the weights and what enters the model or a block are cast, gradients come back in bf16 and are summed in
 `precision.reduce`; buffers stay as they are. One process alone has nothing to share and gets no wrapper; `Formats`
@@ -21,13 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
+from kftrain.parallel.strategies import Sharding, sharding_of
 
 
 class Distributed:
@@ -38,7 +39,10 @@ class Distributed:
         self.mesh = mesh
         self.formats: tuple[torch.dtype, torch.dtype] | None = None
         """Where it is not computed with the parameters themselves: formats of the computation and of the reduction."""
+        self.sharding: Sharding | None = None
+        """For how long a step has the whole of what is sharded, where something is."""
         self._copies: WorkingCopies | None = None
+        self._is_last: bool | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -59,9 +63,18 @@ class Distributed:
         return self._copies.in_place()
 
     def accumulate(self, last: bool) -> None:
-        """Before each micro batch: gradients are exchanged only on the last one of a step."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+        """Before each micro batch; `last`: of a step."""
+        model, sharding = self.model, self.sharding
+        if sharding is None or last == self._is_last:
+            return
+        assert isinstance(model, FSDPModule)
+        self._is_last = last
+        if sharding.exchange == "step":
+            model.set_requires_gradient_sync(last)
+        else:  # copies of the state sum their shares once, at the end
+            model.set_requires_all_reduce(last)
+        if sharding.keep_gathered:
+            model.set_reshard_after_backward(last)
 
     def hand_over(self) -> None:
         """After the last backward pass: the parameters have their gradients."""
@@ -127,15 +140,18 @@ class FullyShard:
 
     compute: str
     reduce: str
-    reshard_after_forward: bool
+    sharding: Sharding
+    offload: bool = False
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Parameters become distributed tensors."""
+        """Parameters become distributed tensors; offloaded, they are on the host."""
+        distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         options: dict[str, Any] = {
             "mesh": mesh["shard"] if shape.replicate == 1 else mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),
-            "reshard_after_forward": self.reshard_after_forward,
+            "reshard_after_forward": self.sharding.reshard_after_forward,
+            **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
         }
         for name in blocks:
             fully_shard(model.get_submodule(name), **options)
@@ -150,7 +166,7 @@ def strategy_of(
     formats = (precision.compute, precision.reduce)
     if shape.size == 1:
         return [*first, ToDevice(), Formats(*formats)]
-    return [*first, FullyShard(*formats, parallel.reshard_after_forward)]
+    return [*first, FullyShard(*formats, sharding_of(parallel.stage, parallel.exchange), parallel.offload)]
 
 
 def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:

@@ -25,12 +25,13 @@ from kftrain.checkpoint import exporting, load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.data.loader import MicroBatch, TrainLoader
+from kftrain.data.order import BatchPlan
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, UserCodeError, error_from_dict
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models.modes import begin_training
-from kftrain.parallel import blocks, buffers
+from kftrain.parallel import automatic, blocks, buffers
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
@@ -194,9 +195,14 @@ def build(
     combined = buffers.CombinedBuffers(model, world)
     names, calls = _probe(model, weights, config, task.assets(), loader, mesh)
     recompute = config.train.activation_checkpointing == "blocks"
-    strategy = strategy_of(config.parallel, config.precision, recompute, mesh.shape)
+    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
+    half = config.precision.compute == "bf16"
+    parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
+    if said and world.is_main:
+        to_log(said)
+    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape)
     distributed = distribute(model, strategy, mesh, names)
-    weights.fill(model)
+    weights.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer)
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 

@@ -88,7 +88,7 @@ class SpmdEngine:
         self._update(norm)
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             after_step(self.model)
-        return StepResult(loss_sum, norm)
+        return StepResult(loss_sum, norm.to(loss_sum.device))  # gradients that are offloaded are on the host
 
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]

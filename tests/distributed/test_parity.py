@@ -11,6 +11,8 @@ from helpers.parity_pool import Pools
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
 
+HYBRID = ("parallel.replicate=2",)
+
 HALVES = (0, 1, 2), (3, 4, 5)
 
 TABLE = [
@@ -22,13 +24,24 @@ TABLE = [
     Row("fsdp, tied embeddings", 2, case=TIED),
     Row("fsdp, micro batches", 2, ("train.micro_batch_size=1",)),
     Row("fsdp, recomputed", 2, ("train.activation_checkpointing=blocks",)),
-    Row("fsdp, kept gathered", 2, ("parallel.reshard_after_forward=false",)),
+    Row("fsdp, exchanged each micro batch", 2, ("parallel.exchange=micro_batch", "train.micro_batch_size=1")),
+    Row("zero1, written in the older way", 2, ("parallel.reshard_after_forward=false", "train.micro_batch_size=1")),
+    Row("zero1", 2, ("parallel.strategy=zero1",)),
+    Row("zero1, micro batches", 2, ("parallel.strategy=zero1", "train.micro_batch_size=1")),
+    Row("zero1, bf16", 2, ("parallel.strategy=zero1",), BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
+    Row("zero2", 2, ("parallel.strategy=zero2",)),
+    Row("zero2, micro batches", 2, ("parallel.strategy=zero2", "train.micro_batch_size=1")),
+    Row("zero2, tied embeddings", 2, ("parallel.strategy=zero2", "train.micro_batch_size=2"), TIED),
+    Row("auto", 2, ("parallel.strategy=auto", "train.micro_batch_size=1")),
     Row("ddp", 2, ("parallel.strategy=ddp",)),
     Row("ddp, uneven micro batches", 2, ("parallel.strategy=ddp", "train.micro_batch_size=2")),
     Row("fsdp, bf16", 2, case=BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
     Row("fsdp, uneven", 4),
     Row("hsdp", 4, ("parallel.replicate=2",)),
     Row("hsdp, micro batches", 4, ("parallel.replicate=2", "train.micro_batch_size=1")),
+    Row("hsdp, exchanged each micro batch", 4, (*HYBRID, "parallel.exchange=micro_batch", "train.micro_batch_size=1")),
+    Row("hybrid zero1, micro batches", 4, (*HYBRID, "parallel.strategy=zero1", "train.micro_batch_size=1")),
+    Row("hybrid zero2, micro batches", 4, (*HYBRID, "parallel.strategy=zero2", "train.micro_batch_size=1")),
 ]
 """Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""
 

@@ -18,7 +18,7 @@ def test_an_empty_configuration_has_a_default_for_everything():
         ("trian: {}", [], "config: trian: unknown key (got {}); did you mean 'train'?"),
         ("train: {steps: many}", [], "config: train.steps: input should be a valid integer"),
         ("train: {steps: 0}", [], "greater than or equal to 1 (got 0)"),
-        ("parallel: {strategy: zero}", [], "input should be 'fsdp' or 'ddp' (got 'zero')"),
+        ("parallel: {strategy: zero}", [], "input should be 'auto', 'ddp', 'zero1', 'zero2' or 'fsdp' (got 'zero')"),
         ("train: {global_batch_size: 2, micro_batch_size: 3}", [], "exceeds train.global_batch_size (2)"),
         ("a: [", [], "not valid YAML"),
         ("- 1", [], "must be a mapping of sections"),

@@ -13,6 +13,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import AXES, DATA_AXES, LOSS_AXES, NORM_AXES, Shape
+from kftrain.parallel.strategies import Sharding
 from kftrain.parallel.transforms import FullyShard, Recompute, distribute, strategy_of
 
 SHAPES = [
@@ -104,7 +105,10 @@ def test_a_strategy_is_an_ordered_list_of_transforms():
     settings = ParallelConfig(reshard_after_forward=False), PrecisionConfig(compute="bf16")
     alone = [type(each).__name__ for each in strategy_of(*settings, True, Shape())]
     assert alone == ["Recompute", "ToDevice", "Formats"], "no wrapper: one process has nothing to share"
-    assert strategy_of(*settings, True, Shape(shard=2)) == [Recompute(), FullyShard("bf16", "fp32", False)]
+    assert strategy_of(*settings, True, Shape(shard=2)) == [
+        Recompute(),
+        FullyShard("bf16", "fp32", Sharding(False, True, "step")),
+    ]
 
 
 def timeouts_of_groups(world):

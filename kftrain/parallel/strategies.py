@@ -1,0 +1,82 @@
+"""What each strategy keeps whole and when it exchanges what is sharded, and which one `auto` takes: pure data.
+
+The stages are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). All come from one tool, FSDP2, which shards
+parameters, gradients and the optimizer's state alike between two steps; what they differ in is for how long a step has
+the whole of them:
+
+    zero1   parameters are gathered once a step; gradients are summed whole over the micro batches, exchanged at the end
+    zero2   parameters are gathered once a step; gradients are exchanged, and so sharded, after each micro batch
+    fsdp    parameters of a block are gathered for its forward pass, and again for its backward pass (ZeRO-3)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["auto", "ddp", "zero1", "zero2", "fsdp"]
+
+Exchange = Literal["step", "micro_batch"]
+
+STATE_SHARE = 0.5
+"""Of a device's memory may go to parameters, gradients and optimizer state; the rest is for activations."""
+
+STATE_COPIES = 4
+"""What is sharded is this many times the parameters: masters, gradients, and AdamW's two moments, all in fp32."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """For how long a step has the whole of what is sharded."""
+
+    reshard_after_forward: bool
+    """Whether a block's parameters are freed after its forward pass."""
+    keep_gathered: bool
+    """Whether parameters stay whole from the first micro batch of a step to the last."""
+    exchange: Exchange
+    """How often gradients are exchanged; until then each process has the whole sum of its own."""
+
+
+def sharding_of(strategy: Strategy, exchange: Exchange) -> Sharding:
+    """Of a strategy that shards. `exchange`: for `fsdp`; the others say it themselves."""
+    if strategy == "fsdp":
+        return Sharding(True, False, exchange)
+    return Sharding(False, True, "micro_batch" if strategy == "zero2" else "step")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` has come to."""
+
+    strategy: Literal["zero1", "zero2", "fsdp"]
+    reason: str
+
+
+def choose_strategy(
+    parameter_bytes: int, memory_bytes: int, num_processes: int, accumulates: bool, half: bool
+) -> Choice:
+    """The first of zero1, zero2 and fsdp whose state takes at most half of a device's memory; fsdp if none does.
+
+    Zero1 moves as many bytes as `ddp` does and keeps less, so `ddp` is never chosen.
+
+    Args:
+        parameter_bytes: Of all parameters in fp32, as far as they are not split along other axes.
+        memory_bytes: Of the smallest device.
+        num_processes: That share one copy of the state.
+        accumulates: Whether a step has several micro batches; if it has one, zero1 never has all gradients at a time.
+        half: Whether it is computed in bf16, so that what is gathered is half as large.
+    """
+    sharded = STATE_COPIES * parameter_bytes // num_processes
+    gathered = parameter_bytes // (2 if half else 1)
+    needs = {"zero1": sharded + gathered + (parameter_bytes if accumulates else 0), "zero2": sharded + gathered}
+    limit = int(STATE_SHARE * memory_bytes)
+    about = f"of {_gib(memory_bytes)} of memory, {_gib(limit)} may be state"
+    if needs["zero1"] <= limit:
+        return Choice("zero1", f"it needs {_gib(needs['zero1'])}; {about}")
+    if needs["zero2"] <= limit:
+        return Choice("zero2", f"zero1 would need {_gib(needs['zero1'])}, it {_gib(needs['zero2'])}; {about}")
+    return Choice("fsdp", f"zero2 would need {_gib(needs['zero2'])}; {about}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
