@@ -1,4 +1,4 @@
-"""Makes a version champion because a person wants it."""
+"""Makes a version champion, or declines it, because a person wants it."""
 
 from kfp import dsl
 from kfp.dsl import Artifact, Markdown, Output
@@ -12,17 +12,19 @@ def promote(
     version: int,
     reason: str,
     config: str,
+    decline: bool,
     promotion: Output[Artifact],
     summary: Output[Markdown],
 ) -> str:
-    """Makes a version of a registered model champion, whatever the gate says.
+    """Makes a version of a registered model champion, or declines it, whatever the gate says.
 
     Args:
         model: Name of the registered model; empty: as in the configuration.
         version: Its number.
         reason: Why; it goes to the journal of promotions.
         config: The configuration, or the URI of one: a run's `config.yaml` will do.
-        promotion: The entry in the journal.
+        decline: It is to be no champion.
+        promotion: What was decided, as it is kept.
         summary: The same as text.
 
     Returns:
@@ -31,4 +33,4 @@ def promote(
     from kftrain.stages.outcome import save
     from kftrain.stages.promote import promote_version
 
-    return save(promote_version(config, model, version, reason), promotion, markdown=summary)
+    return save(promote_version(config, model, version, reason, decline), promotion, markdown=summary)

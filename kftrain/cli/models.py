@@ -28,7 +28,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @click.group("models")
 def models_command() -> None:
-    """Compare, promote and roll back registered models.
+    """Compare, promote, decline and roll back registered models.
 
     Model, registry and storage root are those of --run, or of --config.
     """
@@ -82,6 +82,18 @@ def promote(
     """Make a version champion, whatever the gate says."""
     entry = registry.promote(_config(run_uri, config_file, overrides), version, reason)
     echo(f"version {entry.version} is champion ({entry.reason})")
+
+
+@models_command.command()
+@click.argument("version", type=int)
+@click.option("--reason", required=True, help="Why; it is kept beside the journal of promotions.")
+@model_options
+def decline(
+    version: int, reason: str, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]
+) -> None:
+    """Say that a version is no champion, whatever the gate says, until somebody promotes it."""
+    said = registry.decline(_config(run_uri, config_file, overrides), version, reason)
+    echo(f"version {said.version} is declined: {said.reason}")
 
 
 @models_command.command()

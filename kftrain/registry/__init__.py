@@ -7,7 +7,15 @@ from kftrain.lazy import attributes
 if TYPE_CHECKING:
     from kftrain.registry.compared import ComparedVersion, ComparedVersions, compare, find_version
     from kftrain.registry.findings import AuditFinding, audit
-    from kftrain.registry.promotion import Champion, champion, gate_and_promote, promote, remove_dead_writers, rollback
+    from kftrain.registry.promotion import (
+        Champion,
+        champion,
+        decline,
+        gate_and_promote,
+        promote,
+        remove_dead_writers,
+        rollback,
+    )
     from kftrain.registry.registration import RegisteredVersion, register
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "gate_and_promote",
     "champion",
     "promote",
+    "decline",
     "rollback",
     "remove_dead_writers",
     "audit",
@@ -34,6 +43,7 @@ __getattr__ = attributes(
         "gate_and_promote": "kftrain.registry.promotion",
         "champion": "kftrain.registry.promotion",
         "promote": "kftrain.registry.promotion",
+        "decline": "kftrain.registry.promotion",
         "rollback": "kftrain.registry.promotion",
         "remove_dead_writers": "kftrain.registry.promotion",
         "audit": "kftrain.registry.findings",

@@ -12,6 +12,7 @@ from kftrain.errors import ConfigError, EvaluationError
 from kftrain.registry import comparison, tries
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
+from kftrain.registry.declined import Declined
 from kftrain.registry.gate import Decision, Evidence, confidence_at, decide, metric_of
 from kftrain.registry.journal import Entry, champion_version, former_champions
 from kftrain.registry.registration import RegisteredVersion
@@ -74,6 +75,13 @@ def judge(
     said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
     decision = replace(found.decision, reason=": ".join([*said, found.decision.reason]))
     return replace(found, decision=decision, former=former)
+
+
+def declined(found: Judgement, said: Declined) -> Judgement:
+    """What is left of a judgement where a person has declined the challenger: its figures, and no promotion."""
+    text = f"declined by hand: {said.reason}"
+    reasons = (GateReason(code="declined", verdict="against", text=text), *found.decision.reasons)
+    return replace(found, decision=Decision(False, f"not promoted, {text}", reasons))
 
 
 def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:

@@ -17,6 +17,7 @@ from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, journal, judgement, lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
+from kftrain.registry.declined import Declined, DeclinedModels
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
 from kftrain.registry.judgement import Challenger, Judgement
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
@@ -24,6 +25,7 @@ from kftrain.registry.registration import RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, endpoint
+from kftrain.tracking.client import ModelVersion
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ def gate_and_promote(
         if champion_version(entries) == registered.version:
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
+        declined = declined_models(config).find(registered.export_digest)
+        if declined is not None:
+            return judgement.declined(result, declined), None
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
@@ -115,7 +120,10 @@ def gate_and_promote(
 
 
 def promote(config: Config, version: int, reason: str) -> Entry:
-    """Makes a version champion because a person wants it, whatever the gate says. Raises TrackingError."""
+    """Makes a version champion because a person wants it, whatever the gate says; also one that was declined.
+
+    Raises TrackingError.
+    """
     alias = ChampionAlias.of(config)
     export_digest = _require_version(alias, version)
 
@@ -126,21 +134,46 @@ def promote(config: Config, version: int, reason: str) -> Entry:
         return entry, entry
 
     entry = alias.transact(propose)
+    declined_models(config).remove(export_digest)
     alias.point_challenger(version, awaits_person=False)
     return entry
+
+
+def decline(config: Config, version: int, reason: str) -> Declined:
+    """No champion, because a person says so: the gate does not promote it any more. May be repeated.
+
+    Raises TrackingError, also for the champion of the moment.
+    """
+    alias = ChampionAlias.of(config)
+    reference = lineage.of(alias.uri, _existing(alias, version))
+    if champion_version(alias.settle()) == version:
+        raise TrackingError(
+            "the champion cannot be declined", where=alias.model_name, value=version, fix="kftrain models rollback"
+        )
+    said = declined_models(config).add(version, reference.export_digest, reason)
+    alias.point_challenger(version, awaits_person=False)
+    told = {PROMOTED_TAG: "false", GATE_TAG: f"declined by hand: {said.reason}"}
+    client.set_version_tags(alias.uri, alias.model_name, version, told)
+    return said
+
+
+def declined_models(config: Config) -> DeclinedModels:
+    """What people have declined of the configured model."""
+    return DeclinedModels.of(config.run.storage_root, config.model_name)
 
 
 def rollback(config: Config) -> Entry:
     """Makes the champion before the last promotion champion again; repeated, it goes further back.
 
-    Versions that were deleted, or whose export is gone, are passed over. Raises TrackingError if none is left.
+    Versions that were deleted or declined, or whose export is gone, are passed over. Raises TrackingError if none is
+    left.
     """
-    alias = ChampionAlias.of(config)
+    alias, declined = ChampionAlias.of(config), declined_models(config)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
             export_digest = _usable(alias, version) if alias.holds(entries, version) else None
-            if export_digest is not None:
+            if export_digest is not None and not (export_digest and declined.find(export_digest)):
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry
@@ -210,11 +243,16 @@ def _record(config: Config, registration: Registration) -> None:
     client.set_tags(uri, registration.mlflow_run_id, {**outcome, **version})
 
 
-def _require_version(alias: ChampionAlias, number: int) -> str:
-    """The digest of a version's export, every byte of which was checked; empty for a version of another program."""
+def _existing(alias: ChampionAlias, number: int) -> ModelVersion:
     version = client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=number)
+    return version
+
+
+def _require_version(alias: ChampionAlias, number: int) -> str:
+    """The digest of a version's export, every byte of which was checked; empty for a version of another program."""
+    version = _existing(alias, number)
     if not lineage.logged_model_id(version):
         return ""
     reference = lineage.of(alias.uri, version)

@@ -57,7 +57,7 @@ def test_the_compiled_promotion_is_the_golden_file():
     assert text == golden.read_text(), f"if the change is meant: kftrain compile --pipeline promote -o {golden}"
     document = next(yaml.safe_load_all(text))
     inputs = document["root"]["inputDefinitions"]["parameters"]
-    assert inputs.keys() == {"version", "reason", "config", "model"}
+    assert inputs.keys() == {"version", "reason", "config", "model", "decline"}
     assert inputs["version"]["parameterType"] == "NUMBER_INTEGER" and inputs["model"]["isOptional"]
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("mlflow")
 from kftrain import registry
 from kftrain.errors import ConfigError
 from kftrain.registry.journal import next_entry
+from kftrain.registry.promotion import declined_models
 from kftrain.stages.promote import promote_version
 
 CONFIG = "run: {name: digits, storage_root: /data}\nregistry: {model_name: named}\n"
@@ -27,7 +28,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("model", "name"), [("", "named"), ("other", "other")])
 def test_the_version_of_the_named_model_becomes_champion(asked, model, name):
     lines = []
-    outcome = promote_version(CONFIG, model, 7, "better on *new* customers", lines.append)
+    outcome = promote_version(CONFIG, model, 7, "better on *new* customers", progress=lines.append)
     assert asked == [(name, "/data", 7, "better on *new* customers")]
     assert outcome.summary["result"] == f"version 7 of {name} is champion" and outcome.summary["number"] == 1
     assert "better on \\*new\\* customers" in outcome.markdown and outcome.run_uri == ""
@@ -37,5 +38,14 @@ def test_the_version_of_the_named_model_becomes_champion(asked, model, name):
 @pytest.mark.parametrize("reason", ["", "  \n"])
 def test_a_promotion_by_hand_needs_a_reason(asked, reason):
     with pytest.raises(ConfigError, match="needs a reason"):
-        promote_version(CONFIG, "", 7, reason, lambda line: None)
+        promote_version(CONFIG, "", 7, reason, progress=lambda line: None)
     assert asked == []
+
+
+def test_a_version_is_declined_the_same_way(monkeypatch):
+    monkeypatch.setattr(
+        registry, "decline", lambda config, version, reason: declined_models(config).add(version, "d" * 64, reason)
+    )
+    config = CONFIG.replace("/data", "memory://declined")
+    outcome = promote_version(config, "", 7, "worse on _names_", decline=True, progress=lambda line: None)
+    assert outcome.summary["result"] == "version 7 of named is declined" and "worse on \\_names\\_" in outcome.markdown
