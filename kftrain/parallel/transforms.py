@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from kftrain.errors import ConfigError
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Sharding, sharding_of
@@ -156,6 +157,8 @@ class FullyShard:
         for name in blocks:
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
+        if shape.shard > 1 and distributed.mesh.world.device.type == "cpu":
+            reduce_by_exchange(model)
 
 
 def strategy_of(

@@ -1,0 +1,67 @@
+"""Gradients of sharded parameters, summed over processes: each gets the sum of its own part.
+
+Gloo has no reduce-scatter: torch computes it as an all-reduce, whose other parts are thrown away. Here each process
+sends every other one its part, and adds up what it was sent: of W processes each sends (W - 1) / W of its gradients
+instead of 2 (W - 1) / W. Parts are added in the order of the ranks, so that a sum is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class ExchangedSums:
+    """torch's protocol `ReduceScatter` for tensors on the CPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """What was received; it stays, since fresh memory costs as much time as the exchange. As large as a unit."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for what is reduced, and for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`[W * n]` -> `[n]`: the sum, or the mean, of this process's part. Collective."""
+        assert not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), (async_op, op)
+        received = self._received(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = sum_of(received.view(group.size(), -1))
+        if op == dist.ReduceOp.AVG:
+            total = total.div_(group.size())
+        output_tensor.copy_(total)
+
+    def _received(self, like: torch.Tensor) -> torch.Tensor:
+        if self._buffer.numel() < like.nbytes:
+            self._buffer = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self._buffer[: like.nbytes].view(like.dtype)
+
+
+def sum_of(parts: torch.Tensor) -> torch.Tensor:
+    """`[W, n]` -> `[n]`, in fp32 at least: the rows one after the other. Changes the first row."""
+    first, *others = parts.unbind()
+    total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first
+    for part in others:
+        total.add_(part)
+    return total
+
+
+def reduce_by_exchange(model: nn.Module) -> None:
+    """From now on all units of a sharded model reduce their gradients so."""
+    reduce_scatter = ExchangedSums()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
