@@ -8,6 +8,7 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.strategies import sharding_of
 from kftrain.parallel.transforms import Formats, FullyShard, Recompute, ToDevice, distribute
 
 FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
@@ -61,7 +62,7 @@ def gradients(world, transforms, blocks=()):
 def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, reduce):
     with in_process.world(monkeypatch) as world:
         ours = gradients(world, [ToDevice(), Formats(compute, reduce)], ["recurrent"])
-        theirs = gradients(world, [FullyShard(compute, reduce, True)], ["recurrent"])
+        theirs = gradients(world, [FullyShard(compute, reduce, sharding_of("fsdp", "step"))], ["recurrent"])
     assert [name for name, _ in ours] == [name for name, _ in theirs] and len(ours) > 10
     for (name, mine), (_, wanted) in zip(ours, theirs, strict=True):
         assert (mine is None) == (wanted is None) == name.startswith(("spare", "frozen")), name
