@@ -102,7 +102,8 @@ class Config(Section):
         return {
             "dataset": dataset_digest,
             "seed": self.run.seed,
-            **{section: everything[section] for section in ("task", "model", "precision", "optimizer")},
+            **{section: everything[section] for section in ("task", "model", "precision")},
+            "optimizer": self.optimizer.identity(),
             "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
             **self._start_identity(),
             **self._order_identity(),

@@ -89,15 +89,15 @@ MUTANTS = [
     Mutant(
         "a non-finite step updates all the same",
         "kftrain/train/spmd.py",
-        "optimizer.found_inf = (norm - norm).ne_(0.0)",
-        "optimizer.found_inf = torch.zeros(())",
+        "self.optimizer.step((norm - norm).ne_(0.0))",
+        "self.optimizer.step(torch.zeros(()))",
         "tests/unit/train/test_step.py",
     ),
     Mutant(
         "the host waits for each step",
         "kftrain/train/spmd.py",
-        "        optimizer.step()\n",
-        "        if bool(norm >= 0):\n            optimizer.step()\n",
+        "        self.optimizer.step((norm",
+        "        if bool(norm >= 0):\n            self.optimizer.step((norm",
         "tests/unit/train/test_spmd.py -k reads_no_number",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients pile up from step to step",
-        "kftrain/train/spmd.py",
-        "optimizer.zero_grad(set_to_none=True)",
+        "kftrain/train/optimizer.py",
+        "member.zero_grad(set_to_none=True)",
         "pass",
         "tests/unit/train/test_step.py",
     ),

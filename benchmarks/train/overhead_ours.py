@@ -40,8 +40,9 @@ from kftrain.tracking.tracker import MlflowTracker
 from kftrain.train import session
 from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
-from kftrain.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
+from kftrain.train.schedule import learning_rate
 from kftrain.train.step import terms_of
 
 ROWS, LENGTH, NUM_BATCHES = 8, 8, 16
@@ -92,10 +93,11 @@ def measure(world: World, folder: Path, num_steps: int) -> list[float]:
     for module in plain.modules():
         module._forward_pre_hooks.clear()  # ours go by themselves
     parameters = list(plain.parameters())
-    optimizer = build_optimizer(plain, resolved.optimizer)
+    (optimizer,) = build_optimizer(plain, resolved.optimizer).members
 
     def bare(step: int, batch: StepBatch) -> None:
-        set_learning_rate(optimizer, learning_rate(resolved.optimizer, step, num_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(resolved.optimizer, step, num_steps)
         tensors = batch.micro_batches[0].sent.tensors
         loss = task.loss(plain(*task.inputs(tensors.batch)), tensors.batch, tensors.weight) / batch.num_terms
         loss.backward()  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ def _settings(config: Config) -> Table:
     sections = config.to_dict()
     known = {f"{name}.{key}": value for name in SHOWN_SECTIONS for key, value in sections[name].items()}
     known["train.global_batch_size"] = config.train.global_batch_size
-    rows = [[wording.clean(key), wording.clean(value)] for key, value in known.items() if value is not None]
+    rows = [[wording.clean(key), wording.clean(value)] for key, value in known.items() if value not in (None, [])]
     return Table("Settings", ["setting", "value"], rows)
 
 

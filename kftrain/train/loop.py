@@ -28,9 +28,9 @@ from kftrain.tasks.user_metrics import metrics_of
 from kftrain.train.data_metrics import DataMetrics
 from kftrain.train.engine import Engine, Measured
 from kftrain.train.left_out import LeftOut
-from kftrain.train.optimizer import learning_rate
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
+from kftrain.train.schedule import learning_rate
 from kftrain.train.step import seed_step
 
 

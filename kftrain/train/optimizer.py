@@ -1,64 +1,144 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and its learning rate, a pure function of the step."""
+"""The optimizer of a training: one or two of torch's kind, over groups of parameters.
+
+AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) is torch's own, fused: its kernel skips a step on the device.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from kftrain.train.settings import OptimizerConfig
+from kftrain.errors import ConfigError
+from kftrain.train.groups import OTHERS, assigned, names_of
+from kftrain.train.optimizer_adafactor import Adafactor
+from kftrain.train.optimizer_base import Group, zero, zeros
+from kftrain.train.optimizer_muon import MATCHING, Muon
+from kftrain.train.optimizer_sgd import Sgd
+from kftrain.train.settings import OptimizerConfig, ParameterGroup
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the model's parameters; weight decay on tensors of two and more dims only."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
-    _begin(optimizer)
-    return optimizer
+class Optimizer:
+    """Optimizers of torch's kind as one, each with parameters of its own."""
+
+    def __init__(self, members: Mapping[torch.optim.Optimizer, list[float]]) -> None:
+        """`members`: with the learning rates of their groups as multiples of the training's.
+
+        All must be able to skip a step on the device.
+        """
+        assert all(getattr(each, "_step_supports_amp_scaling", False) for each in members), "cannot skip a step"
+        self.members = list(members)
+        self._scales = list(members.values())
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """Of all members."""
+        return [group for each in self.members for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """What is kept of each parameter."""
+        return {parameter: kept for each in self.members for parameter, kept in each.state.items()}
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the steps that follow."""
+        for member, scales in zip(self.members, self._scales, strict=True):
+            for group, scale in zip(member.param_groups, scales, strict=True):
+                group["lr"] = rate * scale
+
+    def step(self, found_inf: torch.Tensor) -> None:
+        """Updates the parameters and forgets the gradients; only the latter where `found_inf` is 1. Collective."""
+        for member in self.members:
+            skipping: Any = member
+            skipping.found_inf = found_inf
+            member.step()
+            member.zero_grad(set_to_none=True)
 
 
-def _begin(optimizer: torch.optim.AdamW) -> None:
-    """Gives each parameter the state that AdamW gives it at its first gradient.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, blocks: Collection[str] = (), compute: torch.dtype = torch.float32
+) -> Optimizer:
+    """The optimizer of the model's parameters that have a gradient.
 
-    One that has had none yet, such as an expert that no token has reached, would be missing from a checkpoint, which
-    then could not be loaded.
+    Weight decay is on tensors of two and more dims only, where a group of the configuration does not say otherwise.
+    `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation. Raises
+    ConfigError.
     """
-    for group in optimizer.param_groups:
+    groups = {each: group for each, group in assigned(model, config.groups).items() if each.requires_grad}
+    if config.kind != "muon":
+        return Optimizer(dict([_member(config.kind, groups, config, compute)]))
+    hidden = _hidden(model, blocks)
+    chosen = {each: group for each, group in groups.items() if _is_muons(each, group, hidden)}
+    if not chosen:
+        raise ConfigError(
+            "the model has no matrices within blocks, which Muon could update",
+            where="optimizer.kind",
+            value="muon",
+            fix="name blocks in a method blocks() of the model, or set muon in optimizer.groups",
+        )
+    others = {each: group for each, group in groups.items() if each not in chosen}
+    kinds = {"muon": chosen, "adamw": others}
+    return Optimizer(dict(_member(kind, each, config, compute) for kind, each in kinds.items() if each))
+
+
+def _hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
+    """The parameters of blocks, but for embeddings."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    begins = tuple(f"{name}." for name in blocks)
+    return {
+        each
+        for each, names in names_of(model).items()
+        if each not in embeddings and any(name.startswith(begins) for name in names)
+    }
+
+
+def _is_muons(parameter: nn.Parameter, group: ParameterGroup, hidden: set[nn.Parameter]) -> bool:
+    return parameter.dim() == 2 and (parameter in hidden if group.muon is None else group.muon)
+
+
+def _member(
+    kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype
+) -> tuple[torch.optim.Optimizer, list[float]]:
+    """An optimizer of these parameters, and the multiples of the learning rate of its groups."""
+    groups: list[Group] = []
+    scales: list[float] = []
+    for group in [*config.groups, OTHERS]:
+        found = [each for each, its in of.items() if its is group]
+        for decay, members in _by_decay(found, group, config):
+            if members:
+                groups.append({"params": members, "weight_decay": decay, "lr": config.learning_rate})
+                scales.append(group.learning_rate_scale)
+    return _of_kind(kind, groups, config, compute), scales
+
+
+def _by_decay(
+    parameters: list[nn.Parameter], group: ParameterGroup, config: OptimizerConfig
+) -> Iterable[tuple[float, list[nn.Parameter]]]:
+    if group.weight_decay is not None:
+        return [(group.weight_decay, parameters)]
+    return [
+        (config.weight_decay, [each for each in parameters if each.dim() >= 2]),
+        (0.0, [each for each in parameters if each.dim() < 2]),
+    ]
+
+
+def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype) -> torch.optim.Optimizer:
+    rate = config.learning_rate
+    if kind == "sgd":
+        return Sgd(groups, rate, 0.9 if config.momentum is None else config.momentum, bool(config.nesterov))
+    if kind == "muon":
+        momentum = 0.95 if config.momentum is None else config.momentum
+        return Muon(groups, rate, momentum, config.nesterov is not False, config.muon_scale or MATCHING, compute)
+    if kind == "adafactor":
+        return Adafactor(groups, rate)
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)
+    for group in adamw.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            adamw.state[parameter] = {
+                "step": zero(parameter),
+                "exp_avg": zeros(parameter),
+                "exp_avg_sq": zeros(parameter),
             }
-
-
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Learning rate of step `step`, counted from 0, of `num_steps`."""
-    peak = config.learning_rate
-    if config.schedule == "constant":
-        return peak
-    warmup_steps = min(config.warmup_steps, num_steps)
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    floor = config.final_learning_rate_fraction
-    return peak * (floor + (1.0 - floor) * cosine)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Gives all parameter groups this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
+    return adamw

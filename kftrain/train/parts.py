@@ -5,7 +5,7 @@ A release that does not know a part, or knows it in another form, must not go on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,10 @@ def model_part(model: nn.Module) -> Part:
     return Part(1, lambda: get_model_state_dict(model), load)
 
 
-def optimizer_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> Part:
-    """What the optimizer keeps of each parameter, by the parameter's name."""
+def optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:
+    """What the optimizer's members keep of each parameter, by the parameter's name."""
 
     def load(state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=True))
+        set_optimizer_state_dict(model, members, state, options=StateDictOptions(strict=True))
 
-    return Part(1, lambda: get_optimizer_state_dict(model, optimizer), load)
+    return Part(1, lambda: get_optimizer_state_dict(model, members), load)

@@ -49,6 +49,7 @@ from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.carrier import Carrier
 from kftrain.train.described import Described, describe_export, model_arguments
+from kftrain.train.groups import freeze
 from kftrain.train.initial import initial_weights
 from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
@@ -189,6 +190,7 @@ def build(
     if is_first:
         weights = initial_weights(model, weights, config, world)
     described = describe_export(model, config, task, arguments)
+    freeze(model, config.optimizer.groups)
     kept = begin_training(model)
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
@@ -203,7 +205,7 @@ def build(
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape)
     distributed = distribute(model, strategy, mesh, names)
     weights.fill(model, on_host=parallel.offload)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 
 

@@ -5,32 +5,114 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kftrain.settings.section import Amount, Count, Probability, Section
 
+SHORT_NAMES = {
+    "cosine": "warmup_cosine",
+    "linear": "warmup_linear",
+    "wsd": "warmup_stable_decay",
+    "inverse_sqrt": "warmup_inverse_sqrt",
+}
+"""What else a schedule may be called."""
+
+
+ADDED = ("momentum", "nesterov", "muon_scale", "decay_steps", "groups")
+"""Fields of the section `optimizer` that release 0.1 did not have."""
+
+
+class ParameterGroup(Section):
+    """Parameters with settings of their own."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """Of their names, as `*.norm.*`: `*` stands for any text, `?` for one character. Of several groups whose pattern
+    fits the first one counts; one that fits no parameter is refused."""
+    learning_rate_scale: float = 1.0
+    """Their learning rate as a multiple of that of the others."""
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    """Of all of them, vectors, too; empty: as without the group."""
+    frozen: bool = False
+    """They keep the values that they start with."""
+    muon: bool | None = None
+    """Whether the matrices among them are for `muon`; empty: those of the model's blocks are."""
+
+    @field_validator("learning_rate_scale")
+    @classmethod
+    def _is_positive(cls, value: float) -> float:
+        if value <= 0:
+            raise ValueError("it must be positive; parameters that are not to change are `frozen: true`")
+        return value
+
+    @model_validator(mode="after")
+    def _is_frozen_or_not(self) -> ParameterGroup:
+        if self.frozen and (self.learning_rate_scale, self.weight_decay, self.muon) != (1.0, None, None):
+            raise ValueError("frozen parameters have no other settings")
+        return self
+
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
-    kind: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    kind: Literal["adamw", "sgd", "muon", "adafactor"] = "adamw"
+    """The optimizer. `muon` updates the matrices of the model's blocks (no embeddings), and AdamW the rest."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.0e-3
-    """Peak learning rate."""
+    """Peak learning rate. Of `adafactor`: relative to the size of a parameter."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """Decoupled weight decay; applied to matrices only, not to norms and biases."""
+    """Decoupled weight decay; applied to matrices only, not to norms and biases. `sgd` adds it to the gradient, as
+    torch does: 0.0001 is usual there."""
     beta1: Probability = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: Probability = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1.0e-8
-    """Added to the denominator."""
-    schedule: Literal["warmup_cosine", "constant"] = "warmup_cosine"
-    """`warmup_cosine`: linear warm-up, then a half cosine down to `final_learning_rate_fraction`."""
+    """Added to AdamW's denominator."""
+    momentum: Probability | None = None
+    """Of `sgd` and `muon`; empty: 0.9 and 0.95."""
+    nesterov: bool | None = None
+    """Whether `sgd` and `muon` look ahead by their momentum; empty: `muon` does."""
+    muon_scale: Literal["match_rms_adamw", "original"] | None = None
+    """Of `muon`. `match_rms_adamw`, or empty: its updates are as large as AdamW's, so that one learning rate serves
+    both; `original`: they are orthogonal matrices, larger where there are more rows than columns."""
+    schedule: Literal[
+        "warmup_cosine", "warmup_linear", "warmup_constant", "warmup_stable_decay", "warmup_inverse_sqrt", "constant"
+    ] = "warmup_cosine"
+    """After a linear warm-up: `warmup_cosine` (or `cosine`), a half cosine down to `final_learning_rate_fraction`;
+    `warmup_linear` (`linear`), a line down to it; `warmup_constant`; `warmup_stable_decay` (`wsd`), constant until a
+    line falls to it over the last `decay_steps`; `warmup_inverse_sqrt` (`inverse_sqrt`), with the inverse square root
+    of the step. `constant` has no warm-up."""
     warmup_steps: Amount = 50
     """Steps of linear warm-up; at most all of them."""
+    decay_steps: Count | None = None
+    """Steps at the end over which `warmup_stable_decay` falls; empty: a tenth of all."""
     final_learning_rate_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with settings of their own, by the patterns of their names."""
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _in_full(cls, value: Any) -> Any:
+        return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _has_momentum(self) -> OptimizerConfig:
+        kinds = {"momentum": ("sgd", "muon"), "nesterov": ("sgd", "muon"), "muon_scale": ("muon",)}
+        for name, having in kinds.items():
+            if getattr(self, name) is not None and self.kind not in having:
+                raise ValueError(f"{name} is of {' and '.join(having)}, not of {self.kind}")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What of it makes another training; a field that release 0.1 did not have counts where it is not at rest."""
+        plain = OptimizerConfig().model_dump(mode="json")
+        return {
+            name: value
+            for name, value in self.model_dump(mode="json").items()
+            if name not in ADDED or value != plain[name]
+        }
 
 
 SCRATCH, CHAMPION = "scratch", "champion"

@@ -12,7 +12,6 @@ A step whose gradient norm is not finite is skipped by the optimizer's kernel, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.transforms import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train.engine import Agree, StepResult
-from kftrain.train.optimizer import set_learning_rate
+from kftrain.train.optimizer import Optimizer
 from kftrain.train.parts import Parts, model_part, optimizer_part
 from kftrain.train.step import after_step, has_hook, loss_of
 
@@ -37,23 +36,19 @@ class SpmdEngine:
     def __init__(
         self,
         distributed: Distributed,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         task: Task,
         calls: blocks.Calls,
         clip_norm: float,
         buffers: CombinedBuffers,
     ) -> None:
-        """`calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
-
-        The optimizer's kernel must be fused: it alone can skip a step on the device.
-        """
-        assert getattr(optimizer, "_step_supports_amp_scaling", False), "not fused"
+        """`calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary."""
         model = distributed.model
         self.model = model
         self.optimizer = optimizer
         self.task = task
         self.mesh = distributed.mesh
-        self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer)})
+        self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer.members)})
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
@@ -67,7 +62,7 @@ class SpmdEngine:
 
     def set_learning_rate(self, rate: float) -> None:
         """Of the steps that follow."""
-        set_learning_rate(self.optimizer, rate)
+        self.optimizer.set_learning_rate(rate)
 
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
         """Takes one step; see `Engine.step`."""
@@ -122,7 +117,4 @@ class SpmdEngine:
 
     def _update(self, norm: torch.Tensor) -> None:
         """Updates the parameters where the norm is finite, and forgets the gradients."""
-        optimizer: Any = self.optimizer
-        optimizer.found_inf = (norm - norm).ne_(0.0)  # 0 where it is finite; else not a number, which is no 0: 1
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from helpers import parity, parity_rank
+from helpers import parity_optimizers as optimizers
 from helpers.parity import Row
 from helpers.parity_oracle import Case, same_llama, tied_llama
 from helpers.parity_pool import Pools
@@ -42,6 +43,9 @@ TABLE = [
     Row("hsdp, exchanged each micro batch", 4, (*HYBRID, "parallel.exchange=micro_batch", "train.micro_batch_size=1")),
     Row("hybrid zero1, micro batches", 4, (*HYBRID, "parallel.strategy=zero1", "train.micro_batch_size=1")),
     Row("hybrid zero2, micro batches", 4, (*HYBRID, "parallel.strategy=zero2", "train.micro_batch_size=1")),
+    *(Row(case.name, size, case=case) for case in optimizers.CASES for size in (1, 2, 3)),
+    Row("muon, hsdp", 4, ("parallel.replicate=2",), optimizers.MUON),
+    Row("adafactor, hsdp", 4, ("parallel.replicate=2",), optimizers.ADAFACTOR),
 ]
 """Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""
 
