@@ -13,6 +13,7 @@ def register(
     metrics: Output[Metrics],
     report: Output[HTML],
     summary: Output[Markdown],
+    comparison: Output[HTML],
 ) -> str:
     """Registers the model of a run and promotes it by policy.
 
@@ -22,6 +23,7 @@ def register(
         metrics: The compared metric of challenger and champion, and the improvement.
         report: The report of the whole run as a page.
         summary: The same as text.
+        comparison: The champion and the newest versions beside each other, as a page.
 
     Returns:
         URI of the run's folder.
@@ -29,4 +31,4 @@ def register(
     from kftrain.stages.outcome import save
     from kftrain.stages.register import register as register_stage
 
-    return save(register_stage(run_uri), registration, metrics, report, summary)
+    return save(register_stage(run_uri), registration, metrics, report, summary, comparison=comparison)

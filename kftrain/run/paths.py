@@ -13,6 +13,7 @@
 <root>/runs/<run>/evaluation/unmeasured.json                        evaluate      -> register
 <root>/runs/<run>/evaluation/reference.json                         evaluate      -> register
 <root>/runs/<run>/registration.json                                 register      -> reports
+<root>/runs/<run>/report.html, comparison.html                      register      -> people
 <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
 <root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
@@ -99,6 +100,11 @@ class RunPaths:
     def history(self) -> str:
         """Recorded points of the training curve, a JSON list; replaced as a whole at every commit."""
         return storage.join(self.uri, "history.json")
+
+    @property
+    def comparison(self) -> str:
+        """The page of the champion and the newest versions, as they were when this run was registered."""
+        return storage.join(self.uri, "comparison.html")
 
     @property
     def report(self) -> str:

@@ -22,7 +22,7 @@ from kftrain.run.documents import Completion, RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.run.timeline import timeline
 from kftrain.stages.dataset import read_dataset
-from kftrain.stages.register import task_metrics
+from kftrain.stages.task_metrics import task_metrics
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tracking.runs import flatten

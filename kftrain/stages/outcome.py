@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from kftrain.run.documents import Confusion
 
+NO_COMPARISON = "There is no other version to compare with.\n"
 NO_CLASSES = "This task has no classes, so there is no confusion matrix.\n"
 
 
@@ -50,6 +51,8 @@ class Outcome:
     html: str = ""
     markdown: str = ""
     confusion: Confusion | None = None
+    comparison: str = ""
+    """A page of several versions."""
 
     def to_json(self) -> str:
         """The summary in its own order, so that a preview of the first lines can be read by a person."""
@@ -68,9 +71,11 @@ def save(
     html: Artifact | None = None,
     markdown: Artifact | None = None,
     confusion: ClassificationArtifact | None = None,
+    comparison: Artifact | None = None,
 ) -> str:
     """Writes an outcome into a component's artifacts. Returns the run's URI, its output parameter."""
-    texts = ((summary, outcome.to_json()), (html, outcome.html), (markdown, outcome.markdown))
+    pages = ((html, outcome.html), (markdown, outcome.markdown), (comparison, outcome.comparison or NO_COMPARISON))
+    texts = ((summary, outcome.to_json()), *pages)
     for artifact, text in texts:
         if artifact is not None:
             _write(artifact.path, text)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kftrain import config as configuration
 from kftrain import registry, report, storage, tracking
-from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.progress import Progress, to_log
-from kftrain.report import environment
+from kftrain.report import content, environment
 from kftrain.run import documents
+from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import differences
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, firing, reference_set, tracked
+from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.drift import read_drift
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.package import package_of
+from kftrain.stages.task_metrics import task_metrics
 from kftrain.stages.train import read_history
-from kftrain.tasks import build_task
 from kftrain.tasks.overview import read_overview
-from kftrain.tasks.user_metrics import metrics_of
 
-REPORT_NAME = "report.html"
+REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 
 
 def register(run_uri: str, progress: Progress = to_log) -> Outcome:
@@ -57,11 +59,6 @@ def require_only_registry(saved: Config, config: Config) -> None:
             raise ConfigError("only the gate's settings can change here", where=key, value=new, fix="set registry.…")
 
 
-def task_metrics(config: Config) -> Metrics:
-    """From sums to the metrics of the task and of `evaluate.metrics`; what they raise is the user's."""
-    return metrics_of(build_task(config.task), config.evaluate.metrics)
-
-
 def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
     with failure.reported(stage, paths, config, progress):
         completion = read_complete(paths, config)
@@ -78,12 +75,26 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         )
         metrics = task_metrics(config)
         registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics)
-        page = _report(paths, config, manifest, completion, evaluation, registration)
-        tracking.log_text(config.tracking.uri, mlflow_run_id, page, REPORT_NAME)
+        compared = _comparison(paths, config)
+        page = _report(paths, config, manifest, completion, evaluation, registration, bool(compared))
+        for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, compared)):
+            if text:
+                tracking.log_text(config.tracking.uri, mlflow_run_id, text, name)
         tracking.finish_run(config.tracking.uri, mlflow_run_id, "FINISHED")
-        outcome = _outcome(paths, config, registration, page, progress)
+        outcome = replace(_outcome(paths, config, registration, page, progress), comparison=compared)
         registry.remove_dead_writers(config, progress)  # last: it may take a while
         return outcome
+
+
+def _comparison(paths: RunPaths, config: Config) -> str:
+    """Writes the page of the champion and the newest versions; empty where there is but one, or it failed."""
+    page = ""
+    with best_effort("there is no comparison page"):
+        found = compare_versions(config, at_most=PAGE_VERSIONS)
+        if len(found.versions) > 1:
+            page = report.comparison_html(found, environment.facts())
+            storage.publish(paths.comparison, page)
+    return page
 
 
 def _report(
@@ -93,8 +104,10 @@ def _report(
     completion: Completion,
     evaluation: Evaluation,
     registration: Registration,
+    is_compared: bool,
 ) -> str:
     """Writes the page of the whole run into its folder."""
+    others = [content.uri("Beside other versions", paths.comparison)] if is_compared else []
     page = report.run_html(
         config,
         shards=manifest.to_dict(),
@@ -106,7 +119,7 @@ def _report(
         performance=read_performance(paths, evaluation),
         drift=read_drift(paths),
         reference=reference_set.read_own(paths, completion),
-        written=environment.facts(),
+        written=[*environment.facts(), *others],
     )
     storage.publish(paths.report, page)
     return page

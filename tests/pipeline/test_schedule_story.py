@@ -12,6 +12,7 @@ from helpers.kfp_server import Server
 from helpers.webhook import Webhook
 
 from kftrain import config as configuration
+from kftrain import storage
 from kftrain.data.parts.store import PartStore
 from kftrain.errors import DataError
 from kftrain.kubeflow.client import TOKEN_ENV, Connection
@@ -172,6 +173,8 @@ def test_days_of_a_schedule(story, webhook, encoded):
     assert story.day(1)["result"].startswith("shards written")
     assert story.registration(1).promoted and story.champion() == 1 and len(encoded) == 400
 
+    assert not storage.exists(story.paths(1).comparison)
+
     assert story.day(2)["why"] == "unchanged"
     assert story.champion() == 1
 
@@ -182,6 +185,8 @@ def test_days_of_a_schedule(story, webhook, encoded):
     assert story.shards(1) < story.shards(3)
     third = story.registration(3)
     assert third.promoted and third.improvement.low > 0 and story.champion() == 2, third.reason
+    assert story.paths(3).comparison in storage.read_text(story.paths(3).report)
+    assert "version 2" in storage.read_text(story.paths(3).comparison)
     assert any("train.from champion: version 1, the champion" in line for line in story.lines)
 
     write_images(story.raw(4), 1200, 1700, np.random.default_rng(0))

@@ -8,10 +8,12 @@ from helpers.documents import finished_run
 
 from kftrain import registry, storage
 from kftrain.cli import cli
+from kftrain.errors import EvaluationError
 from kftrain.registry import ComparedVersion, ComparedVersions
 from kftrain.registry.reference import Reference
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Evaluation, read
+from kftrain.stages import register
 from kftrain.stages.comparison import compare_versions
 
 
@@ -76,3 +78,21 @@ def test_the_command_writes_a_page_and_markdown_and_says_where(run, registered, 
     (tmp_path / "file").write_text("")
     refused = CliRunner().invoke(cli, ["models", "compare", "--run", paths.uri, "--html", tmp_path / "file" / "c.html"])
     assert refused.exit_code != 0 and "cannot be written" in str(refused.exception)
+
+
+def test_the_register_step_leaves_the_page_where_there_is_more_than_one_version(run, registered):
+    paths, config = run
+    page = register._comparison(paths, config)
+    assert page == storage.read_text(paths.comparison) and page.startswith("<!DOCTYPE html>")
+    del registered.versions[1:]
+    storage.remove(paths.comparison)
+    assert register._comparison(paths, config) == "" and not storage.exists(paths.comparison)
+
+
+def test_a_page_that_cannot_be_made_is_a_warning(run, monkeypatch, capsys):
+    def fails(*arguments):
+        raise EvaluationError("statistics.npz is damaged")
+
+    monkeypatch.setattr(registry, "compare", fails)
+    assert register._comparison(*run) == ""
+    assert "warning: there is no comparison page: statistics.npz is damaged" in capsys.readouterr().out

@@ -50,6 +50,12 @@ def test_texts_go_to_the_artifacts_that_there_are(tmp_path):
     assert ((tmp_path / "h").read_text(), (tmp_path / "m").read_text()) == ("<p>", "#")
 
 
+def test_the_page_of_versions_is_never_an_empty_box(tmp_path):
+    for page, text in (("", "no other version"), ("<p>", "<p>")):
+        save(Outcome("run", {}, comparison=page), comparison=FakeArtifact(tmp_path / "c"))
+        assert text in (tmp_path / "c").read_text()
+
+
 @pytest.mark.parametrize(
     ("confusion", "text"),
     [(None, "no classes"), (Confusion(labels=["a", "b"], matrix=[[3, 1], [0, 4]]), "2 classes")],
