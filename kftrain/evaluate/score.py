@@ -81,7 +81,7 @@ def score(
                 task,
                 decoded(task, arrays, range(start, stop), dataset.place_of),
                 mesh.world.device,
-                counted if with_tallies and place == index else None,
+                counted if with_tallies and place == index and mesh.counts_loss else None,
             )
             parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
             on_batch()

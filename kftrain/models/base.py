@@ -1,9 +1,9 @@
-"""The protocol of a model: any `torch.nn.Module`, ignorant of processes; three methods more are optional."""
+"""The protocol of a model: any `torch.nn.Module`, ignorant of processes; a few methods more are optional."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kftrain.errors import ConfigError
@@ -38,6 +38,14 @@ class Model(Protocol):
 
         In every forward all processes must call the same ones in the same order.
         """
+        ...
+
+    def tensor_plan(self) -> Mapping[str, str]:
+        """Patterns of names of modules -> how their matrices are split over processes: `parallel/tensor_plan.py`."""
+        ...
+
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """Names of options -> sizes that the number of these processes must divide, such as heads."""
         ...
 
     def export_config(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self.norm_eps = norm_eps
         self.initial_std = dim**-0.5
         self.model = _Decoder(
-            nn.Embedding(vocab_size, dim),
+            (TiedEmbedding if tie_embeddings else nn.Embedding)(vocab_size, dim),
             nn.ModuleList(TransformerBlock(dim, num_heads, num_kv_heads, ffn_dim, norm_eps) for _ in range(num_layers)),
             nn.RMSNorm(dim, eps=norm_eps),
         )
@@ -110,9 +110,7 @@ class Transformer(nn.Module):
         for block in self.model.layers:
             hidden = block(hidden, rotary, *masks)
         hidden = self.model.norm(hidden)
-        logits: Tensor = (
-            F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
-        )
+        logits: Tensor = self.model.embed_tokens(hidden) if self.lm_head is None else self.lm_head(hidden)
         return logits
 
     def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -131,6 +129,33 @@ class Transformer(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The repeated modules: what is sharded, and recomputed, one at a time."""
         return list(self.model.layers)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How its matrices are split: see `parallel/tensor_plan.py`."""
+        attention, feed_forward = "model.layers.*.self_attn", "model.layers.*.mlp"
+        return {
+            "model.embed_tokens": "vocabulary",
+            "model.layers.*layernorm": "sequence",
+            f"{attention}.[qkv]_proj": "column",
+            f"{attention}.o_proj": "row",
+            attention: "gather",
+            f"{feed_forward}.gate_proj": "column",
+            f"{feed_forward}.up_proj": "column",
+            f"{feed_forward}.down_proj": "row",
+            feed_forward: "gather",
+            "model.norm": "sequence",
+            **({} if self.lm_head is None else {"lm_head": "logits"}),
+        }
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """What the processes that split its matrices must divide."""
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "ffn_dim": self.ffn_dim,
+            "vocab_size": self.model.embed_tokens.num_embeddings,
+            "sequence_length": self.sequence_length,
+        }
 
     def num_flops(self, num_rows: int) -> int:
         """Floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
@@ -181,6 +206,14 @@ class _Decoder(nn.Module):
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
+
+
+class TiedEmbedding(nn.Embedding):
+    """One matrix for both ends (Press and Wolf 2017, arXiv:1608.05859): tokens to vectors, vectors to logits."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[B, T]` int64 to `[B, T, D]`, or `[B, T, D]` to `[B, T, vocab_size]`."""
+        return F.linear(values, self.weight) if values.is_floating_point() else super().forward(values)
 
 
 class TransformerBlock(nn.Module):

@@ -94,6 +94,28 @@ class VisionTransformer(nn.Module):
         """The repeated modules: what is sharded, and recomputed, one at a time."""
         return list(self.layers)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How its matrices are split: see `parallel/tensor_plan.py`."""
+        return {
+            "layers.*norm": "sequence",
+            "layers.*.qkv": "column/3",
+            "layers.*.project": "row",
+            "layers.*.expand": "column",
+            "layers.*.contract": "row",
+            "layers.*.dropout": "random",
+            "layers.0": "split",
+            "norm": "whole",
+        }
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """What the processes that split its matrices must divide."""
+        dim = self.head.in_features
+        return {
+            "num_heads": self.num_heads,
+            "mlp_ratio * dim": self.mlp_ratio * dim,
+            "sequence_length": self.num_patches,
+        }
+
     def num_flops(self, num_rows: int) -> int:
         """Floating-point operations of a forward and backward pass, counted as in PaLM (appendix B)."""
         matrices = sum(parameter.numel() for parameter in self.layers.parameters() if parameter.dim() > 1)
@@ -122,7 +144,7 @@ class VisionBlock(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, mlp_dim: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
         self.attention_norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.project = nn.Linear(dim, dim)
@@ -139,7 +161,7 @@ class VisionBlock(nn.Module):
         return output
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value)
         projected: Tensor = self.project(attended.transpose(1, 2).flatten(2))
         return projected

@@ -8,11 +8,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kftrain.parallel.shape import NORM_AXES
+
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this process has of each gradient; parameters without one are left out."""
     gradients = [gradient for each in parameters if (gradient := each.grad) is not None]
     return [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+
+
+def counted_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Of these gradients, those that this process counts: of copies the first process counts its own.
+
+    Gradients of copies along `replicate` are no matter: the norm is not summed over these.
+    """
+    return local_gradients(each for each in parameters if _is_counted(each))
+
+
+def _is_counted(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    mesh = parameter.device_mesh
+    places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return not any(axis in NORM_AXES and place and placement.is_replicate() for axis, place, placement in places)
 
 
 def total_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:

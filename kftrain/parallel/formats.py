@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kftrain.parallel.initialize import put
@@ -58,14 +59,14 @@ def slots_of(model: nn.Module) -> Slots:
 
 
 class WorkingCopies:
-    """Copies of a model's parameters in the format of the computation."""
+    """Copies of a model's parameters in the format of the computation; of a distributed one of this process's part."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
         self._slots = slots_of(model)
         self._reduce = reduce
         self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
         self._copies: list[torch.Tensor] = [
-            nn.Parameter(each.detach().to(compute, copy=True), each.requires_grad) for each in self._masters
+            nn.Parameter(_local(each).detach().to(compute, copy=True), each.requires_grad) for each in self._masters
         ]
         self._copy_of: dict[int, Any] = {
             id(master): copy for master, copy in zip(self._masters, self._copies, strict=True)
@@ -82,7 +83,7 @@ class WorkingCopies:
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the copies, as the masters are now."""
         with torch.no_grad():
-            torch._foreach_copy_(self._copies, self._masters)
+            torch._foreach_copy_(self._copies, list(map(_local, self._masters)))
         try:
             for module, name, master in self._slots:
                 put(module, "_parameters", name, self._copy_of[id(master)])
@@ -94,7 +95,7 @@ class WorkingCopies:
     def hand_over(self) -> None:
         """Gives the masters the gradients of this step."""
         for number, total in self._sums.items():
-            self._masters[number].grad = total.float()
+            self._masters[number].grad = _like(self._masters[number], total.float())
         self._sums.clear()
 
     def _take(self, number: int, copy: torch.Tensor) -> None:
@@ -104,3 +105,12 @@ class WorkingCopies:
         else:
             self._sums[number] = copy.grad.to(self._reduce)
         copy.grad = None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(master: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """What is distributed as `master` is, and is `local` on this process."""
+    return DTensor.from_local(local, master.device_mesh, master.placements) if isinstance(master, DTensor) else local

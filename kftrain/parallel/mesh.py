@@ -29,6 +29,7 @@ class Mesh:
         self.counts_loss = shape.counts_loss(world.rank)
         """Whether this process's loss terms count; where several compute the same ones, those of one do."""
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._device_mesh: DeviceMesh | None = None
 
     @classmethod
     def of_copies(cls, world: World) -> Mesh:
@@ -59,9 +60,15 @@ class Mesh:
         return self._groups[key]
 
     def device_mesh(self) -> DeviceMesh:
-        """The axes `replicate` and `shard` as torch's own mesh. Collective when first asked."""
-        rest = [axis for axis in AXES if axis not in ("replicate", "shard")]
-        assert all(getattr(self.shape, axis) == 1 for axis in rest), self.shape
-        ranks = torch.arange(self.world.size).reshape(self.shape.replicate, self.shape.shard)
-        groups = [self.group([axis]) for axis in ("replicate", "shard")]
-        return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+        """The axes `replicate` and `shard`, and `tensor` where there is one, as torch's own mesh.
+
+        It is one object: what is spread along an axis must know the others. Collective when first asked.
+        """
+        if self._device_mesh is None:
+            names = ("replicate", "shard", *(["tensor"] if self.shape.tensor > 1 else []))
+            rest = [axis for axis in AXES if axis not in names]
+            assert all(getattr(self.shape, axis) == 1 for axis in rest), self.shape
+            ranks = torch.arange(self.world.size).reshape([getattr(self.shape, axis) for axis in names])
+            groups = [self.group([axis]) for axis in names]
+            self._device_mesh = DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=names)
+        return self._device_mesh

@@ -14,7 +14,6 @@ from kftrain.settings.section import Count, Section
 
 NOT_OFFERED = {
     "context": "the attention of a model cannot be cut along its sequences yet",
-    "tensor": "models have no plan of how to cut their matrices yet",
     "pipeline": "models are not cut into stages yet",
     "expert": "the experts of a layer cannot be spread over processes yet",
 }
@@ -42,7 +41,9 @@ class ParallelConfig(Section):
     context: Count = 1
     """Parts of a sequence. More than 1 is refused for now."""
     tensor: Count = 1
-    """Parts of a matrix. More than 1 is refused for now."""
+    """Processes that split each matrix of the model, which must say how; they read the same samples."""
+    sequence_parallel: bool = True
+    """With `tensor`: between its matrices each process computes a part of the sequence, which saves memory there."""
     pipeline: Count = 1
     """Stages of consecutive blocks. More than 1 is refused for now."""
     expert: Count = 1
@@ -72,16 +73,19 @@ class ParallelConfig(Section):
 
     def shape(self, num_processes: int) -> Shape:
         """The mesh of so many processes. Raises ConfigError where the sizes do not multiply to them."""
+        replicate, shard, tensor = self.replicate, self.shard, self.tensor
         if self.strategy == "ddp":
-            return Shape(replicate=num_processes)
-        shard = num_processes // self.replicate if self.shard == -1 else self.shard
-        if shard * self.replicate != num_processes:
+            replicate, shard = max(1, num_processes // tensor), 1
+        if shard == -1:
+            shard = num_processes // (replicate * tensor)
+        if replicate * shard * tensor != num_processes:
+            axes = ["replicate", "shard", *(["tensor"] if tensor > 1 else [])]
             raise ConfigError(
-                f"parallel.replicate x parallel.shard must be the number of processes, {num_processes}",
-                value=f"{self.replicate} x {shard}",
+                f"parallel.{' x parallel.'.join(axes)} must be the number of processes, {num_processes}",
+                value=" x ".join(map(str, (replicate, shard, tensor)[: len(axes)])),
                 fix="set parallel.shard to -1, or change launch.nodes and launch.processes_per_node",
             )
-        return Shape(replicate=self.replicate, shard=shard)
+        return Shape(replicate=replicate, shard=shard, tensor=tensor)
 
 
 class PrecisionConfig(Section):

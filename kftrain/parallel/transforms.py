@@ -14,7 +14,7 @@ gives it the same numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Sharding, sharding_of
+from kftrain.parallel.tensor import SplitTensors
 
 
 class Distributed:
@@ -42,6 +43,8 @@ class Distributed:
         """Where it is not computed with the parameters themselves: formats of the computation and of the reduction."""
         self.sharding: Sharding | None = None
         """For how long a step has the whole of what is sharded, where something is."""
+        self.after_backward: list[Callable[[], None]] = []
+        """What is done to the gradients of a step, once the parameters have them. Collective."""
         self._copies: WorkingCopies | None = None
         self._is_last: bool | None = None
 
@@ -81,6 +84,8 @@ class Distributed:
         """After the last backward pass: the parameters have their gradients."""
         if self._copies is not None:
             self._copies.hand_over()
+        for work in self.after_backward:
+            work()
 
 
 class Transform(Protocol):
@@ -149,7 +154,7 @@ class FullyShard:
         distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         options: dict[str, Any] = {
-            "mesh": mesh["shard"] if shape.replicate == 1 else mesh,
+            "mesh": mesh["shard"] if shape.replicate == 1 else mesh["replicate", "shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),
             "reshard_after_forward": self.sharding.reshard_after_forward,
             **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
@@ -162,12 +167,20 @@ class FullyShard:
 
 
 def strategy_of(
-    parallel: ParallelConfig, precision: PrecisionConfig, recompute_blocks: bool, shape: Shape
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    recompute_blocks: bool,
+    shape: Shape,
+    split_logits: bool = False,
 ) -> list[Transform]:
-    """The transforms of a configuration on a mesh, in their order."""
-    first: list[Transform] = [Recompute()] if recompute_blocks else []
+    """The transforms of a configuration on a mesh, in their order.
+
+    `split_logits`: whether what computes the loss takes logits that are split over the axis `tensor`.
+    """
+    first: list[Transform] = [SplitTensors(parallel.sequence_parallel, split_logits)] if shape.tensor > 1 else []
+    first += [Recompute()] if recompute_blocks else []
     formats = (precision.compute, precision.reduce)
-    if shape.size == 1:
+    if shape.replicate * shape.shard == 1:
         return [*first, ToDevice(), Formats(*formats)]
     return [*first, FullyShard(*formats, sharding_of(parallel.stage, parallel.exchange), parallel.offload)]
 

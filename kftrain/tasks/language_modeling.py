@@ -29,6 +29,7 @@ from kftrain.settings.section import Count
 from kftrain.tasks import tokenizer_json
 from kftrain.tasks.base import Task
 from kftrain.tasks.compression import MAX_BYTES, compression_baselines
+from kftrain.tasks.logits import reads_parts
 from kftrain.tasks.tokenizers import Tokenizer, UntrainedTokenizer, build_tokenizer, parse_option
 
 if TYPE_CHECKING:
@@ -220,15 +221,21 @@ class LanguageModeling(Task):
         """The tokens before the last; the model gives logits `[rows, sequence_length, vocab_size]`."""
         return (batch["inputs"],)
 
+    @reads_parts
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
         """Summed cross-entropy in nats over targets that are not padding, in rows whose weight is not 0."""
+        import torch
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
         targets = batch["targets"].masked_fill((weight == 0).unsqueeze(1), self.tokenizer.padding)
+        if not isinstance(output, torch.Tensor):
+            terms: torch.Tensor = output.cross_entropy(targets)
+            return terms.masked_fill(targets == self.tokenizer.padding, 0.0).sum()
         return F.cross_entropy(
             output.float().flatten(0, 1), targets.flatten(), ignore_index=self.tokenizer.padding, reduction="sum"
         )
 
+    @reads_parts
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """Per row: `bits` of its bytes, their number `bytes`, how many were guessed right, `correct`, and `tokens`.
 
@@ -238,10 +245,14 @@ class LanguageModeling(Task):
 
         targets = batch["targets"]
         num_bytes = torch.from_numpy(self.tokenizer.bytes_per_id).to(targets.device)[targets]
-        logits = output.float()
-        log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        if isinstance(output, torch.Tensor):
+            logits = output.float()
+            log_probabilities = torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+            guesses = logits.argmax(dim=-1)
+        else:
+            log_probabilities, guesses = -output.cross_entropy(targets), output.argmax()
         bits = -log_probabilities.double().masked_fill(num_bytes == 0, 0.0).sum(dim=1) / log(2)
-        correct = ((logits.argmax(dim=-1) == targets) * num_bytes).sum(dim=1)
+        correct = ((guesses == targets) * num_bytes).sum(dim=1)
         return {
             "bits": bits,
             "bytes": num_bytes.sum(dim=1).double(),

@@ -46,6 +46,7 @@ from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
+from kftrain.tasks.logits import task_reads_parts
 from kftrain.train import probe
 from kftrain.train.carrier import Carrier
 from kftrain.train.described import Described, describe_export, model_arguments
@@ -202,7 +203,7 @@ def build(
     parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
-    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape)
+    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
     distributed = distribute(model, strategy, mesh, names)
     weights.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])

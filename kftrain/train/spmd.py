@@ -76,10 +76,10 @@ class SpmdEngine:
             agree([])
         else:
             self._used.drop_unused(agree(self._used.take()))
-        gradients = clip.local_gradients(self._parameters)
-        norm = clip.total_norm(gradients, self._norm_group, self.mesh.world.device)
+        counted = clip.counted_gradients(self._parameters)
+        norm = clip.total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
-            clip.clip(gradients, norm, self._clip_norm)
+            clip.clip(clip.local_gradients(self._parameters), norm, self._clip_norm)
         self._update(norm)
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             after_step(self.model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from helpers import parity_oracle, parity_rank
-from helpers.parity_oracle import BASE, Case
+from helpers.parity_oracle import Case
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def job(self):
-        return parity_rank.Job(BASE, (*self.case.overrides, *self.layout), self.case.data)
+        return parity_rank.Job(self.case.base, (*self.case.overrides, *self.layout), self.case.data)
 
     def param(self):
         """For `pytest.mark.parametrize`."""

@@ -162,7 +162,7 @@ class Case:
 
     name: str = "llama"
     overrides: tuple[str, ...] = ()
-    """Of the configuration, beside `BASE`: they must ask for what the rest says."""
+    """Of the configuration, beside `base`: they must ask for what the rest says."""
     network: Callable[[], nn.Module] = Llama
     """Its state dict has the names of kftrain's model."""
     data: Callable[[], dict[str, np.ndarray]] = text_rows
@@ -175,6 +175,8 @@ class Case:
     rate: Callable[[int], float] = warmup_cosine
     batch: int = 6
     clip: float = 2.0
+    base: str = BASE
+    """What kftrain is told."""
     bf16: bool = False
     """Weights are rounded for forward and backward pass; each part's gradients are summed in fp32."""
 

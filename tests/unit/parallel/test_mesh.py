@@ -43,7 +43,7 @@ def test_ddp_is_the_mesh_that_shards_nothing(strategy, shape):
     assert (found.replicate, found.shard) == shape
 
 
-@pytest.mark.parametrize("axis", ["context", "tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
 def test_an_axis_that_nothing_is_spread_along_yet_is_refused_with_the_reason(axis):
     with pytest.raises(ConfigError, match=rf"parallel: {axis} must be 1: .* yet") as raised:
         config.parse("{}", [f"parallel.{axis}=2"])
@@ -166,7 +166,7 @@ def device_mesh_of(world):
     """Torch's mesh of two copies of two shards, and what becomes of one with an axis that torch is not told of."""
     found = Mesh(Shape(replicate=2, shard=2), world).device_mesh()
     with pytest.raises(AssertionError):
-        Mesh(Shape(shard=2, tensor=2), world).device_mesh()
+        Mesh(Shape(shard=2, context=2), world).device_mesh()
     with pytest.raises(AssertionError):
         Mesh(Shape(shard=2), world)
     names = found.mesh_dim_names
@@ -177,6 +177,33 @@ def test_torchs_own_mesh_has_the_same_groups():
     for rank, (names, table, groups) in enumerate(ranks.on(4, device_mesh_of)):
         assert names == ("replicate", "shard") and table == [[0, 1], [2, 3]]
         assert groups == [[[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]]
+
+
+def spread_mesh_of(world):
+    """Torch's mesh of two copies of two parts of each matrix."""
+    mesh = Mesh(Shape(replicate=2, tensor=2), world)
+    found = mesh.device_mesh()
+    names = found.mesh_dim_names
+    timeouts = {found.get_group(name)._get_backend(world.device).options._timeout for name in names}
+    assert mesh.device_mesh() is found and timeouts == {timedelta(seconds=ranks.JOIN_SECONDS / 2)}
+    return names, found.mesh.tolist(), dist.get_process_group_ranks(found.get_group("tensor"))
+
+
+def test_those_that_split_a_matrix_are_neighbours_in_torchs_mesh():
+    for rank, found in enumerate(ranks.on(4, spread_mesh_of)):
+        assert found == (("replicate", "shard", "tensor"), [[[0, 1]], [[2, 3]]], [[0, 1], [2, 3]][rank // 2])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicate", "shard", "shape"),
+    [("fsdp", 1, -1, (1, 4, 2)), ("fsdp", 2, -1, (2, 2, 2)), ("fsdp", 2, 2, (2, 2, 2)), ("ddp", 1, -1, (4, 1, 2))],
+)
+def test_the_axis_tensor_takes_its_part_of_the_processes(strategy, replicate, shard, shape):
+    settings = ParallelConfig(strategy=strategy, replicate=replicate, shard=shard, tensor=2)
+    found = settings.shape(8)
+    assert (found.replicate, found.shard, found.tensor) == shape
+    with pytest.raises(ConfigError, match=r"parallel.replicate x parallel.shard x parallel.tensor must be .* 9"):
+        settings.shape(9)
 
 
 def test_of_copies_each_has_samples_of_its_own_and_none_shares_its_gradients():

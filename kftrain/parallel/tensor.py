@@ -1,0 +1,226 @@
+"""Tensor parallelism: the matrices of a model split over the processes of the axis `tensor`, by a plan of names.
+
+Every parameter becomes torch's `DTensor` on that axis, a part of it or, where the plan does not split it, a copy; so
+sharding, checkpoints and initial weights know what is where, and all parameters stand on one mesh. What is computed is
+plain tensors: while the forward of a block runs, its parameters are this process's parts, and between the modules that
+the plan names stand the exchanges of `tensor_exchange`. (DTensor's own dispatch would cost each operation of a model
+some hundred microseconds of the host.)
+
+Gradients of what is copied: where processes have seen parts of a sequence they are summed over the axis, all of them in
+one exchange at the end of a step; the others are equal on all processes, and are averaged in the same exchange, so that
+no kernel whose sums come in any order lets the copies drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from kftrain.errors import ConfigError
+from kftrain.parallel.initialize import Places, places_of, put, put_all
+from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
+from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of
+from kftrain.parallel.vocabulary import SplitLogits, look_up
+
+if TYPE_CHECKING:
+    from kftrain.parallel.transforms import Distributed
+
+AXIS = "tensor"
+
+Forward = Callable[..., Any]
+
+MAX_DIFFERENCE = 1e-3
+"""By how much the gradient of a copy may differ between processes, relative to the largest of its numbers."""
+
+
+@dataclass(frozen=True)
+class SplitTensors:
+    """Matrices split along the axis `tensor`. First in a strategy: the plan knows modules by the model's own names."""
+
+    sequence_parallel: bool
+    split_logits: bool
+    """Whether what comes of the model may be `SplitLogits`; else its logits are whole."""
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """Parameters become distributed tensors. Raises ConfigError where the model cannot be split."""
+        model, mesh = distributed.model, distributed.mesh
+        group = mesh.group([AXIS])
+        peers = Peers(group, mesh.shape.tensor, dist.get_rank(group))
+        plan = plan_of(model, peers.size, self.sequence_parallel)
+        stream = Stream(peers, self.sequence_parallel)
+        places = places_of(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        partial = [name for name, slots in places.items() if _is_partial(names, slots, plan, self.sequence_parallel)]
+        _spread(places, names, plan, mesh.device_mesh()[AXIS])
+        for name, part in plan.items():
+            module = model.get_submodule(name)
+            module.forward = self._forward_of(module, part, stream, is_gathered(name, plan))
+        for unit in (*blocks, ""):
+            module = model.get_submodule(unit)
+            module.forward = _on_local_parameters(module.forward, _slots_of(model, unit, blocks))
+        distributed.after_backward.append(_Copies(places, partial, peers))
+
+    def _forward_of(self, module: Any, part: SplitModule, stream: Stream, gathered: bool) -> Forward:
+        """What a module that the plan names does instead of its own forward."""
+        inner: Forward = module.forward
+        enter = (lambda hidden: hidden) if gathered else stream.enter
+        if part.kind == "column" and part.num_matrices > 1:
+            regrouped = Regrouped(stream.peers, module.out_features, part.num_matrices)
+            return lambda hidden: _linear(enter(hidden), regrouped.rows, module)
+        if part.kind == "column":
+            return lambda hidden: inner(enter(hidden))
+        if part.kind == "row":
+            return lambda hidden: _plus(stream.leave(F.linear(hidden, module.weight)), module.bias)
+        if part.kind == "logits":
+            return lambda hidden: self._logits(inner(enter(hidden)), stream.peers)
+        if part.kind == "vocabulary":
+            return lambda values: (
+                self._logits(F.linear(enter(values), module.weight), stream.peers)
+                if values.is_floating_point()
+                else stream.leave(look_up(values, module.weight, stream.peers, module.padding_idx))
+            )
+        if part.kind == "random" and stream.in_parts:
+            return lambda hidden: _dropped(hidden, module, stream.peers)
+        entrance = {"gather": stream.enter, "split": stream.split, "whole": stream.join}.get(part.kind)
+        if entrance is None:
+            return inner
+        return lambda hidden, *others, **keywords: inner(entrance(hidden), *others, **keywords)
+
+    def _logits(self, part: torch.Tensor, peers: Peers) -> Any:
+        logits = SplitLogits(part, peers)
+        return logits if self.split_logits else logits.whole()
+
+
+class _Copies:
+    """The parameters that every process has a copy of, and their gradients at the end of a step."""
+
+    def __init__(self, places: Places, partial: Sequence[str], peers: Peers) -> None:
+        """`partial`: names of those whose gradients are sums over the processes; of the others all have the whole."""
+        self._places = {name: slots for name, slots in places.items() if not _is_split(slots)}
+        self._partial = frozenset(partial)
+        self._peers = peers
+        self._is_checked = False
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Makes the gradients those of all processes, in place. Collective. Raises ConfigError as `_require_equal`."""
+        found_here = {name: _gradient(slots) for name, slots in self._places.items()}
+        gradients = {name: gradient for name, gradient in found_here.items() if gradient is not None}
+        if not gradients:
+            return
+        own = [each if name in self._partial else each / self._peers.size for name, each in gradients.items()]
+        total = self._peers.total(torch.cat([each.flatten() for each in own]))
+        found = dict(zip(gradients, torch.split(total, [each.numel() for each in own]), strict=True))
+        if not self._is_checked:
+            self._is_checked = True
+            for name in gradients.keys() - self._partial:
+                _require_equal(name, gradients[name].flatten(), found[name])
+        for name, each in gradients.items():
+            each.copy_(found[name].view_as(each))
+
+
+def _require_equal(name: str, own: torch.Tensor, mean: torch.Tensor) -> None:
+    """Raises ConfigError where the gradient of a copy is another one on each process: part of it would be lost."""
+    difference = float((own - mean).abs().max()) if own.numel() else 0.0
+    if difference > MAX_DIFFERENCE * float(mean.abs().max()):
+        raise ConfigError(
+            "the processes that split the model's matrices compute other gradients for a parameter that all have",
+            where=f"model {name}",
+            fix="name its module in tensor_plan(): sequence, where it is given a part of the places only",
+        )
+
+
+def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitModule], mesh: Any) -> None:
+    """Makes each parameter a distributed tensor, wherever it stands."""
+    for name, slots in places.items():
+        found = {_split_dim(plan.get(names[id(module)]), key) for module, key in slots}
+        if len(found) > 1:
+            raise ConfigError(
+                "a parameter that several modules share is split in one of them only",
+                where=f"model {name}",
+                fix="split it in all of them alike (vocabulary and logits), or do not share it",
+            )
+        (dim,) = found
+        old = slots[0][0]._parameters[slots[0][1]]
+        assert old is not None
+        value = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
+        put_all(slots, nn.Parameter(value, old.requires_grad))
+
+
+def _split_dim(part: SplitModule | None, key: str) -> int | None:
+    """Along which dim a parameter of a module is split; None: each process has a copy."""
+    if part is None or part.kind not in ("column", "row", "vocabulary", "logits"):
+        return None
+    if part.kind == "row":
+        return 1 if key == "weight" else None
+    return 0
+
+
+def _is_partial(names: Mapping[int, str], slots: Any, plan: Mapping[str, SplitModule], in_parts: bool) -> bool:
+    """Whether each process has seen a part only of what the gradient of a copy comes from."""
+    kinds = {plan[name].kind for module, _ in slots if (name := names[id(module)]) in plan}
+    return in_parts and bool(kinds & {"sequence", "row"})
+
+
+def _is_split(slots: Any) -> bool:
+    parameter = slots[0][0]._parameters[slots[0][1]]
+    return any(isinstance(each, Shard) for each in parameter.placements)
+
+
+def _gradient(slots: Any) -> torch.Tensor | None:
+    gradient = slots[0][0]._parameters[slots[0][1]].grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _slots_of(model: nn.Module, unit: str, blocks: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of a unit stand: of the root those that no block has."""
+    if unit:
+        modules = list(model.get_submodule(unit).modules())
+    else:
+        within = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
+        modules = [module for module in model.modules() if id(module) not in within]
+    return [(module, key) for module in modules for key, each in module._parameters.items() if each is not None]
+
+
+def _on_local_parameters(forward: Forward, slots: Sequence[tuple[nn.Module, str]]) -> Forward:
+    """The same forward, in which the parameters are this process's parts as plain tensors."""
+
+    def local_forward(*arguments: Any, **keywords: Any) -> Any:
+        before = [(module, key, module._parameters[key]) for module, key in slots]
+        local: dict[int, Any] = {}
+        for _, _, each in before:
+            if id(each) not in local:
+                local[id(each)] = each.to_local() if isinstance(each, DTensor) else each
+        try:
+            for module, key, each in before:
+                put(module, "_parameters", key, local[id(each)])
+            return forward(*arguments, **keywords)
+        finally:
+            for module, key, each in before:
+                put(module, "_parameters", key, each)  # type: ignore[arg-type]
+
+    return local_forward
+
+
+def _linear(hidden: torch.Tensor, rows: Callable[[torch.Tensor], torch.Tensor], module: nn.Linear) -> torch.Tensor:
+    return F.linear(hidden, rows(module.weight), None if module.bias is None else rows(module.bias))
+
+
+def _plus(hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return hidden if bias is None else hidden + bias
+
+
+def _dropped(hidden: torch.Tensor, module: nn.Dropout, peers: Peers) -> torch.Tensor:
+    """What one process would leave of these places: it draws for the whole sequence."""
+    if not module.training:
+        return hidden
+    shape = list(hidden.shape)
+    shape[PLACES] *= peers.size
+    return hidden * peers.own_part(F.dropout(hidden.new_ones(shape), module.p), PLACES)

@@ -1,0 +1,137 @@
+"""How a model says that it can be split over the processes of the axis `tensor`: names of modules -> kinds of parts.
+
+A model has `tensor_plan()`, which gives patterns of names -> a kind each; of two patterns that fit, the first counts:
+
+    column      a linear layer whose outputs are split: each process has some rows of its matrix
+    column/3    the same for three matrices that stand one below the other in one, such as query, key and value
+    row         a linear layer whose inputs are split: what the processes make of their inputs is summed
+    vocabulary  an embedding: each process has the vectors of some of the tokens; called with vectors, as `logits`
+    logits      a linear layer that gives the model's logits: each process has those of some of the classes
+    gather      a module whose linear layers are given the same input: it is gathered once for all of them
+    sequence    a module that computes on each place of a sequence alone, such as a norm
+    random      a dropout that does so: it draws what one process would draw
+    split       what enters this module is computed by all processes alike: each goes on with its part of the sequence
+    whole       what enters this module, and all that comes after it, is computed by all processes alike
+
+`sequence`, `random`, `split` and `whole` tell where a process has a part of the sequence only; without sequence
+parallelism they do nothing. A module that no pattern fits is on each process as it is on one. `tensor_sizes()`, which a
+model need not have, gives the sizes that the number of processes must divide, by the names of their options;
+`sequence_length` among them is asked for with sequence parallelism only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from kftrain.errors import ConfigError
+
+METHOD = "tensor_plan"
+SIZES = "tensor_sizes"
+SEQUENCE_LENGTH = "sequence_length"
+KINDS = ("column", "row", "vocabulary", "logits", "gather", "sequence", "random", "split", "whole")
+
+_KIND = re.compile(rf"({'|'.join(KINDS)})|column/([2-9])")
+_TYPES: dict[str, tuple[type[nn.Module], ...]] = {
+    "column": (nn.Linear,),
+    "row": (nn.Linear,),
+    "logits": (nn.Linear,),
+    "vocabulary": (nn.Embedding,),
+    "random": (nn.Dropout,),
+}
+"""Kind -> what a module must be for it."""
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """What becomes of a module."""
+
+    kind: str
+    num_matrices: int = 1
+    """That stand one below the other in a `column`."""
+
+
+def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> dict[str, SplitModule]:
+    """Name of each module that the model's plan names -> what becomes of it. Raises ConfigError."""
+    method: Any = getattr(model, METHOD, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{type(model).__name__} has no plan of how to split its matrices",
+            where="parallel.tensor",
+            value=num_processes,
+            fix=f"give the model a method {METHOD}(), or set it to 1",
+        )
+    _require_divisible(model, num_processes, sequence_parallel)
+    patterns: Any = method()
+    if not isinstance(patterns, Mapping) or not patterns:
+        raise _error("is no plan", type(patterns).__name__, "return patterns of modules' names -> kinds")
+    names = [name for name, _ in model.named_modules() if name]
+    kinds = {pattern: _part(pattern, kind) for pattern, kind in patterns.items()}
+    for pattern in kinds:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _error("names no module of the model", pattern, "see model.named_modules()")
+    found = {name: next((kind for p, kind in kinds.items() if fnmatchcase(name, p)), None) for name in names}
+    plan = {name: part for name, part in found.items() if part is not None}
+    for name, part in plan.items():
+        _require_fit(name, model.get_submodule(name), part, num_processes)
+    return plan
+
+
+def is_gathered(name: str, plan: Mapping[str, SplitModule]) -> bool:
+    """Whether a module above this one gathers its input."""
+    return any(part.kind == "gather" and name.startswith(f"{other}.") for other, part in plan.items())
+
+
+def _part(pattern: str, kind: Any) -> SplitModule:
+    fitting = _KIND.fullmatch(kind) if isinstance(kind, str) else None
+    if fitting is None:
+        raise _error("knows no such kind", f"{pattern}: {kind}", f"use one of {', '.join(KINDS)}, column/3")
+    return SplitModule("column", int(fitting[2])) if fitting[2] else SplitModule(kind)
+
+
+def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes: int) -> None:
+    """Raises ConfigError where a module is nothing that can be split so."""
+    types = _TYPES.get(part.kind)
+    if types is not None and not isinstance(module, types):
+        needed = types[0].__name__
+        raise _error(f"{part.kind} is for nn.{needed}", f"{name}: {type(module).__name__}", f"name the nn.{needed}")
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        raise _error("an embedding with max_norm, sparse or scale_grad_by_freq cannot be split", name, "leave them out")
+    if isinstance(module, nn.Linear | nn.Embedding) and part.kind in _TYPES:
+        dim = 1 if part.kind == "row" else 0
+        height, rest = divmod(module.weight.shape[dim], part.num_matrices)
+        if rest:
+            raise _error(f"has no {part.num_matrices} matrices of equal size", name, "name it column")
+        _require_equal_parts(f"{name}.weight", height, num_processes)
+
+
+def _require_divisible(model: nn.Module, num_processes: int, sequence_parallel: bool) -> None:
+    method: Any = getattr(model, SIZES, None)
+    sizes: Mapping[str, int] = method() if callable(method) else {}
+    for name, size in sizes.items():
+        if name != SEQUENCE_LENGTH:
+            _require_equal_parts(name, size, num_processes)
+        elif sequence_parallel:
+            _require_equal_parts(name, size, num_processes, " or parallel.sequence_parallel: false")
+
+
+def _require_equal_parts(name: str, size: int, count: int, more: str = "") -> None:
+    """Raises ConfigError with the numbers that would do."""
+    if size % count:
+        raise ConfigError(
+            f"has no {count} equal parts, as parallel.tensor asks for",
+            where=f"model {name}",
+            value=size,
+            fix=f"use a multiple of {count} such as {-(-size // count) * count}, or parallel.tensor: "
+            f"{math.gcd(size, count)}{more}",
+        )
+
+
+def _error(what: str, value: Any, fix: str) -> ConfigError:
+    return ConfigError(what, where=f"model.{METHOD}", value=value, fix=fix)
