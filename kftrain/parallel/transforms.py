@@ -4,11 +4,10 @@ The module has no memory for its weights yet, and is given it, and their values,
 matters: recomputing wraps the blocks first, what comes after it spreads what came of it.
 
 `FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277),
-for all stages of ZeRO (strategies.py). The mesh has two axes: sharded inside, replicated across
-(hybrid sharding). `ddp` is the mesh that shards over one process, so the number formats are one thing in both. In bf16
-the weights and what enters the model or a block are cast, gradients come back in bf16 and are summed in
-`precision.reduce`; buffers stay as they are. One process alone has nothing to share and gets no wrapper; `Formats`
-gives it the same numbers.
+for all stages of ZeRO (strategies.py). The mesh has two axes: sharded inside, replicated across (hybrid sharding).
+`Replicate`: `ddp`, by torch's own (replicas.py). In bf16 the weights and what enters the model or a block are cast,
+gradients come back in bf16 and are summed in `precision.reduce`; buffers stay as they are. One process alone has
+nothing to share and gets no wrapper; `Formats` gives it the same numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.reduce_scatter import reduce_by_exchange
+from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Sharding, sharding_of
@@ -45,6 +45,8 @@ class Distributed:
         """For how long a step has the whole of what is sharded, where something is."""
         self.after_backward: list[Callable[[], None]] = []
         """What is done to the gradients of a step, once the parameters have them. Collective."""
+        self.replicas: Replicas | None = None
+        """Where each process has all of it."""
         self._copies: WorkingCopies | None = None
         self._is_last: bool | None = None
 
@@ -56,10 +58,12 @@ class Distributed:
     @property
     def num_averaged(self) -> int:
         """Of so many processes the gradients come back as the mean."""
-        return self.mesh.num_data_ranks if self.is_sharded else 1
+        return self.mesh.num_data_ranks if self.is_sharded or self.replicas else 1
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Around all forward and backward passes of a step, or an evaluation."""
+        if self.replicas is not None:
+            return self.replicas.computing()
         if self.formats is None:
             return contextlib.nullcontext()
         if self._copies is None:  # made when the parameters have their values
@@ -69,10 +73,14 @@ class Distributed:
     def accumulate(self, last: bool) -> None:
         """Before each micro batch; `last`: of a step."""
         model, sharding = self.model, self.sharding
-        if sharding is None or last == self._is_last:
+        if last == self._is_last:
+            return
+        self._is_last = last
+        if self.replicas is not None:
+            self.replicas.exchange(last)
+        if sharding is None:
             return
         assert isinstance(model, FSDPModule)
-        self._is_last = last
         if sharding.exchange == "step":
             model.set_requires_gradient_sync(last)
         else:  # copies of the state sum their shares once, at the end
@@ -141,6 +149,21 @@ class Formats:
 
 
 @dataclass(frozen=True)
+class Replicate:
+    """All of it on each process."""
+
+    compute: str
+    reduce: str
+
+    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
+        """After `ToDevice`."""
+        model, mesh = distributed.model, distributed.mesh
+        compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
+        cast_inputs(model, blocks, compute, fitting=compute == torch.float32)
+        distributed.replicas = Replicas(model, mesh.group(["replicate"]), mesh.world.device, compute, reduce)
+
+
+@dataclass(frozen=True)
 class FullyShard:
     """Each block and the root sharded along the axis `shard` and replicated along `replicate`, by FSDP2."""
 
@@ -182,6 +205,8 @@ def strategy_of(
     formats = (precision.compute, precision.reduce)
     if shape.replicate * shape.shard == 1:
         return [*first, ToDevice(), Formats(*formats)]
+    if parallel.stage == "ddp" and shape.size == shape.replicate:
+        return [*first, ToDevice(), Replicate(*formats)]
     return [*first, FullyShard(*formats, sharding_of(parallel.stage, parallel.exchange), parallel.offload)]
 
 

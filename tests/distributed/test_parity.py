@@ -13,6 +13,7 @@ from helpers.parity_vision import IMAGES
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
 
+DDP = ("parallel.strategy=ddp",)
 HYBRID = ("parallel.replicate=2",)
 TENSOR = ("parallel.tensor=2",)
 
@@ -37,8 +38,10 @@ TABLE = [
     Row("zero2, micro batches", 2, ("parallel.strategy=zero2", "train.micro_batch_size=1")),
     Row("zero2, tied embeddings", 2, ("parallel.strategy=zero2", "train.micro_batch_size=2"), TIED),
     Row("auto", 2, ("parallel.strategy=auto", "train.micro_batch_size=1")),
-    Row("ddp", 2, ("parallel.strategy=ddp",)),
-    Row("ddp, uneven micro batches", 2, ("parallel.strategy=ddp", "train.micro_batch_size=2")),
+    Row("ddp", 2, DDP),
+    Row("ddp, uneven micro batches", 2, (*DDP, "train.micro_batch_size=2")),
+    Row("ddp, tied embeddings, recomputed", 2, (*DDP, "train.activation_checkpointing=blocks"), TIED),
+    Row("ddp, bf16", 2, DDP, BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
     Row("fsdp, bf16", 2, case=BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
     Row("fsdp, uneven", 4),
     Row("tensor", 2, TENSOR),
