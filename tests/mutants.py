@@ -221,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "an export is filled from files that its manifest does not list",
-        "kftrain/checkpoint/export.py",
-        'for name in manifest.files if name.endswith(".safetensors")',
+        "kftrain/run/export.py",
+        'for name in files if name.endswith(".safetensors")',
         'for name in storage.list_names(uri) if name.endswith(".safetensors")',
         "tests/unit/checkpoint/test_hostile_exports.py -k only_the_files",
     ),
@@ -232,6 +232,20 @@ MUTANTS = [
         "return commit.read_verified(storage.join(uri, name), manifest.files[name])",
         "return storage.read_bytes(storage.join(uri, name))",
         "tests/unit/checkpoint/test_hostile_exports.py -k 'bytes_that_are_checked or flipped_bit'",
+    ),
+    Mutant(
+        "tensors are loaded whose digest nobody compares",
+        "kftrain/checkpoint/export_tensors.py",
+        "if (digest := self._digest.hexdigest()) != self.entry.sha256:",
+        "if (digest := self._digest.hexdigest()) == '':",
+        "tests/unit/checkpoint/test_export_loading.py -k not_the_one",
+    ),
+    Mutant(
+        "processes that load an export do not look whether a file was changed after it was hashed",
+        "kftrain/checkpoint/export_tensors.py",
+        "next((name for name in versions if now[name] != versions[name]), None)",
+        "None",
+        "tests/unit/checkpoint/test_export_loading.py -k after_it_was_hashed",
     ),
     Mutant(
         "a kind that nobody has allowed is called",

@@ -14,7 +14,7 @@ other programs, and nothing here follows it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -26,11 +26,13 @@ from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.settings import ModelConfig
 from kftrain.plugins import user_code
+from kftrain.process import machine
 from kftrain.run import commit, documents
 from kftrain.run.export import (
     ExportManifest,
     read_export_manifest,
     require_whole,
+    tensor_entries,
 )
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
@@ -39,8 +41,10 @@ from kftrain.tasks.settings import TaskConfig
 from kftrain.trust import Trust
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
+
+    from kftrain.checkpoint.filling import ModelSlots
+    from kftrain.parallel.world import World
 
 MAX_DOCUMENT_BYTES = 16 << 20
 """Of a description: what is read as JSON takes many times its size."""
@@ -70,20 +74,28 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class ExportedState:
-    """The tensors of an export, on the CPU, and what says how its model is built."""
-
-    recipe: Recipe
-    tensors: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class LoadedExport:
     """A trained model, in evaluation mode on the CPU, with its task."""
 
     model: nn.Module
     task: Task
     config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EmptyExport:
+    """A model whose parameters have no memory yet, in evaluation mode, with its task."""
+
+    uri: str
+    manifest: ExportManifest
+    recipe: Recipe
+    model: nn.Module
+    task: Task
+    config: dict[str, Any]
+
+    def rebuilt(self) -> EmptyExport:
+        """Another one, whose model nobody has touched."""
+        return replace(self, model=_built(self.uri, self.manifest, self.recipe))
 
 
 def verify_export(uri: str, digest: str) -> ExportManifest:
@@ -103,16 +115,25 @@ def read_recipe(uri: str, digest: str, trust: Trust) -> Recipe:
 def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExport:
     """The model and the task of an export.
 
-    Exactly the files of its manifest are read, each once, and the bytes that were checked are the ones that are loaded.
+    Exactly the files of its manifest are read, each once, and the bytes that were checked are the ones that are loaded:
+    tensor by tensor into the model, which is all that is in memory.
 
     Args:
         uri: Folder of the export.
         digest: Of the export.
         trust: What it may be made of, and where it may lie; None: as for a reader without a configuration.
 
-    Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged, UserCodeError.
+    Raises ConfigError for what the reader does not allow, CheckpointError for an export that is damaged, or larger than
+    the memory that is left, UserCodeError.
     """
-    trust = trust or Trust.by_default()
+    empty = read_empty(uri, digest, trust or Trust.by_default())
+    _require_memory(empty)
+    fill(empty, empty.model)
+    return LoadedExport(empty.model, empty.task, empty.config)
+
+
+def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
+    """The model and the task of an export, but for the weights: no file of tensors is read. Raises as `load_export`."""
     trust.require_place(uri)
     manifest = read_export_manifest(uri, digest)
     recipe = _recipe(uri, manifest, trust)
@@ -120,31 +141,60 @@ def load_export(uri: str, digest: str, trust: Trust | None = None) -> LoadedExpo
         config = json.loads(_content(uri, manifest, "config.json"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError("config.json is not valid JSON", where=uri, fix="export the checkpoint again") from error
+    model, task = _built(uri, manifest, recipe), build_task(recipe.task)
+    _restore(task, uri, manifest)
+    return EmptyExport(uri, manifest, recipe, model, task, config)
+
+
+def fill(empty: EmptyExport, model: nn.Module, slots: ModelSlots | None = None, world: World | None = None) -> None:
+    """Gives a model the tensors of the export, on several processes of each the process's part. Collective.
+
+    Args:
+        empty: What the model was built from.
+        model: What became of it since.
+        slots: Of it before that; None: it is as it was.
+        world: The processes that it is spread over.
+
+    Raises CheckpointError where a tensor is missing, damaged, or of another shape.
+    """
+    from kftrain.checkpoint import export_tensors, filling
+
+    found = slots or filling.ModelSlots(model)
+    with export_tensors.opened(empty.uri, empty.manifest, world) as tensors:
+        if misfit := found.misfit(tensors.forms):
+            raise CheckpointError(f"the tensors do not fit the model: {misfit}", where=empty.uri)
+        found.fill(model, tensors, world)
+
+
+def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
+    """The model that is described, without memory for its parameters. Raises CheckpointError where that cannot be."""
+    from kftrain.checkpoint.filling import is_fillable
+    from kftrain.parallel.empty import built_empty
+
     num_bytes = _num_tensor_bytes(uri, manifest)
-    try:
+
+    def construct() -> nn.Module:
         with limited_to(num_bytes, storage.join(uri, DESCRIPTION)):
-            task, model = build_task(recipe.task), build_model(recipe.model, recipe.model_arguments)
+            return build_model(recipe.model, recipe.model_arguments)
+
+    try:
+        model = built_empty(construct)
+        return (model if is_fillable(model) else construct()).eval()
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"
         raise CheckpointError(what, where=uri, fix="export the checkpoint again") from error
-    _restore(task, uri, manifest)
-    _fill(model, uri, manifest)
-    return LoadedExport(model.eval(), task, config)
 
 
-def load_state(uri: str, digest: str, trust: Trust) -> ExportedState:
-    """The tensors of an export, by name, for a model that is there already; nothing is built of its description.
-
-    As `load_export`, only what the manifest lists is read, and loaded are the bytes that were checked. Raises
-    ConfigError for what the reader does not allow, CheckpointError for an export that is damaged or incomplete.
-    """
-    trust.require_place(uri)
-    manifest = read_export_manifest(uri, digest)
-    recipe = _recipe(uri, manifest, trust)
-    tensors: dict[str, torch.Tensor] = {}
-    for name in _tensor_files(uri, manifest):
-        tensors |= _tensors(uri, manifest, name)
-    return ExportedState(recipe, tensors)
+def _require_memory(empty: EmptyExport) -> None:
+    """Raises CheckpointError where the weights are larger than the memory that is left: the kernel would say less."""
+    needed = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
+    available = machine.available_bytes()
+    if needed > available:
+        raise CheckpointError(
+            f"the model needs {needed / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are available",
+            where=empty.uri,
+            fix="load it on a machine with more memory, or raise the limit of the container",
+        )
 
 
 def _restore(task: Task, uri: str, manifest: ExportManifest) -> None:
@@ -171,60 +221,15 @@ def _recipe(uri: str, manifest: ExportManifest, trust: Trust) -> Recipe:
 def _content(uri: str, manifest: ExportManifest, name: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in manifest.files:
         raise CheckpointError(f"the export has no {name}", where=uri, fix="export the checkpoint again")
-    if not name.endswith(".safetensors") and manifest.files[name].bytes > max_bytes:
+    if manifest.files[name].bytes > max_bytes:
         what = f"a description is larger than {max_bytes} bytes"
         raise CheckpointError(what, where=storage.join(uri, name), value=manifest.files[name].bytes)
     return commit.read_verified(storage.join(uri, name), manifest.files[name])
 
 
-def _tensor_files(uri: str, manifest: ExportManifest) -> list[str]:
-    names = sorted(name for name in manifest.files if name.endswith(".safetensors"))
-    if not names:
-        raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
-    return names
-
-
 def _num_tensor_bytes(uri: str, manifest: ExportManifest) -> int:
     """Size of the files of tensors, which are seen to be there: a manifest can claim any size."""
-    files = {name: manifest.files[name] for name in _tensor_files(uri, manifest)}
+    files = tensor_entries(uri, manifest.files)
     for name, entry in files.items():
         commit.require_size(storage.join(uri, name), entry)
     return sum(entry.bytes for entry in files.values())
-
-
-def _fill(model: nn.Module, uri: str, manifest: ExportManifest) -> None:
-    """Gives the model the tensors of the export, one file in memory at a time."""
-    missing, unexpected = set(model.state_dict()), set[str]()
-    for name in _tensor_files(uri, manifest):
-        tensors = _tensors(uri, manifest, name)
-        try:
-            keys = model.load_state_dict(tensors, strict=False)
-        except (RuntimeError, LookupError) as error:
-            said = " ".join(str(error).splitlines()[:2])
-            raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error
-        missing, unexpected = missing & set(keys.missing_keys), unexpected | set(keys.unexpected_keys)
-    if wrong := unexpected | (missing - set(_tied_names(model))):
-        raise CheckpointError("the tensors do not fit the model", where=uri, value=sorted(wrong)[:5])
-
-
-def _tensors(uri: str, manifest: ExportManifest, name: str) -> dict[str, torch.Tensor]:
-    """Those of one file, from the bytes that were checked."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return load(_content(uri, manifest, name))
-    except (SafetensorError, RuntimeError, LookupError) as error:
-        said = " ".join(str(error).splitlines()[:2])
-        raise CheckpointError(f"the tensors do not fit the model: {said}", where=storage.join(uri, name)) from error
-
-
-def _tied_names(model: nn.Module) -> list[str]:
-    """Names of parameters that are another parameter under a second name: a file holds them once."""
-    seen: dict[int, str] = {}
-    tied = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            tied.append(name)
-        seen.setdefault(id(parameter), name)
-    return tied

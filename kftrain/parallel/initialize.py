@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -80,7 +81,7 @@ class Drawn:
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
         """Numbers of other devices are other ones: the weights themselves are always drawn on the CPU."""
-        shape = _get(self.places[name][0]).shape
+        shape = stored_parameter(self.places[name][0]).shape
         parameter = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
         with torch.no_grad(), user_code("model.init_weights"):
             self._init(name, parameter, seed_all(_seed_of(self._seed, name), device))
@@ -98,7 +99,7 @@ class Drawn:
             return whole if whole.shape == part[1] else whole[_index(part)].clone()
 
         with isolated():
-            _fill(model, self.places, cut, HOST if on_host else self._device)
+            fill_parts(model, self.places, cut, HOST if on_host else self._device)
 
 
 class Scattered:
@@ -110,7 +111,7 @@ class Scattered:
         self._world = world
         self._values: dict[str, torch.Tensor] = {}
         if self.is_here:
-            built = {name: _get(slots[0]).detach() for name, slots in places.items()}
+            built = {name: stored_parameter(slots[0]).detach() for name, slots in places.items()}
             self._values = built if values is None else dict(values)
             empty_parameters(places)
 
@@ -125,13 +126,13 @@ class Scattered:
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """One parameter after the other, from the first process to each its part. Collective."""
-        own = {name: _part_of(_get(slots[0])) for name, slots in self.places.items()}
+        own = {name: part_of(stored_parameter(slots[0])) for name, slots in self.places.items()}
         everyones = self._world.gather(own) if self._world.size > 1 else [own]
 
         def receive(name: str, part: Part) -> torch.Tensor:
             return self._exchange(self._values.pop(name, None), [each[name] for each in everyones])
 
-        _fill(model, self.places, receive, HOST if on_host else self._world.device)
+        fill_parts(model, self.places, receive, HOST if on_host else self._world.device)
 
     def _exchange(self, whole: torch.Tensor | None, parts: list[Part]) -> torch.Tensor:
         """This process's part; `whole` on the first one."""
@@ -152,10 +153,13 @@ class Scattered:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Within it, parameters lose their memory as soon as a module has them; they stay the same objects."""
+    """Within it, what this thread builds loses the memory of its parameters at once; they stay the same objects."""
+    thread = threading.get_ident()
 
     def empty(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and not is_lazy(parameter):
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return
+        if threading.get_ident() == thread:
             shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             shape.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
@@ -182,7 +186,7 @@ def places_of(model: nn.Module) -> Places:
 def empty_parameters(places: Places) -> None:
     """Takes their memory from parameters."""
     for slots in places.values():
-        old = _get(slots[0])
+        old = stored_parameter(slots[0])
         if not old.is_meta:
             put_all(slots, nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad))
 
@@ -230,7 +234,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
                 put(module, "_buffers", key, torch.empty_like(buffer, device="cpu"))
-    kept = [leaf for module in model.modules() for leaf in tree_leaves(_attributes(module))]
+    kept = [leaf for module in model.modules() for leaf in tree_leaves(attributes_of(module))]
     attributes = [each for each in kept if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
     shapes = world.gather([(tuple(each.shape), str(each.dtype), each.is_meta) for each in attributes])
     if any(each != shapes[0] for each in shapes):
@@ -267,18 +271,21 @@ def isolated(device: torch.device | None = None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, places: Places, local: Callable[[str, Part], torch.Tensor], device: torch.device) -> None:
+def fill_parts(
+    model: nn.Module, places: Places, local: Callable[[str, Part], torch.Tensor], device: torch.device
+) -> None:
     """Gives each parameter its local part, in memory of its own."""
     for name, slots in places.items():
-        empty = _get(slots[0])
-        value: Any = local(name, _part_of(empty)).to(device)
+        empty = stored_parameter(slots[0])
+        value: Any = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
             value = _DTensor(value, empty._spec, requires_grad=False)
         put_all(slots, nn.Parameter(value, empty.requires_grad))
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
 
 
-def _part_of(parameter: torch.Tensor) -> Part:
+def part_of(parameter: torch.Tensor) -> Part:
+    """This process's part of a parameter, which may be spread over several."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim(), tuple(parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -289,7 +296,8 @@ def _index(part: Part) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
 
 
-def _get(slot: tuple[nn.Module, str]) -> nn.Parameter:
+def stored_parameter(slot: tuple[nn.Module, str]) -> nn.Parameter:
+    """What stands in a place."""
     parameter = slot[0]._parameters[slot[1]]
     assert parameter is not None
     return parameter
@@ -299,6 +307,6 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """What a module keeps beside what torch knows of; of a stored container the leaves count."""
     return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}

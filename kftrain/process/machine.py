@@ -1,4 +1,4 @@
-"""What of this machine a process may use: CPUs and GPUs."""
+"""What of this machine a process may use: CPUs, GPUs and memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,27 @@ def num_cpus(cgroups: str = "/sys/fs/cgroup") -> int:
     """
     may_run_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(may_run_on, _cgroup_limit(Path(cgroups)))))
+
+
+def available_bytes(meminfo: str = "/proc/meminfo", cgroups: str = "/sys/fs/cgroup") -> float:
+    """Memory that this process could still take: the machine's, or what the pod's limit leaves; infinite if unknown.
+
+    What the kernel keeps of files counts as free, for it is given up before anybody is ended for want of memory.
+    """
+    found = float("inf")
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
+        found = sum(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            folder = Path(cgroups, limit).parent
+            counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left = int(Path(cgroups, limit).read_text()) - int(Path(cgroups, used).read_text())
+            found = min(found, left + int(counted["inactive_file"]) + int(counted["active_file"]))
+    return found
 
 
 def _cgroup_limit(cgroups: Path) -> float:

@@ -7,6 +7,7 @@ manifest.json          every file's bytes and sha256; written last; its own dige
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -67,6 +68,14 @@ def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportMan
     elif not commit.has_files(uri, manifest.files):
         raise CheckpointError("files of the export are missing or have another size", where=uri)
     return manifest
+
+
+def tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str, commit.FileEntry]:
+    """Those of an export's files that hold tensors, in order. Raises CheckpointError where none does."""
+    names = sorted(name for name in files if name.endswith(".safetensors"))
+    if not names:
+        raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
+    return {name: files[name] for name in names}
 
 
 def _manifest_content(uri: str) -> bytes:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from kftrain.errors import KftrainError, UserCodeError, error_from_dict
+from kftrain.errors import KftrainError, error_from_dict
 from kftrain.models.base import has_init_weights
 from kftrain.models.registry import build_model, find_target
 from kftrain.models.settings import ModelConfig
 from kftrain.parallel import initialize
+from kftrain.parallel.empty import built_empty
 from kftrain.parallel.initialize import Drawn, Scattered, Weights
 from kftrain.parallel.world import World
 from kftrain.progress import to_log
@@ -35,7 +33,7 @@ def build_empty(
 
     drawn = has_init_weights(find_target(config))
     model = _agreed(
-        world, construct if world.is_main and not drawn else lambda: _empty(construct, drawn and world.is_main)
+        world, construct if world.is_main and not drawn else lambda: built_empty(construct, drawn and world.is_main)
     )
     if drawn:
         initialize.require_buffers(model)
@@ -66,20 +64,4 @@ def _agreed(world: World, build_empty: Callable[[], nn.Module]) -> nn.Module:
     if first is not None:
         raise error_from_dict(first)
     assert model is not None
-    return model
-
-
-def _empty(construct: Callable[[], nn.Module], says_so: bool) -> nn.Module:
-    """The model without memory for its parameters. Where its constructor needs their values it has them meanwhile."""
-    said = io.StringIO()
-    try:
-        with initialize.without_memory(), contextlib.redirect_stderr(said):
-            model = construct()
-    except UserCodeError:
-        model = construct()
-        if says_so:
-            to_log("the model's constructor reads its weights: each process holds all of them while it builds it")
-        initialize.empty_parameters(initialize.places_of(model))
-        return model
-    sys.stderr.write(said.getvalue())
     return model

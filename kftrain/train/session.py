@@ -188,8 +188,7 @@ def build(
     arguments = model_arguments(task)
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
-    if is_first:
-        weights = initial_weights(model, weights, config, world)
+    start = initial_weights(model, weights, config, world) if is_first else weights
     described = describe_export(model, config, task, arguments)
     freeze(model, config.optimizer.groups)
     kept = begin_training(model)
@@ -205,7 +204,8 @@ def build(
         to_log(said)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
     distributed = distribute(model, strategy, mesh, names)
-    weights.fill(model, on_host=parallel.offload)
+    del weights  # whoever has built a whole model that is not used lets go of it
+    start.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "schedule": {"run"},
     "kubeflow": {"schedule"},
     "tasks": {"data", "models", "process.parent_death"},
-    "checkpoint": {"run", "data", "models", "parallel", "tasks"},
+    "checkpoint": {"run", "process.machine", "data", "models", "parallel", "tasks"},
     "registry": {"run", "tracking", "checkpoint"},
     "evaluate": {"run", "process", "data", "models", "parallel", "tasks", "checkpoint"},
     "train": {

@@ -270,7 +270,7 @@ def test_the_bytes_that_are_checked_are_the_ones_that_are_loaded(tmp_path, train
         ({"entries": {"/etc/passwd": {"bytes": 1, "sha256": "0"}}}, "not a plain file name"),
         ({"entries": {"a\0b": {"bytes": 1, "sha256": "0"}}}, "not a plain file name"),
         ({"entries": {"gone.safetensors": {"bytes": 1, "sha256": "0"}}}, "is missing"),
-        ({"files": {"model.safetensors": b"\xff" * 65536}}, "do not fit"),
+        ({"files": {"model.safetensors": b"\xff" * 65536}}, "no safetensors file"),
         ({"files": {"kftrain.json": b"[]"}}, "kftrain.json"),
         ({"files": {"kftrain.json": b"\xff\xfe"}}, "kftrain.json"),
         ({"files": {"config.json": b"\xff\xfe"}}, "config.json"),
