@@ -1,0 +1,34 @@
+"""Bytes of a step, by hand: units are the bytes of all parameters, which gradients have as many of."""
+
+from fractions import Fraction
+
+import pytest
+
+from kftrain.parallel import wire
+from kftrain.parallel.shape import Shape
+
+UNIT = 1 << 20
+
+BY_HAND = [
+    ("ddp", "step", Shape(replicate=2), 1, {"replicate": Fraction(1)}),
+    ("ddp", "step", Shape(replicate=4), 3, {"replicate": Fraction(3, 2)}),
+    ("zero1", "step", Shape(shard=4), 3, {"shard": Fraction(3, 2)}),
+    ("zero2", "step", Shape(shard=4), 3, {"shard": Fraction(3, 4) * 4}),
+    ("fsdp", "step", Shape(shard=2), 1, {"shard": Fraction(3, 2)}),
+    ("fsdp", "step", Shape(shard=4), 2, {"shard": Fraction(3, 4) * 5}),
+    ("fsdp", "micro_batch", Shape(shard=4), 2, {"shard": Fraction(3, 4) * 6}),
+    ("fsdp", "step", Shape(shard=4, replicate=3), 1, {"shard": Fraction(9, 4), "replicate": Fraction(1, 3)}),
+    ("fsdp", "step", Shape(), 1, {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "exchange", "shape", "num_micro", "expected"), BY_HAND)
+def test_bytes_of_the_data_axes(strategy, exchange, shape, num_micro, expected):
+    found = wire.bytes_sent(shape, strategy, exchange, wire.Step(UNIT, UNIT, num_micro))
+    assert found == pytest.approx({axis: float(units * UNIT) for axis, units in expected.items()})
+
+
+def test_parts_of_matrices_are_gathered_by_themselves_and_activations_travel_instead():
+    step = wire.Step(UNIT, UNIT / 2, 2, activation_bytes=1000, num_blocks=3)
+    found = wire.bytes_sent(Shape(shard=2, tensor=4), "fsdp", "step", step)
+    assert found == {"shard": (4 * UNIT + UNIT / 2) / 2 / 4, "tensor": 4 * 3 * 2 * 1000 * 2 * 3 / 4}
