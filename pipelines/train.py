@@ -63,6 +63,16 @@ def prepare(task: dsl.PipelineTask, cpu: str, memory: str) -> dsl.PipelineTask:
     return task
 
 
+def _train_and_register(run_uri: Any) -> None:
+    """The steps after the first one; each gets the run's URI from the one before."""
+    train_task = train(run_uri=run_uri)
+    prepare(train_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
+    evaluate_task = evaluate(run_uri=train_task.outputs["Output"])
+    prepare(evaluate_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
+    register_task = register(run_uri=evaluate_task.outputs["Output"])
+    prepare(register_task, cpu="500m", memory="1Gi")
+
+
 @dsl.pipeline(
     name="kftrain-train",
     description="Shards a dataset, trains a model on it, evaluates, registers and promotes it.",
@@ -126,9 +136,4 @@ def train_pipeline(
             created=dsl.PIPELINE_JOB_CREATE_TIME_UTC_PLACEHOLDER,
         )
         prepare(shard_task, cpu="1", memory="2Gi")
-        train_task = train(run_uri=shard_task.outputs["Output"])
-        prepare(train_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
-        evaluate_task = evaluate(run_uri=train_task.outputs["Output"])
-        prepare(evaluate_task, LAUNCHER_CPU, LAUNCHER_MEMORY)
-        register_task = register(run_uri=evaluate_task.outputs["Output"])
-        prepare(register_task, cpu="500m", memory="1Gi")
+        _train_and_register(shard_task.outputs["Output"])

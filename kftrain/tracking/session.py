@@ -160,22 +160,26 @@ def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, da
         model, loader_module=loader_module, data=data, conda_env=environment[0], python_env=environment[1]
     )
     if stored.input_example:
-        if not any(isinstance(value, list | dict) for value in stored.input_example.values()):
-            model.signature = _signature(stored)
+        model.signature = _signature(stored)
         model.saved_input_example_info = _EXAMPLE_INFO
     model.save(str(folder / "MLmodel"))
 
 
 def _signature(stored: StoredModel) -> Any:
-    """MLflow refuses what it does not allow: a single text may come in a list, without the name of its column."""
+    """MLflow refuses what it does not allow: a single text may come in a list, without the name of its column.
+
+    Of arrays every form of a signature refuses some of what people pass, so it says the answer alone. None: nothing.
+    """
     import pandas
     from mlflow.models import ModelSignature, infer_signature
     from mlflow.types import ColSpec, DataType, Schema
 
+    answer: list[Any] = [ColSpec(DataType[kind], name) for name, kind in stored.answer_types.items()]
+    if any(isinstance(value, list | dict) for value in stored.input_example.values()):
+        return ModelSignature(outputs=Schema(answer)) if answer else None
     inputs = infer_signature(pandas.DataFrame({name: [value] for name, value in stored.input_example.items()})).inputs
     if [type(value) for value in stored.input_example.values()] == [str]:
         inputs = Schema([ColSpec(column.type) for column in inputs.inputs])
-    answer: list[Any] = [ColSpec(DataType[kind], name) for name, kind in stored.answer_types.items()]
     return ModelSignature(inputs=inputs, outputs=Schema(answer) if answer else None)
 
 

@@ -1,8 +1,11 @@
 """A version as a KServe InferenceService."""
 
+import re
+
 import pytest
 import yaml
 from click.testing import CliRunner
+from helpers.kubernetes_types import require_valid
 
 from kftrain import registry
 from kftrain.cli import cli
@@ -54,6 +57,46 @@ def test_own_classes_are_allowed_by_name_and_folders_are_mounted():
     assert container["env"] == [{"name": "KFTRAIN_TRUSTED_KINDS", "value": "wine.task:Quality,wine.model:Net"}]
     assert container["volumeMounts"] == [{"name": "data", "mountPath": "/data"}]
     assert document["spec"]["predictor"]["volumes"][0]["name"] == "data"
+
+
+PREDICTOR = {
+    "minReplicas": "int",
+    "maxReplicas": "int",
+    "scaleTarget": "int",
+    "scaleMetric": "str",
+    "containerConcurrency": "int",
+    "timeout": "int",
+    "canaryTrafficPercent": "int",
+    "labels": "dict(str, str)",
+    "annotations": "dict(str, str)",
+    "deploymentStrategy": "V1DeploymentStrategy",
+}
+"""What serving.kserve.io/v1beta1 adds to a pod's specification, of the fields that all its releases have."""
+
+
+def require_inference_service(document):
+    """As KServe's API has it: a predictor is a pod's specification, in which one container serves, and some fields."""
+    assert document.keys() == {"apiVersion", "kind", "metadata", "spec"} and document["spec"].keys() == {"predictor"}
+    require_valid("V1ObjectMeta", document["metadata"], "metadata")
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"])
+    predictor = dict(document["spec"]["predictor"])
+    for key, kind in PREDICTOR.items():
+        if key in predictor:
+            require_valid(kind, predictor.pop(key), key)
+    require_valid("V1PodSpec", predictor, "predictor")
+    assert [each["name"] for each in predictor["containers"]] == ["kserve-container"]
+
+
+def test_every_key_is_one_of_kserve_or_of_kubernetes():
+    volumes = "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: data}}]"
+    mounts = "launch.kubernetes.volume_mounts=[{name: data, mountPath: /data}]"
+    own = "task: {kind: 'wine.task:Quality'}\n"
+    document = inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
+    require_inference_service(document)
+    predictor = document["spec"]["predictor"]
+    for wrong in ({"min_replicas": 1}, {"volumes": "data"}, {"minReplicas": "1"}):
+        with pytest.raises(AssertionError):
+            require_inference_service({**document, "spec": {"predictor": {**predictor, **wrong}}})
 
 
 @pytest.mark.parametrize("name", ["7up", "-", "x" * 64])

@@ -24,6 +24,7 @@ from kftrain.models.settings import ModelConfig
 from kftrain.registry import pyfunc_loader
 from kftrain.registry.package import ModelPackage, requirements
 from kftrain.registry.wheel import own_wheel
+from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tracking.session import StoredModel, write_model
 
@@ -125,13 +126,51 @@ def test_mlflow_reads_environment_example_and_signature(package, tmp_path):
     assert model.flavors["python_function"]["env"] == {"conda": "conda.yaml", "virtualenv": "python_env.yaml"}
 
 
-@pytest.mark.parametrize(("example", "has_signature"), [({"image": [[1]]}, False), ({"age": 3.5, "sex": "f"}, True)])
-def test_lists_make_no_signature_since_mlflow_would_refuse_arrays(example, has_signature, tmp_path):
-    stored = StoredModel({"reference.json": b"{}", **ModelPackage(input_example=example).files()}, example)
+@pytest.mark.parametrize(("types", "columns"), [({"0": "float"}, ["0"]), ({}, None)])
+def test_of_arrays_the_signature_says_the_answer_alone_since_mlflow_would_refuse_some(types, columns, tmp_path):
+    example = {"image": [[1]]}
+    stored = StoredModel({"reference.json": b"{}", **ModelPackage(input_example=example).files()}, example, types)
     write_model(tmp_path, "r", "m-1", "kftrain.registry.pyfunc_loader", "reference.json", stored)
     model = Model.load(str(tmp_path))
-    assert (model.signature is not None) == has_signature
+    assert model.get_input_schema() is None
+    assert (model.get_output_schema().input_names() if model.signature else None) == columns
     assert model.load_input_example(str(tmp_path)).to_dict("records") == [example]
+
+
+def test_plain_columns_make_a_signature(tmp_path):
+    example = {"age": 3.5, "sex": "f"}
+    stored = StoredModel({"reference.json": b"{}", **ModelPackage(input_example=example).files()}, example)
+    write_model(tmp_path, "r", "m-1", "kftrain.registry.pyfunc_loader", "reference.json", stored)
+    assert Model.load(str(tmp_path)).get_input_schema().input_names() == ["age", "sex"]
+
+
+IMAGES = np.arange(2 * 8 * 8).reshape(2, 8, 8, 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IMAGES,
+        list(IMAGES),
+        IMAGES.tolist(),
+        {"image": list(IMAGES)},
+        pandas.DataFrame({"image": list(IMAGES)}),
+        pandas.DataFrame({"image": IMAGES.tolist()}),
+    ],
+)
+def test_a_model_of_images_takes_them_in_every_form(given, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    task = ImageClassification(image_size=8, num_classes=3, num_channels=1)
+    settings = ModelConfig(kind="vision_transformer", dim=8, num_layers=1, num_heads=2, patch_size=2)
+    ours = pyfunc_loader.ExportedModel(build_model(settings, task.model_arguments()).eval(), task)
+    monkeypatch.setattr(pyfunc_loader, "_load_pyfunc", lambda path: ours)
+    example, types = task.input_example({"image": IMAGES[0]}), task.answer_types()
+    stored = StoredModel({"reference.json": b"{}", **ModelPackage(input_example=example).files()}, example, types)
+    write_model(tmp_path, "r", "m-1", "kftrain.registry.pyfunc_loader", "reference.json", stored)
+    loaded = mlflow.pyfunc.load_model(str(tmp_path))
+    assert loaded.metadata.get_output_schema().input_names() == list(types)
+    expected = ours.predict(pandas.DataFrame({"image": list(IMAGES)}))
+    assert loaded.predict(given)[list(types)].to_dict("list") == expected[list(types)].to_dict("list")
 
 
 @pytest.mark.parametrize(

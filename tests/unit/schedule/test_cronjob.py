@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.kubernetes_types import require_valid
 
 from kftrain import config
 from kftrain.errors import ConfigError
@@ -45,30 +46,6 @@ def test_the_configuration_in_it_is_the_schedules(tmp_path):
     found = schedule(tmp_path)
     first = next(yaml.safe_load_all(cronjob.render(found, "image", NOW)))
     assert config.parse(first["data"][cronjob.CONFIG_FILE]) == found.config
-
-
-def fields_of(kind):
-    from kubernetes import client
-
-    model = getattr(client, kind)
-    return {model.attribute_map[name]: of for name, of in model.openapi_types.items()}
-
-
-def require_valid(kind, value, where=""):
-    """By the types of Kubernetes' own client: every key is known, every value of its type."""
-    if kind.startswith("list["):
-        assert isinstance(value, list), where
-        for number, item in enumerate(value):
-            require_valid(kind[5:-1], item, f"{where}[{number}]")
-    elif kind.startswith("dict("):
-        assert all(isinstance(item, str) for item in value.values()), where
-    elif kind in ("str", "int", "bool"):
-        assert type(value).__name__ == kind, where
-    else:
-        known = fields_of(kind)
-        assert value.keys() <= known.keys(), (where, value.keys() - known.keys())
-        for key, item in value.items():
-            require_valid(known[key], item, f"{where}.{key}")
 
 
 def test_every_key_is_one_of_kubernetes(tmp_path):
