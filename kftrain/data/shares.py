@@ -18,7 +18,8 @@ def slots_by_weight(weights: Sequence[float]) -> list[int]:
     exact = [Fraction(repr(weight)) for weight in weights]
     if not any(exact):
         raise ValueError("one of the weights of a mixture is above 0")
-    shares = [weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
     num_slots = math.lcm(*(share.denominator for share in shares))
     if num_slots > MAX_ROUND_SLOTS:
         raise ValueError("the weights of a mixture have too many digits: use whole numbers, or at most six digits each")

@@ -22,6 +22,9 @@ from kftrain.tasks.tokenizers import Tokenizer
 PIECE_CHARACTERS = 1 << 20
 """Longest text that is encoded at once."""
 
+PANIC = "PanicException"
+"""What a failure of the library's own is called, such as a pattern that would try for ever."""
+
 _NO_TEXT = re.compile("[\udc80-\udcff]+")
 """Bytes that are no UTF-8, as `surrogateescape` decodes them."""
 
@@ -95,7 +98,13 @@ class BytePairTokenizer(Tokenizer):
         return b"".join(self._texts[number] for number in np.asarray(tokens).tolist() if number < self.num_ids)
 
     def _ids_of(self, text: str) -> list[int]:
-        found: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            found: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except BaseException as error:  # the library's panics are no exceptions of Python's, and have no name there
+            if type(error).__name__ != PANIC:
+                raise
+            what = f"the tokenizer cannot split this text: {error}"
+            raise DataError(what, value=f"{text[:60]!r}", fix="use another pattern in its pre-tokenizer") from error
         return found
 
     def _ids_of_bytes(self, content: bytes) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kftrain.data import shares
 from kftrain.data.mixture import Concatenated, MixtureOrder, Phase
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.shares import slots_by_weight
@@ -115,6 +116,23 @@ def test_components_of_equal_size_have_orders_of_their_own() -> None:
 )
 def test_a_round_is_as_short_as_its_shares_allow(weights: list[float], slots: list[int]) -> None:
     assert slots_by_weight(weights) == slots
+
+
+def test_thousands_of_components_are_no_matter_of_minutes() -> None:
+    """Sums of fractions are counted, not seconds: each was made anew for each component."""
+    added = []
+
+    class Counted(Fraction):
+        def __add__(self, other: object) -> Fraction:
+            added.append(other)
+            return Fraction(self) + other
+
+        __radd__ = __add__
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "Fraction", Counted)
+        assert slots_by_weight([1.0] * 200) == [1] * 200
+    assert len(added) <= 400
 
 
 @pytest.mark.parametrize(("weights", "why"), [([0.0, 0.0], "above 0"), ([1.0, 1 / 3], "too many digits")])

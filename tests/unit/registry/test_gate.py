@@ -25,6 +25,7 @@ def decision(
     test=None,
     slices=None,
     number=0,
+    confidence=0.95,
     costs=(),
     on_reference=None,
     **settings,
@@ -34,7 +35,7 @@ def decision(
         num_groups=num_groups,
         champion=interval(2.0, 2.1, 2.2) if champion else None,
         improvement=improvement,
-        confidence=0.95,
+        confidence=confidence,
         number=number,
         test=test,
         slices={} if slices is None else slices,
@@ -148,6 +149,12 @@ def test_a_share_that_is_right_must_pass_mcnemar_too():
     assert found.reason.startswith("not promoted, McNemar's test does not agree (8 right that were wrong, 2 wrong")
     assert found.reason.endswith("at 95% confidence") and codes(found)[1] == ("mcnemar_not_significant", "against")
     assert found.reasons[1].figures == {"better": 8.0, "worse": 2.0, "p_value": 0.055, "limit": pytest.approx(0.025)}
+
+
+def test_a_later_try_must_pass_mcnemar_at_its_own_level():
+    better, test = interval(0.05, 0.1, 0.15), PairedTest(12, 2, 0.0065)
+    later = decision(better, test=test, number=2, confidence=1 - 0.05 / 6)
+    assert not later.promote and later.reasons[1].figures["limit"] == pytest.approx(0.05 / 6 / 2)
 
 
 def test_a_slice_that_is_shown_to_be_worse_stops_a_challenger_that_is_better_on_the_whole():

@@ -142,6 +142,17 @@ def test_a_tokenizer_that_changes_a_text_is_refused_with_the_document():
         list(task.encode([Record("doc/7", {"text": b"x1"})], "train"))
 
 
+def test_a_pattern_that_would_try_for_ever_is_refused_with_the_document():
+    """The library ends with a panic then, which is no exception of Python's."""
+    document = json.loads(TRAINED.content)
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
+    task = LanguageModeling(tokenizer="some/tokenizer.json")
+    task.restore({"tokenizer.json": json.dumps(document).encode()})
+    with pytest.raises(DataError, match=r"doc/7.*cannot split this text"):
+        list(task.encode([Record("doc/7", {"text": b"a" * 40 + b"b"})], "train"))
+
+
 @pytest.mark.parametrize(
     ("option", "what"),
     [
