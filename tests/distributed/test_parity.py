@@ -6,11 +6,12 @@ import pytest
 from helpers import parity, parity_rank
 from helpers import parity_optimizers as optimizers
 from helpers.parity import Row
-from helpers.parity_oracle import Case, same_llama, tied_llama
+from helpers.parity_oracle import Case, odd_llama, same_llama, tied_llama
 from helpers.parity_pool import Pools
 from helpers.parity_vision import IMAGES
 
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
+ODD = Case("odd", ("model.ffn_dim=30",), odd_llama)
 BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
 
 DDP = ("parallel.strategy=ddp",)
@@ -21,6 +22,7 @@ HALVES = (0, 1, 2), (3, 4, 5)
 
 TABLE = [
     Row("one process", 1),
+    Row("odd sizes", 1, case=ODD),
     Row("micro batches", 1, ("train.micro_batch_size=2",)),
     Row("images", 1, case=IMAGES),
     Row("tied embeddings", 1, case=TIED),
@@ -58,6 +60,8 @@ TABLE = [
     Row("fsdp x tensor, micro batches", 4, (*TENSOR, "train.micro_batch_size=2")),
     Row("fsdp x tensor, recomputed", 4, (*TENSOR, "train.activation_checkpointing=blocks")),
     Row("fsdp x tensor, images", 4, TENSOR, case=IMAGES),
+    Row("fsdp x tensor, uneven", 4, TENSOR, case=ODD),
+    Row("zero2 x tensor, micro batches", 4, (*TENSOR, "parallel.strategy=zero2", "train.micro_batch_size=2")),
     Row("ddp x tensor", 4, (*TENSOR, "parallel.strategy=ddp")),
     Row("hsdp x tensor", 4, (*TENSOR, "parallel.replicate=2")),
     Row("hsdp", 4, ("parallel.replicate=2",)),
@@ -68,6 +72,10 @@ TABLE = [
     *(Row(case.name, size, case=case) for case in optimizers.CASES for size in (1, 2, 3)),
     Row("muon, hsdp", 4, ("parallel.replicate=2",), optimizers.MUON),
     Row("adafactor, hsdp", 4, ("parallel.replicate=2",), optimizers.ADAFACTOR),
+    Row("muon, fsdp x tensor", 4, TENSOR, optimizers.MUON),
+    Row("muon, tensor", 2, TENSOR, optimizers.MUON),
+    Row("adafactor, fsdp x tensor", 4, TENSOR, optimizers.ADAFACTOR),
+    Row("adafactor, tensor", 2, TENSOR, optimizers.ADAFACTOR),
 ]
 """Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""
 

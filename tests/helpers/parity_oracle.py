@@ -128,6 +128,11 @@ def tied_llama():
     return Llama(tied=True)
 
 
+def odd_llama():
+    """Its feed-forward part has no four equal parts."""
+    return Llama(ffn_dim=30)
+
+
 def same_llama():
     """kftrain's own: in bf16 every rounding counts, and another order of operations is another curve."""
     return Transformer(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24)
