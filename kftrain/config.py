@@ -64,6 +64,10 @@ class Config(Section):
                 f"train.micro_batch_size ({self.train.micro_batch_size}) exceeds "
                 f"train.global_batch_size ({self.train.global_batch_size})"
             )
+        if self.checkpoint.keep_best and not self.evaluate.interval_steps:
+            raise ValueError("checkpoint.keep_best needs periodic evaluations: evaluate.interval_steps must not be 0")
+        if self.train.stop_after_no_improvement and not self.checkpoint.keep_best:
+            raise ValueError("train.stop_after_no_improvement needs a metric: checkpoint.keep_best must not be empty")
         return self
 
     @property

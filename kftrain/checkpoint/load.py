@@ -26,6 +26,7 @@ from kftrain.errors import (
     error_from_dict,
 )
 from kftrain.parallel.world import World
+from kftrain.progress import to_log
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
@@ -57,6 +58,8 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
             history = storage.read_json(storage.join(uri, commit.HISTORY))
             if world.is_main:
                 _pass_over(damaged)
+            if not world.from_main(_has_best(paths, manifest) if world.is_main else None):
+                manifest = manifest.model_copy(update={"selection": None})
             return Loaded(uri, digest, manifest, history)
         error = error_from_dict(problem)
         if error.retryable or isinstance(error, OtherTrainingError):  # storage that is away damages nothing
@@ -103,6 +106,15 @@ def _newest(paths: RunPaths, damaged: list[str]) -> str | None:
     """URI of the newest committed checkpoint that is not known to be damaged; None if there is none."""
     uris = (storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths))
     return next((uri for uri in uris if uri not in damaged), None)
+
+
+def _has_best(paths: RunPaths, manifest: CheckpointManifest) -> bool:
+    """Whether the best checkpoint that one speaks of is there; a later best one, now damaged, has taken its place."""
+    best = manifest.selection
+    if best is None or any(name.step == best.step for name in commit.committed(paths)):
+        return True
+    to_log(f"warning: the best checkpoint, of step {best.step}, is gone: what is evaluated from here on counts")
+    return False
 
 
 def _pass_over(damaged: list[str]) -> None:

@@ -40,6 +40,7 @@ from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.run.paths import RunPaths
+from kftrain.run.selection import BestEvaluation
 
 METADATA = ".metadata"
 """DCP's name of the file that it writes last."""
@@ -102,6 +103,8 @@ class CheckpointWriter:
         """Step of the newest committed checkpoint; at first the one that the attempt began with."""
         self.bad_samples: Collection[int] = ()
         """Numbers of the samples that were left out so far; whoever counts them goes on to."""
+        self.selected: Callable[[], BestEvaluation | None] = lambda: None
+        """Tells the best evaluation so far, whose checkpoint is kept."""
 
     @property
     def step(self) -> int | None:
@@ -179,6 +182,7 @@ class CheckpointWriter:
             files={},
             parts=self._identity.parts,
             bad_samples=tuple(sorted(self.bad_samples)),
+            selection=self.selected(),
         )
 
     def _write(
@@ -235,16 +239,17 @@ class CheckpointWriter:
                 storage.publish(storage.join(uri, commit.HISTORY), content)
                 files = {**files, commit.HISTORY: commit.entry_of_text(content)}
                 commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
-            self._tidy_up(name, history)
+            self._tidy_up(name, history, manifest.selection)
         except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
             return _problem(error, uri, "committed")
         return None
 
-    def _tidy_up(self, name: CheckpointName, history: list[dict[str, Any]]) -> None:
+    def _tidy_up(self, name: CheckpointName, history: list[dict[str, Any]], selection: BestEvaluation | None) -> None:
         """After a commit, which counts whatever becomes of this: the next one does it again."""
         try:
             with storage.plain_errors(self._paths.uri):
-                commit.retire(self._paths, self._keep_last, name.attempt)  # first: it makes room
+                best_step = selection.step if selection else 0
+                commit.retire(self._paths, self._keep_last, name.attempt, best_step)  # first: it makes room
                 storage.publish_json(self._paths.history, history)
         except (OSError, RetryableError) as error:
             to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,12 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Count = 2
     """Committed checkpoints that are kept."""
+    keep_best: str = ""
+    """A metric of the periodic evaluation. The checkpoint with its best value is kept whatever `keep_last` says, and is
+    the one that is exported, evaluated and registered; empty: the last one is."""
+    keep_best_goal: Literal["minimize", "maximize"] | None = None
+    """Which direction of it is better; empty: as `registry.goal` where that is of the same metric, and less of what the
+    task calls its loss."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
     max_failed_saves: Amount = 3

@@ -49,11 +49,11 @@ def runs_command(
 
 
 def table(found: list[RunOverview]) -> list[str]:
-    """A line for each run below a line of headings, with the reason of a failure after it."""
+    """A line for each run below a line of headings, with the reason of a failure or of a step after it."""
     rows = [HEADINGS, *(_cells(run) for run in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    reasons = ["", *(wording.ellipsis(wording.clean(run.reason), MAX_REASON_CHARACTERS) for run in found)]
+    reasons = ["", *(wording.ellipsis(wording.clean(run.reason or run.chosen), MAX_REASON_CHARACTERS) for run in found)]
     return [part for line, reason in zip(lines, reasons, strict=True) for part in (line, f"  {reason}") if part.strip()]
 
 

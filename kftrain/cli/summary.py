@@ -28,7 +28,7 @@ def success_lines(run_uri: str) -> list[str]:
     return [
         f"run {paths.run_id} is complete",
         *_rows("data", [_data(manifest)]),
-        *_rows("model", [_model(run.completion)]),
+        *_rows("model", [_model(run.completion), *_chosen(run)]),
         *_rows("metrics", _metrics(run.evaluation)),
         *_rows("registered", _registered(run.registration)),
         *_rows("report", [paths.report]),
@@ -67,6 +67,11 @@ def _rows(label: str, values: list[str]) -> list[str]:
 
 def _data(manifest: Manifest) -> str:
     return f"{manifest.source}: {counted(manifest)} (dataset {wording.short(manifest.dataset_digest)})"
+
+
+def _chosen(run: CompletedRun) -> list[str]:
+    chosen = run.completion.chosen(run.config.train.steps)
+    return [chosen] if chosen else []
 
 
 def _model(completion: Completion) -> str:

@@ -86,7 +86,7 @@ def register(
     reference = _reference(paths, completion, evaluation)
     own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
     found = own.find() or own.create(
-        completion.step, package(), _description(paths, completion, evaluation), runs.kind_tags(config)
+        completion.step, package(), _description(config, paths, completion, evaluation), runs.kind_tags(config)
     )
     if not found.identical:
         client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
@@ -120,10 +120,12 @@ def _reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) 
     )
 
 
-def _description(paths: RunPaths, completion: Completion, evaluation: Evaluation) -> str:
+def _description(config: Config, paths: RunPaths, completion: Completion, evaluation: Evaluation) -> str:
     """What people see beside the version's number."""
     metrics = ", ".join(f"{name} {found.value:.4g}" for name, found in evaluation.metrics.items())
     trained = f"{completion.step:,} steps, {completion.num_parameters:,} parameters"
+    if chosen := completion.chosen(config.train.steps):
+        trained = f"{trained} ({chosen})"
     return f"Run {paths.run_id}: {trained}; {metrics} on {evaluation.num_samples:,} validation samples."
 
 

@@ -54,7 +54,11 @@ def _training(config: Config, completion: Completion) -> ReportSection:
         f"{wording.plural(completion.step, 'step')}, {wording.large_count(completion.num_parameters)} parameters, "
         f"seed {config.run.seed}"
     )
-    return ReportSection("Training", headline, tables=[Table("Settings", ["setting", "value"], rows)])
+    chosen = completion.chosen(config.train.steps)
+    sentences = [f"The checkpoint is the {chosen}."] if chosen else []
+    return ReportSection(
+        "Training", headline, sentences=sentences, tables=[Table("Settings", ["setting", "value"], rows)]
+    )
 
 
 def _metrics(config: Config, evaluation: Evaluation) -> ReportSection:

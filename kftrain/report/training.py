@@ -68,6 +68,8 @@ def _headline(config: Config, completion: Completion | None, history: History) -
     if completion is not None:
         loss = completion.metrics.get("loss")
         reached = "" if loss is None else f" to a loss of {wording.number(loss)}"
+        if chosen := completion.chosen(config.train.steps):
+            return f"{chosen[0].upper()}{chosen[1:]}."
         return f"Trained {wording.plural(completion.step, 'step')}{reached}."
     steps = [step for step in (wording.finite(record.get("step")) for record in history) if step is not None]
     if not steps:
@@ -110,7 +112,8 @@ def _figures(config: Config, completion: Completion, sizes: Sizes) -> list[Fact]
     left_out = completion.metrics.get("bad_samples")
     figures = [
         Fact("Final loss", "" if loss is None else wording.number(loss), completion.loss_unit),
-        Fact("Steps", wording.count(completion.step), f"of {wording.count(config.train.steps)}"),
+        Fact("Steps", wording.count(completion.num_trained), f"of {wording.count(config.train.steps)}"),
+        Fact("Best checkpoint", f"step {wording.count(completion.step)}" if completion.selection else ""),
         Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(config, completion, sizes)),
         Fact("Samples left out", "" if left_out is None else wording.count(int(left_out)), "cannot be decoded"),
         Fact("Speed", "" if speed is None else wording.number(speed, 3), "samples/s"),

@@ -27,6 +27,7 @@ from kftrain import storage
 from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
 from kftrain.run import attempts, documents
 from kftrain.run.paths import RunPaths
+from kftrain.run.selection import BestEvaluation
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -73,6 +74,8 @@ class CheckpointManifest(documents.Document):
     """Names of the parts of the state, and the versions of their forms."""
     bad_samples: tuple[int, ...] = ()
     """Numbers of the training samples that were left out so far because they cannot be decoded."""
+    selection: BestEvaluation | None = None
+    """The best evaluation so far, where the best checkpoint is kept."""
 
 
 @dataclass(frozen=True, order=True)
@@ -246,14 +249,17 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     return found
 
 
-def retire(paths: RunPaths, keep_last: int, attempt: int) -> None:
+def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0) -> None:
     """Deletes committed checkpoints beyond the newest `keep_last`, and what earlier attempts left half-written.
+
+    Those of `best_step` are kept.
 
     COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
     `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
     """
     attempts.require_held(paths, attempt)
-    kept = set(committed(paths)[:keep_last])
+    names = committed(paths)
+    kept = {*names[:keep_last], *(name for name in names if name.step == best_step)}
     for text in storage.list_names(paths.checkpoints):
         name = CheckpointName.parse(text)
         if name is None or name in kept:

@@ -42,7 +42,8 @@ def find_completion(paths: RunPaths, config: Config) -> Completion | None:
         return None
     completion = documents.read(Completion, paths.complete, CheckpointError)
     dataset_digest = documents.read(RunShards, paths.shards).dataset_digest
-    if completion.step != config.train.steps or completion.training_digest != config.training_digest(dataset_digest):
+    ended = completion.num_trained == config.train.steps or completion.selection is not None  # which may end it early
+    if not ended or completion.training_digest != config.training_digest(dataset_digest):
         raise OtherTrainingError(
             "COMPLETE.json is of another training",
             where=paths.complete,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from kftrain import storage
 from kftrain.errors import DataError, KftrainError
 from kftrain.run.paths import RunPaths
+from kftrain.run.selection import BestEvaluation, in_words
 
 SCHEMA_VERSION = 1
 
@@ -61,9 +62,22 @@ class Completion(Document):
     """As the task names it; completions of before do not say."""
     num_training_samples: int = 0
     """Samples of an epoch; completions of before do not say, and theirs are the rows of the training split."""
+    selection: BestEvaluation | None = None
+    """Why it is this step: the best evaluation; None: it is the last one."""
+    trained_steps: int = 0
+    """Steps that were taken, more than `step` where that is the best one; 0: as many as `step`."""
     packages: dict[str, str] = {}
     """Distribution -> version, of those that the model needs: what a server of it installs. Completions of before do
     not say."""
+
+    @property
+    def num_trained(self) -> int:
+        """Steps that were taken."""
+        return self.trained_steps or self.step
+
+    def chosen(self, num_steps: int) -> str:
+        """Why it is the checkpoint of this step, of so many that were planned; empty: it is the last one."""
+        return in_words(self.selection, self.num_trained, num_steps) if self.selection else ""
 
 
 class Interval(BaseModel):

@@ -45,6 +45,8 @@ class RunOverview:
     """By the journal of promotions; of those that MLflow lists, by its alias."""
     reason: str = ""
     """Why it failed, stopped or cannot be read."""
+    chosen: str = ""
+    """Why its model is that of an earlier step than the last one."""
 
 
 def list_runs(storage_root: str) -> Iterator[RunOverview]:
@@ -89,11 +91,12 @@ def read(paths: RunPaths) -> RunOverview:
 def _read(paths: RunPaths, config: Config) -> RunOverview:
     registration = _if_there(Registration, paths.registration)
     state, reason = _state(paths, registration)
+    completion = _if_there(Completion, paths.complete)
     return RunOverview(
         run_id=paths.run_id,
         uri=paths.uri,
         state=state,
-        step=_step(paths),
+        step=completion.step if completion else commit.last_step(paths),
         num_steps=config.train.steps,
         metric=registration.metric if registration else "",
         value=registration.challenger.value if registration else None,
@@ -101,6 +104,7 @@ def _read(paths: RunPaths, config: Config) -> RunOverview:
         version=registration.version if registration else None,
         is_champion=registration is not None and _is_champion(paths, registration),
         reason=reason,
+        chosen=completion.chosen(config.train.steps) if completion else "",
     )
 
 
@@ -133,11 +137,6 @@ def _is_at_work(paths: RunPaths) -> bool:
     except PermissionError:  # it is somebody else's, and alive
         return True
     return True
-
-
-def _step(paths: RunPaths) -> int:
-    completion = _if_there(Completion, paths.complete)
-    return completion.step if completion else commit.last_step(paths)
 
 
 def _is_champion(paths: RunPaths, registration: Registration) -> bool:

@@ -51,7 +51,9 @@ def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: b
     loss = completion.metrics.get("loss")
     reached = "" if loss is None else f", loss {loss:.4g}"
     how = "was already trained" if skipped else "trained"
-    result = f"{how}: {completion.step} steps, {completion.num_parameters:,} parameters{reached}"
+    chosen = completion.chosen(config.train.steps)
+    because = f"; {chosen}" if chosen else ""
+    result = f"{how}: {completion.num_trained} steps, {completion.num_parameters:,} parameters{reached}{because}"
     progress(result)
     history = read_history(paths)
     return Outcome(
@@ -60,7 +62,7 @@ def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: b
         metrics=finite_metrics(
             {
                 **completion.metrics,
-                "steps": completion.step,
+                "steps": completion.num_trained,
                 "num_parameters": completion.num_parameters,
                 "seconds": completion.seconds,
             }

@@ -25,6 +25,7 @@ from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import fix_of
 from kftrain.tasks.user_metrics import metrics_of
+from kftrain.train.best import BestCheckpoint
 from kftrain.train.data_metrics import DataMetrics
 from kftrain.train.engine import Engine, Measured
 from kftrain.train.left_out import LeftOut
@@ -79,10 +80,13 @@ class Loop:
         self._validation = validation
         self._recorder = recorder
         self._stop = stop
-        self._saves = Saves(writer, config.checkpoint, config.train.global_batch_size, world.is_main)
+        self._best = BestCheckpoint(config, world, engine.task.loss_metric if config.checkpoint.keep_best else "")
+        batch = config.train.global_batch_size
+        self._saves = Saves(writer, config.checkpoint, batch, world.is_main, self._best.forget)
         self._liveness = liveness
         self._left_out = LeftOut(world, config.data.max_bad_samples)
         writer.bad_samples = self._left_out.numbers
+        writer.selected = lambda: self._best.selection
         self._data_metrics = DataMetrics(loader.counters, world)
         self._num_nonfinite = 0
         self._last_recorded = 0
@@ -100,10 +104,18 @@ class Loop:
         load.load_into(state, loaded.uri, loaded.manifest.files)
         self._engine.state.load(state)
         self._left_out.resume(loaded.manifest.bad_samples)
+        self._best.resume(loaded.manifest.selection)
         return loaded.manifest.step
+
+    @property
+    def best(self) -> BestCheckpoint:
+        """Which checkpoint counts."""
+        return self._best
 
     def run(self, first_step: int) -> int:
         """Takes all steps from `first_step` on; returns the number of steps that are done, the last one committed.
+
+        Fewer than all of them where there was no improvement for long enough (`best.is_enough`).
 
         Raises Preempted after a commit when a stop was requested, DivergedError when the loss stays non-finite,
         RetryableError when too many checkpoints in a row cannot be written.
@@ -113,6 +125,9 @@ class Loop:
 
     def _run(self, first_step: int) -> int:
         self._last_recorded = done = first_step
+        if self._best.is_enough:
+            self._best.tell(done)
+            return done
         with contextlib.closing(self._loader.steps(first_step, self._config.train.steps - first_step)) as batches:
             ahead, _ = self._look_ahead(batches, [])
             while ahead.batch is not None:
@@ -124,6 +139,9 @@ class Loop:
                 if ahead.batch is not None:  # the last save of the attempt settles the one before by itself
                     self._saves.go_on(ahead.control.busy, ahead.control.overdue)
                 self._after_step(done, ahead.control.busy)
+                if self._best.is_enough:
+                    break
+        self._best.tell(done)
         return done
 
     def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[Ahead, list[float]]:
@@ -176,12 +194,14 @@ class Loop:
         if last or done % config.train.log_interval_steps == 0:
             self._look_at_last()
             self._record(done)
+        improved = False
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
-            self._validate(done)
-        if last or done % config.checkpoint.interval_steps == 0:
+            improved = self._validate(done)
+        last = last or self._best.is_enough
+        if last or improved or done % config.checkpoint.interval_steps == 0:
             self._look_at_last()  # a training that diverges saves nothing more
             with self._liveness.resting():  # storage may be slow
-                self._save(done, last, busy)
+                self._save(done, last, busy and not improved)
 
     def _record(self, done: int) -> None:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
@@ -196,17 +216,29 @@ class Loop:
             self._recorder.record(done, finite, num_steps, num_steps * self._config.train.global_batch_size, data)
         self._last_recorded = done
 
-    def _validate(self, done: int) -> None:
+    def _validate(self, done: int) -> bool:
+        """Whether it is the best so far, and its checkpoint to be kept; then none is in flight."""
         evaluate = self._config.evaluate
         statistics = self._engine.evaluate(
             self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
         )
+        metrics: dict[str, float] | None = None
         if self._world.is_main:
             with self._liveness.resting():  # the user's metrics of all samples
                 metrics = total_metrics(metrics_of(self._engine.task, evaluate.metrics), statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)
                 self._recorder.record_validation(done, metrics)
+        return self._best.is_wanted and self._is_best(done, metrics)
+
+    def _is_best(self, done: int, metrics: dict[str, float] | None) -> bool:
+        value = self._best.agree(metrics)
+        improved = self._best.would_improve(value)
+        if improved:
+            with self._liveness.resting():
+                self._saves.settle()  # the best one before is written by now, or was never one
+        self._best.take(done, value)
+        return improved
 
     def _save(self, done: int, last: bool, busy: bool) -> None:
         if last:

@@ -6,6 +6,7 @@ next interval brings the next one. Only the last one of an attempt has to succee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kftrain.checkpoint.save import CheckpointWriter
@@ -18,8 +19,17 @@ from kftrain.progress import to_log
 class Saves:
     """The saves of one attempt. Every method is collective, and all processes see each save end in the same way."""
 
-    def __init__(self, writer: CheckpointWriter, config: CheckpointConfig, samples_per_step: int, tells: bool) -> None:
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        config: CheckpointConfig,
+        samples_per_step: int,
+        tells: bool,
+        lost: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`lost` is told the step of a checkpoint that could not be written, on all processes."""
         self._writer = writer
+        self._lost = lost
         self._max_failed = config.max_failed_saves
         self._asynchronous = config.asynchronous
         self._samples_per_step = samples_per_step
@@ -80,6 +90,7 @@ class Saves:
             self._writer.wait()
         except RetryableError as error:
             self._num_failed += 1
+            self._lost(step)
             given_up = max_failed is not None and self._num_failed > max_failed
             if given_up or self._writer.step is not None:  # it still is in flight: none can follow
                 raise

@@ -28,7 +28,14 @@ from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.verify import verify_before_start
-from kftrain.errors import FIRST_RETRYABLE_CODE, KftrainError, LaunchError, UserCodeError, error_from_dict
+from kftrain.errors import (
+    FIRST_RETRYABLE_CODE,
+    CheckpointError,
+    KftrainError,
+    LaunchError,
+    UserCodeError,
+    error_from_dict,
+)
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models.modes import begin_training
 from kftrain.parallel import automatic, blocks, buffers
@@ -41,9 +48,11 @@ from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.progress import to_log
 from kftrain.run import attempts, commit
+from kftrain.run.commit import CheckpointName
 from kftrain.run.completion import find_completion
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
+from kftrain.run.selection import BestEvaluation
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.logits import task_reads_parts
@@ -87,6 +96,9 @@ class Finished:
     num_parameters: int
     history: list[dict[str, Any]]
     described: Described
+    last_step: int
+    selection: BestEvaluation | None
+    """The best evaluation, where that decides what is exported."""
 
 
 def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
@@ -159,8 +171,9 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
         loader.close()
         if tracker is not None:
             tracker.close(timeout_seconds=grace_seconds)
-    _require_agreement(world, last_step, writer.committed_step, config.train.steps)
-    return Finished(attempt, world.size, num_parameters, recorder.history, described)
+    best = loop.best
+    _require_agreement(world, last_step, writer.committed_step, last_step if best.is_enough else config.train.steps)
+    return Finished(attempt, world.size, num_parameters, recorder.history, described, last_step, best.selection)
 
 
 def _claim(paths: RunPaths, world_size: int) -> int:
@@ -298,7 +311,10 @@ def _require_agreement(world: World, last_step: int, committed_step: int, target
 def _complete(training: Training, finished: Finished, seconds: float) -> None:
     paths = training.paths
     attempts.require_held(paths, finished.attempt)
-    checkpoint_uri = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
+    selection, history = finished.selection, finished.history
+    if selection is not None:
+        history = [point for point in history if point["step"] <= selection.step]
+    checkpoint_uri = storage.join(paths.checkpoints, str(_exported(paths, selection)))
     checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     described = finished.described
     export_uri, export_digest = exporting.export_checkpoint(
@@ -317,7 +333,9 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
         dataset_digest=training.manifest.dataset_digest,
         training_digest=checkpoint.training_digest,
         num_parameters=finished.num_parameters,
-        metrics=_last_values(finished.history),
+        metrics=_last_values(history),
+        selection=selection,
+        trained_steps=finished.last_step,
         seconds=seconds,
         loss_unit=training.task.loss_unit,
         num_training_samples=training_samples(training).num_samples,
@@ -326,6 +344,22 @@ def _complete(training: Training, finished: Finished, seconds: float) -> None:
     attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())
     to_log(f"complete: step {completion.step}, exported to {export_uri}")
+
+
+def _exported(paths: RunPaths, selection: BestEvaluation | None) -> CheckpointName:
+    """The newest checkpoint, or the best one. Raises CheckpointError where that is gone."""
+    names = commit.committed(paths)
+    if selection is None:
+        return names[0]
+    for name in names:
+        if name.step == selection.step:
+            return name
+    raise CheckpointError(
+        "the best checkpoint is gone",
+        where=paths.checkpoints,
+        value=f"step {selection.step}",
+        fix="resume without checkpoint.keep_best to export the last one",
+    )
 
 
 def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:

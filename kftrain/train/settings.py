@@ -155,6 +155,9 @@ class TrainConfig(Section):
     """`blocks`: recompute each block in the backward pass instead of keeping its activations."""
     log_interval_steps: Count = 10
     """Steps between two recorded points of loss, learning rate and speed."""
+    stop_after_no_improvement: Amount = 0
+    """Training ends after so many periodic evaluations in a row without a better value of `checkpoint.keep_best`; 0: it
+    takes all its steps. Schedules are those of all steps."""
     max_nonfinite_steps: Amount = 0
     """Steps with a non-finite gradient norm that may be skipped in a row before the run ends as diverged (19)."""
 

@@ -10,7 +10,8 @@ import torch
 from kftrain import config
 from kftrain.data.decoding import BadSample
 from kftrain.data.loader import Counters
-from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted
+from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError
+from kftrain.run.selection import BestEvaluation
 from kftrain.train import loop as loop_module
 from kftrain.train.engine import StepResult
 from kftrain.train.loop import Loop
@@ -40,10 +41,14 @@ class Writer:
     def save(self, state, history, step, samples):
         assert self.step is None, "one is in flight"
         self.fakes.saved.append((step, samples))
+        self.fakes.selected.append(self.selected())
         self.step = step
 
     def wait(self):
-        self.committed_step, self.step = self.step, None
+        step, self.step = self.step, None
+        if step in self.fakes.failing:
+            raise StorageError("the disk is full")
+        self.committed_step = step
 
 
 class Fakes:
@@ -56,12 +61,14 @@ class Fakes:
     def __init__(self, bad_steps=(), busy_at=()):
         self.events = []
         self.saved = []
+        self.selected = []
+        self.failing = ()
         self.points = []
         self.rates = []
         self.bad_steps = set(bad_steps)
         self.busy_at = set(busy_at)
         self.device = torch.device("cpu")
-        self.task = None
+        self.task = SimpleNamespace(loss_metric="", metrics=None)
         self.state = SimpleNamespace(save=dict)
         self.history = []
         self.taken = 0
@@ -73,6 +80,9 @@ class Fakes:
     # the world
     def gather(self, value):
         return [value]
+
+    def from_main(self, value):
+        return value
 
     def sum(self, values):
         others = self.others_stop_at is not None and self.taken >= self.others_stop_at and len(values) > 1
@@ -285,3 +295,52 @@ def test_a_checkpoint_of_parts_that_the_engine_does_not_know_is_refused_before_i
     manifest = SimpleNamespace(parts={"model": 1, "averages": 1}, files={}, step=3)
     with pytest.raises(CheckpointError, match="'averages'"):
         make(fakes).resume(SimpleNamespace(uri="file:///c", manifest=manifest))
+
+
+BEST = ["checkpoint.keep_best=loss", "checkpoint.keep_best_goal=minimize", "evaluate.interval_steps=2"]
+
+
+def evaluating(make, monkeypatch, fakes, values, *overrides):
+    """A loop whose evaluations have these values."""
+    loop = make(fakes, *BEST, *overrides)
+    found = iter(values)
+    monkeypatch.setattr(loop_module, "total_metrics", lambda *_: {"bits_per_byte": 1.0, "loss": next(found)})
+    return loop
+
+
+def test_each_improvement_is_saved_even_where_the_save_before_is_still_written(make, monkeypatch):
+    fakes = Fakes(busy_at=[4, 8])
+    assert evaluating(make, monkeypatch, fakes, [5.0, 4.0, 6.0, 3.0, 7.0]).run(0) == 10
+    assert [step for step, _ in fakes.saved] == [2, 3, 4, 6, 8, 9, 10]
+    assert [found.step for found in fakes.selected] == [2, 2, 4, 4, 8, 8, 8]
+
+
+def test_training_ends_at_the_evaluation_that_was_one_too_many_and_commits_it(make, monkeypatch):
+    fakes = Fakes()
+    values = [5.0, float("nan"), 6.0, 3.0, 7.0]
+    loop = evaluating(make, monkeypatch, fakes, values, "train.stop_after_no_improvement=2")
+    assert loop.run(0) == 6 and loop.best.is_enough
+    assert len(fakes.events) == 6 and fakes.saved[-1] == (6, 24)
+    assert (fakes.selected[-1].step, fakes.selected[-1].num_without_improvement) == (2, 2)
+
+
+def test_a_loop_that_has_waited_for_long_enough_before_takes_no_step(make):
+    fakes = Fakes()
+    loop = make(fakes, *BEST, "train.stop_after_no_improvement=2")
+    loop.best.resume(BestEvaluation(metric="loss", goal="minimize", step=2, value=1.0, num_without_improvement=2))
+    assert loop.run(6) == 6 and fakes.events == [] and fakes.saved == []
+
+
+def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(make, monkeypatch):
+    fakes = Fakes()
+    fakes.failing = (4,)
+    loop = evaluating(make, monkeypatch, fakes, [5.0, 3.0, 4.0, 4.5, 6.0], "checkpoint.interval_steps=50")
+    assert loop.run(0) == 10
+    assert [step for step, _ in fakes.saved] == [2, 4, 6, 10]
+    assert [found.step for found in fakes.selected] == [2, 4, 6, 6]
+
+
+def test_without_keep_best_nothing_is_known_of_a_best_one(make):
+    fakes = Fakes()
+    make(fakes).run(0)
+    assert set(fakes.selected) == {None}

@@ -30,7 +30,7 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
 
 def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
     paths = RunPaths(f"{tmp_path}/r")
-    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None)
+    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None, 20, None)
     attempts.claim(paths, 0, 1)
     monkeypatch.setattr(session.commit, "committed", lambda paths: ["step-00000010-a1"])
     monkeypatch.setattr(session.commit, "read_checkpoint_manifest", lambda uri: (None, "digest"))

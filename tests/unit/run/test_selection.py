@@ -1,0 +1,89 @@
+"""The best of a series of evaluations, against a plain look at the series."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kftrain import config
+from kftrain.errors import ConfigError
+from kftrain.run.selection import BestEvaluation, after_evaluation, in_words
+from kftrain.train.best import BestCheckpoint, goal_of
+
+VALUES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf)), max_size=12)
+
+
+@settings(derandomize=True)
+@given(VALUES, st.sampled_from(["minimize", "maximize"]))
+def test_the_best_is_the_first_of_the_best_values_that_are_finite(values, goal):
+    found = None
+    for step, value in enumerate(values):
+        found = after_evaluation(found, "m", goal, step, value)
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        assert found is None
+        return
+    value = min(finite) if goal == "minimize" else max(finite)
+    assert (found.value, found.step) == (value, values.index(value))
+    assert found.num_without_improvement == len(values) - 1 - found.step
+
+
+def test_the_words():
+    best = BestEvaluation(metric="loss", goal="minimize", step=300, value=1.61, num_without_improvement=5)
+    assert in_words(best, 800, 1000) == (
+        "best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without improvement"
+    )
+    assert in_words(best, 1000, 1000) == "best validation/loss 1.61 at step 300 of 1,000"
+    one = best.model_copy(update={"num_without_improvement": 1})
+    assert in_words(one, 400, 1000).endswith("stopped after 1 evaluation without improvement")
+
+
+def best_of(overrides=(), loss_metric=""):
+    resolved = config.parse("", ["checkpoint.keep_best=m", "checkpoint.keep_best_goal=minimize", *overrides])
+    return BestCheckpoint(resolved, None, loss_metric)
+
+
+def test_a_best_checkpoint_that_could_not_be_written_is_the_one_before_again():
+    best = best_of(["train.stop_after_no_improvement=2"])
+    best.take(10, 3.0)
+    best.take(20, 4.0)
+    best.take(30, 2.0)
+    best.forget(20)
+    assert best.selection.step == 30
+    best.forget(30)
+    assert (best.selection.step, best.selection.value) == (10, 3.0) and not best.is_enough
+    best.take(40, 3.5)
+    assert best.is_enough and best.selection.step == 10
+    none = best_of()
+    none.take(10, 3.0)
+    none.forget(10)
+    assert none.selection is None
+
+
+def test_what_a_checkpoint_says_of_another_metric_does_not_count():
+    found = BestEvaluation(metric="m", goal="minimize", step=3, value=1.0)
+    for other in ({"metric": "n"}, {"goal": "maximize"}):
+        best = best_of()
+        best.resume(found.model_copy(update=other))
+        assert best.selection is None
+    best.resume(found)
+    assert best.selection == found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss_metric", "goal"),
+    [
+        (["registry.metric=m", "registry.goal=maximize"], "", "maximize"),
+        (["registry.metric=m", "registry.goal=maximize", "checkpoint.keep_best_goal=minimize"], "", "minimize"),
+        ([], "m", "minimize"),
+        ([], "n", None),
+    ],
+)
+def test_which_direction_is_better(overrides, loss_metric, goal):
+    resolved = config.parse("", ["checkpoint.keep_best=m", *overrides])
+    if goal is None:
+        with pytest.raises(ConfigError, match="keep_best_goal"):
+            goal_of(resolved, loss_metric)
+    else:
+        assert goal_of(resolved, loss_metric) == goal

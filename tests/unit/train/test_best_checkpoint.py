@@ -1,0 +1,220 @@
+"""The best checkpoint and early stopping: what is kept, what is exported, and what a restart makes of it."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import in_process, jobs, overfitting, regression
+from safetensors.torch import load_file
+
+from kftrain import config, report, storage
+from kftrain.cli.runs import table
+from kftrain.errors import CheckpointError, ConfigError, Preempted
+from kftrain.run import attempts, commit, completion, documents
+from kftrain.run.documents import Completion
+from kftrain.stages import runs
+from kftrain.train import session
+
+BEST = ["checkpoint.keep_best=mse"]
+EARLY = [*BEST, "train.stop_after_no_improvement=3"]
+
+
+class StopAfter:
+    """Is asked once before the first step, and once in each: stops after so many."""
+
+    def __init__(self, steps):
+        self.left = steps + 1
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def trained(folder, monkeypatch, overrides, run_id="r", stop=None):
+    paths, resolved = jobs.prepare(folder, overfitting.TEXT, overrides, run_id)
+    in_process.train(paths, resolved, monkeypatch, stop)
+    return paths, resolved, documents.read(Completion, paths.complete)
+
+
+def weights_of(found):
+    return load_file(Path(storage.local_path(found.export_uri)) / "model.safetensors")
+
+
+def validation_error(paths, found):
+    """Of the exported weights, by hand."""
+    rows = regression.read_split(storage.read_json(paths.shards)["manifest_uri"], "validation")
+    weights = weights_of(found)
+    answers = torch.from_numpy(rows["x"]) @ weights["line.weight"][0] + weights["line.bias"]
+    return float((answers - torch.from_numpy(rows["y"])).square().mean())
+
+
+def errors_at(paths):
+    history = storage.read_json(paths.history)
+    return {point["step"]: point["validation/mse"] for point in history if "validation/mse" in point}
+
+
+def steps_kept(paths):
+    return [name.step for name in commit.committed(paths)]
+
+
+def test_a_training_that_overfits_exports_its_best_checkpoint_and_not_its_last(tmp_path, monkeypatch):
+    last_paths, _, last = trained(tmp_path, monkeypatch, [], "last")
+    best_paths, _, best = trained(tmp_path, monkeypatch, BEST, "best")
+    errors = errors_at(best_paths)
+    step = min(errors, key=errors.get)
+    assert 10 < step < 100 and errors == errors_at(last_paths)
+    assert (last.step, last.selection, best.step, best.trained_steps) == (120, None, step, 120)
+    assert validation_error(best_paths, best) == pytest.approx(errors[step], rel=1e-5)
+    assert validation_error(last_paths, last) == pytest.approx(errors[120], rel=1e-5)
+    assert validation_error(best_paths, best) < 0.99 * validation_error(last_paths, last)
+    assert steps_kept(best_paths) == [120, step] and best.metrics["validation/mse"] == errors[step]
+    assert best.chosen(120) == f"best validation/mse {errors[step]:.4g} at step {step} of 120"
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """An uninterrupted training that stops early."""
+    return trained(tmp_path, monkeypatch, EARLY, "whole")
+
+
+def test_it_ends_after_so_many_evaluations_without_improvement_and_is_complete(tmp_path, monkeypatch, whole):
+    paths, resolved, found = whole
+    errors = errors_at(paths)
+    step = min(errors, key=errors.get)
+    assert max(errors) == step + 30 == found.trained_steps < 120
+    assert (found.step, found.selection.step, found.selection.num_without_improvement) == (step, step, 3)
+    assert found.chosen(120).endswith("of 120; stopped after 3 evaluations without improvement")
+    assert completion.find_completion(paths, resolved) == found
+    before = storage.read_bytes(paths.complete)
+    in_process.train(paths, resolved, monkeypatch)
+    assert storage.read_bytes(paths.complete) == before and attempts.last_attempt(paths) == 1
+    rates = {point["learning_rate"] for point in storage.read_json(paths.history) if "learning_rate" in point}
+    assert rates == {0.03}
+
+
+def test_the_schedule_and_the_training_are_those_of_all_steps():
+    base, early = (config.parse(overfitting.TEXT, overrides) for overrides in ([], EARLY))
+    assert base.training_digest("d") == early.training_digest("d")
+
+
+@pytest.mark.parametrize("stop_after", [3, 24, 37, 59])
+def test_a_restart_at_any_step_comes_to_the_same_end(tmp_path, monkeypatch, whole, stop_after):
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, EARLY, "again")
+    for stop in (StopAfter(stop_after), StopAfter(stop_after), None):
+        with contextlib.suppress(Preempted):
+            in_process.train(paths, resolved, monkeypatch, stop)
+    found = documents.read(Completion, paths.complete)
+    expected = whole[2]
+    assert (found.step, found.trained_steps, found.selection) == (
+        (expected.step, expected.trained_steps, expected.selection)
+    )
+    assert all(torch.equal(value, weights_of(expected)[name]) for name, value in weights_of(found).items())
+    assert errors_at(paths) == errors_at(whole[0])
+
+
+def test_killed_between_the_last_commit_and_the_end_it_takes_no_further_step(monkeypatch, whole):
+    paths, resolved, found = whole
+    storage.remove(paths.complete)
+    storage.remove(found.export_uri)
+    in_process.train(paths, resolved, monkeypatch)
+    again = documents.read(Completion, paths.complete)
+    assert attempts.claims(paths)[-1].start_step == found.trained_steps
+    assert (again.step, again.trained_steps, again.export_digest) == (
+        (found.step, found.trained_steps, found.export_digest)
+    )
+
+
+def test_going_on_with_more_patience_takes_further_steps(tmp_path, monkeypatch, whole):
+    paths, resolved, found = whole
+    storage.remove(paths.complete)
+    longer = resolved.model_copy(update={"train": resolved.train.model_copy(update={"stop_after_no_improvement": 5})})
+    in_process.train(paths, longer, monkeypatch)
+    again = documents.read(Completion, paths.complete)
+    assert (again.step, again.trained_steps) == (found.step, found.trained_steps + 20)
+
+
+def test_the_best_checkpoint_is_never_deleted_while_others_come_and_go(tmp_path, monkeypatch):
+    seen = []
+    retire = commit.retire
+
+    def watched(paths, *arguments):
+        retire(paths, *arguments)
+        newest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(commit.committed(paths)[0])))
+        seen.append((newest.step, newest.selection and newest.selection.step, steps_kept(paths)))
+
+    monkeypatch.setattr(commit, "retire", watched)
+    trained(tmp_path, monkeypatch, [*BEST, "checkpoint.asynchronous=false"])
+    assert len(seen) > 5
+    assert all(kept == sorted({newest, best}, reverse=True) for newest, best, kept in seen), seen
+
+
+def test_a_restart_from_before_the_best_trains_and_finds_it_again(tmp_path, monkeypatch):
+    """The best checkpoint and those after it are damaged: the attempt goes on from an earlier one."""
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, [*EARLY, "checkpoint.keep_last=9"], "again")
+    in_process.train(paths, resolved, monkeypatch)
+    first = documents.read(Completion, paths.complete)
+    storage.remove(paths.complete)
+    for name in commit.committed(paths):
+        if name.step >= first.step:
+            (weights,) = Path(storage.local_path(storage.join(paths.checkpoints, str(name)))).glob("__0_0.distcp")
+            weights.write_bytes(b"damaged")
+    in_process.train(paths, resolved, monkeypatch)
+    found = documents.read(Completion, paths.complete)
+    assert attempts.claims(paths)[-1].attempt == 2
+    assert (found.step, found.trained_steps, found.selection) == (first.step, first.trained_steps, first.selection)
+    assert all(torch.equal(value, weights_of(first)[name]) for name, value in weights_of(found).items())
+
+
+def test_a_best_checkpoint_that_is_gone_is_no_best_one(tmp_path, monkeypatch, capsys):
+    paths, resolved, found = trained(tmp_path, monkeypatch, BEST)
+    storage.remove(paths.complete)
+    storage.remove(storage.join(paths.checkpoints, next(str(n) for n in commit.committed(paths) if n.step < 120)))
+    in_process.train(paths, resolved, monkeypatch)
+    assert documents.read(Completion, paths.complete).step == 120
+    assert f"the best checkpoint, of step {found.step}, is gone" in capsys.readouterr().out
+
+
+def test_more_of_a_metric_may_be_better(tmp_path, monkeypatch, whole):
+    overrides = [override.replace("mse", "gain") for override in EARLY]
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides, "gain")
+    with pytest.raises(ConfigError, match="less or more"):
+        in_process.train(paths, resolved, monkeypatch)
+    _, _, found = trained(tmp_path, monkeypatch, [*overrides, "checkpoint.keep_best_goal=maximize"], "gain")
+    assert (found.step, found.trained_steps) == (whole[2].step, whole[2].trained_steps)
+
+
+def test_a_metric_that_the_task_does_not_have_ends_the_training_at_the_first_evaluation(tmp_path, monkeypatch):
+    overrides = ["checkpoint.keep_best=msee", "checkpoint.keep_best_goal=minimize"]
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
+    with pytest.raises(ConfigError, match="known: gain, mse"):
+        in_process.train(paths, resolved, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpoint.keep_best=mse", "evaluate.interval_steps=0"], "evaluate.interval_steps must not be 0"),
+        (["train.stop_after_no_improvement=3"], "checkpoint.keep_best must not be empty"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config.parse("", overrides)
+
+
+def test_the_best_one_without_a_checkpoint_is_an_error_that_says_what_to_do(monkeypatch, whole):
+    paths, _, found = whole
+    storage.remove(found.checkpoint_uri)
+    with pytest.raises(CheckpointError, match="the best checkpoint is gone"):
+        session._exported(paths, found.selection)
+
+
+def test_a_run_says_which_step_and_why(whole):
+    paths, resolved, found = whole
+    line = found.chosen(120)
+    assert line in report.training_html(resolved, found, storage.read_json(paths.history)).replace("Best", "best")
+    overview = runs.read(paths)
+    assert (overview.step, overview.chosen) == (found.step, line)
+    assert any(line in row for row in table([overview]))
