@@ -7,7 +7,9 @@ the table of advice in `docs/troubleshooting.md` from the one that the product r
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import sys
 import types
 import typing
 from pathlib import Path
@@ -27,6 +29,8 @@ ADDING = ROOT / "docs" / "adding.md"
 """Written by hand: the end of the page."""
 ADVICE_TARGET = ROOT / "docs" / "troubleshooting.md"
 ADVICE_BEGIN, ADVICE_END = "<!-- advice: written by make docs -->\n", "<!-- end of advice -->"
+PARITY_TARGET = ROOT / "docs" / "parallelism.md"
+PARITY_BEGIN, PARITY_END = "<!-- parity: written by make docs -->\n", "<!-- end of parity -->"
 FOLDERS = ("pipelines", "components", "kftrain")
 
 ARCHITECTURE = """# Architecture
@@ -100,6 +104,17 @@ def troubleshooting() -> str:
     """The whole page, with the table of now."""
     before, _, rest = ADVICE_TARGET.read_text().partition(ADVICE_BEGIN)
     return f"{before}{ADVICE_BEGIN}\n{advice_table()}\n\n{ADVICE_END}{rest.partition(ADVICE_END)[2]}"
+
+
+def parallelism() -> str:
+    """The whole page, with what the test's table of now proves."""
+    before, _, rest = PARITY_TARGET.read_text().partition(PARITY_BEGIN)
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        table = importlib.import_module("helpers.parity_page").table()
+    finally:
+        sys.path.pop(0)
+    return f"{before}{PARITY_BEGIN}\n{table}\n{PARITY_END}{rest.partition(PARITY_END)[2]}"
 
 
 def configuration() -> str:
@@ -182,6 +197,7 @@ def shown(default: Any) -> str:
 PAGES = {
     "docs/architecture.md": architecture,
     "docs/configuration.md": configuration,
+    "docs/parallelism.md": parallelism,
     "docs/troubleshooting.md": troubleshooting,
 }
 """Path -> what makes the page."""

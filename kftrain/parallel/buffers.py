@@ -103,26 +103,6 @@ class CombinedBuffers:
         return part if how == "mean" else cast(torch.Tensor, before) + part
 
 
-def require_global_statistics(model: nn.Module, world: World) -> None:
-    """Raises ConfigError for batch normalisation on several processes.
-
-    It sees only its own process's part of a batch, and nobody averages what it collects. One that is kept in evaluation
-    mode sees none.
-    """
-    if world.size == 1:
-        return
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, nn.SyncBatchNorm):
-            continue
-        if module.training or not module.track_running_stats:
-            raise ConfigError(
-                "batch normalisation is not synchronised over processes",
-                where=f"module {name or 'model'}",
-                value=type(module).__name__,
-                fix="use GroupNorm or LayerNorm, on GPUs SyncBatchNorm, or launch.processes_per_node: 1",
-            )
-
-
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a buffer, and its key there."""
     path, _, key = name.rpartition(".")

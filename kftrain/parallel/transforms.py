@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.reduce_scatter import reduce_by_exchange
@@ -45,6 +46,8 @@ class Distributed:
         """For how long a step has the whole of what is sharded, where something is."""
         self.after_backward: list[Callable[[], None]] = []
         """What is done to the gradients of a step, once the parameters have them. Collective."""
+        self.norms: GlobalBatchNorms | None = None
+        """Of modules that must know which rows count."""
         self.replicas: Replicas | None = None
         """Where each process has all of it."""
         self._copies: WorkingCopies | None = None

@@ -12,7 +12,7 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from kftrain.errors import (
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models.modes import begin_training
 from kftrain.parallel import automatic, blocks, buffers
+from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
@@ -208,15 +209,18 @@ def build(
     if kept and world.is_main:
         to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
     combined = buffers.CombinedBuffers(model, world)
-    names, calls = _probe(model, weights, config, task.assets(), loader, mesh)
+    norms = GlobalBatchNorms(model, mesh)
+    names, calls = _probe(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
     recompute = config.train.activation_checkpointing == "blocks"
     plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
     half = config.precision.compute == "bf16"
     parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
+    norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
     distributed = distribute(model, strategy, mesh, names)
+    distributed.norms = norms
     del weights  # whoever has built a whole model that is not used lets go of it
     start.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
@@ -224,11 +228,19 @@ def build(
 
 
 def _probe(
-    model: nn.Module, weights: Weights, config: Config, assets: Mapping[str, bytes], loader: TrainLoader, mesh: Mesh
+    model: nn.Module,
+    weights: Weights,
+    config: Config,
+    assets: Mapping[str, bytes],
+    loader: TrainLoader,
+    mesh: Mesh,
+    kept_equal: Collection[str],
 ) -> tuple[list[str], blocks.Calls]:
-    """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training."""
+    """The names of the model's blocks, and the calls of one loss. The task is another one than that of the training.
+
+    `kept_equal`: buffers that differ in the probe, where each process is by itself, and will not.
+    """
     world = mesh.world
-    buffers.require_global_statistics(model, world)
     found, task = blocks.candidates(model), build_task(config.task)
     if assets:
         task.restore(assets)
@@ -253,7 +265,7 @@ def _probe(
     if any(each.draws for each in seen):
         loader.send_nothing()
     names = blocks.choose(found, [each.calls for each in seen])
-    probe.require_equal_buffers(seen, buffers.declared(model))
+    probe.require_equal_buffers(seen, {*buffers.declared(model), *kept_equal})
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _of_all_rows(mesh, weights, micro, rehearse)

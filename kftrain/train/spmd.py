@@ -108,6 +108,8 @@ class SpmdEngine:
         return total
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        if self._distributed.norms is not None:
+            self._distributed.norms.begin(micro.weight)
         if self._log is None:
             return loss_of(self.model, self.task, micro, self.mesh.world.device)
         self._log.take()  # what a validation has called

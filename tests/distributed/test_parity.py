@@ -1,14 +1,20 @@
 """Each strategy, optimizer and combination that is offered against a bare loop on one process, row by row."""
 
+import re
 import time
+from dataclasses import replace
 
 import pytest
 from helpers import parity, parity_rank
+from helpers import parity_defects as defects
+from helpers import parity_models as models
 from helpers import parity_optimizers as optimizers
-from helpers.parity import Row
+from helpers.parity import Refused, Row
 from helpers.parity_oracle import Case, odd_llama, same_llama, tied_llama
 from helpers.parity_pool import Pools
 from helpers.parity_vision import IMAGES
+
+from kftrain.parallel.settings import NOT_OFFERED
 
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 ODD = Case("odd", ("model.ffn_dim=30",), odd_llama)
@@ -16,7 +22,19 @@ BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
 
 DDP = ("parallel.strategy=ddp",)
 HYBRID = ("parallel.replicate=2",)
+ZERO1 = ("parallel.strategy=zero1",)
+RECOMPUTED = ("train.activation_checkpointing=blocks",)
 TENSOR = ("parallel.tensor=2",)
+
+LAYOUTS = [
+    (1, "one process", ()),
+    (2, "fsdp", ()),
+    (2, "ddp", DDP),
+    (2, "zero1", ("parallel.strategy=zero1",)),
+    (2, "zero2", ("parallel.strategy=zero2",)),
+    (4, "hsdp", HYBRID),
+]
+"""In each of these each kind of parameter and buffer is."""
 
 HALVES = (0, 1, 2), (3, 4, 5)
 
@@ -69,6 +87,11 @@ TABLE = [
     Row("hsdp, exchanged each micro batch", 4, (*HYBRID, "parallel.exchange=micro_batch", "train.micro_batch_size=1")),
     Row("hybrid zero1, micro batches", 4, (*HYBRID, "parallel.strategy=zero1", "train.micro_batch_size=1")),
     Row("hybrid zero2, micro batches", 4, (*HYBRID, "parallel.strategy=zero2", "train.micro_batch_size=1")),
+    *(
+        Row(f"{name}, {case.name}", size, layout, case)
+        for case in (models.FROZEN, models.TIED, models.CHOOSY, models.AVERAGES, models.NORMED)
+        for size, name, layout in LAYOUTS
+    ),
     *(Row(case.name, size, case=case) for case in optimizers.CASES for size in (1, 2, 3)),
     Row("muon, hsdp", 4, ("parallel.replicate=2",), optimizers.MUON),
     Row("adafactor, hsdp", 4, ("parallel.replicate=2",), optimizers.ADAFACTOR),
@@ -90,6 +113,55 @@ def pools():
 @pytest.mark.parametrize("row", [row.param() for row in TABLE])
 def test_a_row_is_the_bare_loop(pools, row):
     parity.check(row, pools.run(row.processes, parity_rank.train, row.job))
+
+
+REFUSED = [
+    Refused("gradients of each micro batch under ddp", 2, (*DDP, "parallel.exchange=micro_batch"), "exchange must be"),
+    Refused("gradients of each micro batch under zero1", 2, (*ZERO1, "parallel.exchange=micro_batch"), "exchange must"),
+    Refused("offload without an accelerator", 2, ("parallel.offload=true",), "no accelerator whose memory"),
+    Refused("offload under ddp", 2, (*DDP, "parallel.offload=true"), "offload must be false"),
+    Refused("batch norm over micro batches", 2, ("train.micro_batch_size=1",), "all samples of a step", models.NORMED),
+    Refused("batch norm that is recomputed", 2, RECOMPUTED, "counts its samples twice", models.NORMED),
+    Refused("a weight that two blocks share", 2, (), "have the parameter .* in common", models.TIED_BLOCKS),
+    Refused("a buffer that is each process's own", 2, (), "differs from process to process", models.UNDECLARED),
+    Refused("recomputing a model without blocks", 2, RECOMPUTED, "no blocks that could be", models.WITHOUT_BLOCKS),
+    Refused("sizes that do not multiply to the processes", 4, ("parallel.shard=3",), "must be the number of processes"),
+    *(
+        Refused(f"the axis {axis}", 2, (f"parallel.{axis}=2",), f"{axis} must be 1: {NOT_OFFERED[axis]}")
+        for axis in NOT_OFFERED
+    ),
+]
+"""What is refused before the first step, by all processes, in one line."""
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
+def test_what_is_not_offered_is_refused_in_one_line(pools, row):
+    for answer in pools.run(row.processes, parity_rank.train, row.job):
+        assert answer.kind == "refused", answer
+        assert re.search(row.message, answer.value) and "\n" not in answer.value
+
+
+@pytest.mark.parametrize(
+    ("defect", "row"),
+    [
+        (defects.norm_of_one_part, Row("", 2)),
+        (defects.norm_of_one_part, Row("", 4, HYBRID)),
+        (defects.loss_counted_twice, Row("", 2, TENSOR)),
+        (defects.gradient_not_scaled, Row("", 2, DDP)),
+        (defects.gradient_not_scaled, Row("", 4, HYBRID)),
+        (defects.gradients_not_exchanged, Row("", 2, DDP)),
+        (defects.tied_weight_unties, Row("", 2, DDP, models.TIED)),
+        (defects.frozen_weight_moves, Row("", 2, DDP, models.FROZEN)),
+        (defects.statistics_by_rank, Row("", 2, (), models.NORMED)),
+        (defects.statistics_by_rank, Row("", 4, HYBRID, models.NORMED)),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_an_engine_that_is_broken_on_purpose_fails_its_row(pools, defect, row):
+    answers = pools.run(row.processes, parity_rank.train, replace(row.job, defect=defect))
+    assert [answer.kind for answer in answers] == ["done"] * row.processes, "it fails by its numbers alone"
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|changes the first weights"):
+        parity.check(row, answers)
 
 
 def hang(world):

@@ -38,6 +38,22 @@ class Row:
         return pytest.param(self, id=f"{self.processes}-{self.name}", marks=[pytest.mark.slow] if self.slow else [])
 
 
+@dataclass(frozen=True)
+class Refused:
+    """What all processes must refuse before the first step, in one line."""
+
+    name: str
+    processes: int
+    layout: tuple[str, ...]
+    message: str
+    """A part of that line, as a regular expression."""
+    case: Case = field(default_factory=Case)
+
+    @property
+    def job(self):
+        return parity_rank.Job(self.case.base, (*self.case.overrides, *self.layout), self.case.data)
+
+
 FIRST_WEIGHTS = {}
 """Of each case, those of the row that came first."""
 

@@ -31,6 +31,8 @@ class Job:
     overrides: tuple[str, ...]
     data: object
     """A function: field -> all rows."""
+    defect: object = contextlib.nullcontext
+    """Of `parity_defects`: what is broken meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class NoWriter:
 
 def train(world, job):
     """Trains to the last step; what came of it, on the first process."""
+    with job.defect():
+        return _train(world, job)
+
+
+def _train(world, job):
     resolved = config.parse(job.text, list(job.overrides))
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:

@@ -9,9 +9,8 @@ from torch import nn
 
 from kftrain import config
 from kftrain.errors import ConfigError
-from kftrain.parallel.buffers import declared, require_global_statistics
+from kftrain.parallel.buffers import declared
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.world import World
 from kftrain.tasks import build_task
 from kftrain.train import session
 
@@ -89,24 +88,3 @@ def test_the_first_pattern_counts_and_the_rest_is_left_alone():
         **{"seen.count": "max", "seen.mean": "sum", "seen.total": "sum", "seen.peak": "sum"}
     }
     assert declared(nn.Linear(1, 1)) == {}
-
-
-TWO = World(0, 2, torch.device("cpu"), None, None)
-
-
-def test_batch_normalisation_over_several_processes_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
-    with pytest.raises(ConfigError, match=r"module 1\.0: batch normalisation is not .*BatchNorm1d.*GroupNorm"):
-        require_global_statistics(model, TWO)
-    require_global_statistics(model, World(0, 1, torch.device("cpu"), None, None))
-
-
-def test_what_needs_no_synchronisation_is_not_refused():
-    model = nn.Sequential(nn.GroupNorm(1, 1), nn.LayerNorm(1), nn.SyncBatchNorm(1), nn.InstanceNorm1d(1))
-    require_global_statistics(model, TWO)
-
-
-def test_batch_normalisation_that_is_kept_in_evaluation_mode_looks_at_no_batch():
-    require_global_statistics(nn.Sequential(nn.BatchNorm1d(1).eval()), TWO)
-    with pytest.raises(ConfigError):
-        require_global_statistics(nn.Sequential(nn.BatchNorm1d(1, track_running_stats=False).eval()), TWO)

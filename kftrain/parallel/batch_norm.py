@@ -1,0 +1,155 @@
+"""Batch normalisation over all processes: exactly what one process with all samples of the step would compute.
+
+torch's `SyncBatchNorm` needs GPUs, and counts the rows that fill up a share. Here the statistics are those of the rows
+that count, whatever their number on each process, on any device (Ioffe and Szegedy 2015, arXiv:1502.03167): sums travel
+in the forward pass, their gradients in the backward pass, and all processes keep the same running statistics.
+
+Samples that share statistics are a part of what is computed. On several processes they are all samples of a step, in
+every layout; so a step may have one micro batch only, since the samples of one of several would depend on the layout.
+One process takes each micro batch by itself, as everybody does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.shape import DATA_AXES
+
+KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class GlobalBatchNorms:
+    """The batch norms of a model that are trained. Until it is connected each process counts its own rows."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        """Modules that are kept in evaluation mode are left alone. Raises ConfigError for what cannot be computed."""
+        self._group: dist.ProcessGroup | None = None
+        self._weight: torch.Tensor | None = None
+        self._mesh = mesh
+        norms = [(name, each) for name, each in model.named_modules() if isinstance(each, _BatchNorm)]
+        if mesh.num_data_ranks > 1:
+            for name, module in norms:
+                _require_known(name, module)
+        self._norms = {name: each for name, each in norms if each.training and type(each).forward in KNOWN_FORWARDS}
+        self.buffer_names = {f"{name}.{key}".lstrip(".") for name, each in self._norms.items() for key in each._buffers}
+        """What a forward pass changes, in the same way on all processes once they are connected."""
+        for module in self._norms.values():
+            module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
+
+    def connect(self, num_micro_batches: int, recomputed: bool) -> None:
+        """From now on statistics are those of all processes. Collective.
+
+        Raises ConfigError where the samples that share them would depend on the layout, or count twice.
+        """
+        if not self._norms or self._mesh.num_data_ranks == 1:
+            return
+        if num_micro_batches > 1:
+            raise ConfigError(
+                "batch normalisation over several processes needs all samples of a step at a time",
+                where="train.micro_batch_size",
+                value=f"{num_micro_batches} micro batches",
+                fix="set it to 0, use GroupNorm or LayerNorm, or one process",
+            )
+        if recomputed:
+            raise ConfigError(
+                "a block with batch normalisation that is computed twice counts its samples twice",
+                where="train.activation_checkpointing",
+                value="blocks",
+                fix="set it to none, or use GroupNorm or LayerNorm",
+            )
+        ranks = dist.get_process_group_ranks(self._mesh.group(DATA_AXES))
+        # A group of its own: what the wrappers of the model exchange meanwhile does not mix with it.
+        self._group = dist.new_group(ranks, timeout=self._mesh.world.timeout, use_local_synchronization=True)
+
+    def begin(self, weight: np.ndarray) -> None:
+        """Before a forward pass: `[rows]`, 0 for those that do not count."""
+        if self._norms:
+            self._weight = torch.from_numpy(weight).to(self._mesh.world.device)
+
+    def _forward(self, module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return type(module).forward(module, x)
+        module._check_input_dim(x)  # type: ignore[no-untyped-call]
+        shape, dims = [1, -1, *[1] * (x.dim() - 2)], [dim for dim in range(x.dim()) if dim != 1]
+        rows = self._weights_of(x).view(-1, *[1] * (x.dim() - 1))
+        values = x.float()
+        count = rows.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
+        sums = self._over_all(torch.cat([(values * rows).sum(dims), count.view(1)]))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = values - mean.view(shape)
+        variance = self._over_all((centred.square() * rows).sum(dims)) / count
+        _keep(module, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        out = centred * torch.rsqrt(variance + module.eps).view(shape)
+        if module.affine:
+            out = out * module.weight.float().view(shape) + module.bias.float().view(shape)
+        return out.to(x.dtype)
+
+    def _weights_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each entry of the first dim, which may be rows with their places one after the other."""
+        weight = self._weight
+        if weight is None:
+            return torch.ones(len(x), device=x.device)
+        if len(x) % len(weight):
+            raise UserCodeError(
+                f"is given {len(x)} entries for {len(weight)} rows: nobody knows which of them count",
+                where="batch normalisation",
+            )
+        return weight.repeat_interleave(len(x) // len(weight))
+
+    def _over_all(self, local: torch.Tensor) -> torch.Tensor:
+        if self._group is None:
+            return local
+        return cast(torch.Tensor, _Sum.apply(local, self._group))  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over processes; each has a loss of its own that depends on it, and theirs are added."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@torch.no_grad()
+def _keep(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Moves the running statistics towards those of the batch, as torch does."""
+    if module.running_mean is None or module.running_var is None or module.num_batches_tracked is None:
+        return
+    module.num_batches_tracked.add_(1)
+    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
+    module.running_var.lerp_(variance.to(module.running_var.dtype), share)
+
+
+def _require_known(name: str, module: _BatchNorm) -> None:
+    problem = ""
+    if module.training and type(module).forward not in KNOWN_FORWARDS:
+        problem = "batch normalisation with a forward of its own is not synchronised over processes"
+    elif not module.track_running_stats:
+        problem = "batch normalisation without running statistics makes an evaluation depend on its batches"
+    if problem:
+        raise ConfigError(
+            problem,
+            where=f"module {name or 'model'}",
+            value=type(module).__name__,
+            fix="use torch's own with running statistics, GroupNorm or LayerNorm, or launch.processes_per_node: 1",
+        )

@@ -1,0 +1,67 @@
+"""The engine broken on purpose, one thing at a time: a row of the table must then fail by its numbers."""
+
+import contextlib
+
+from torch import nn
+
+from kftrain.parallel import initialize
+from kftrain.parallel.batch_norm import GlobalBatchNorms
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.replicas import Replicas
+from kftrain.parallel.shape import Shape
+from kftrain.parallel.transforms import Distributed
+
+
+@contextlib.contextmanager
+def patched(owner, name, value):
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def norm_of_one_part():
+    """The norm is not summed over the axis that gradients are sharded along."""
+    return patched(Mesh, "norm_group", lambda mesh: None)
+
+
+def loss_counted_twice():
+    """Each process along `tensor` counts the loss that they share."""
+    return patched(Shape, "counts_loss", lambda shape, rank: True)
+
+
+def gradient_not_scaled():
+    """The mean over processes is taken for the sum."""
+    return patched(Distributed, "num_averaged", 1)
+
+
+def gradients_not_exchanged():
+    """Each replica keeps its own."""
+    return patched(Replicas, "exchange", lambda replicas, does: replicas._model.set_requires_gradient_sync(False))
+
+
+def put_copies(slots, parameter):
+    for module, key in slots:
+        initialize.put(module, "_parameters", key, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+
+
+def tied_weight_unties():
+    """Where a parameter stands in two places there are two of them."""
+    return patched(initialize, "put_all", put_copies)
+
+
+def put_thawed(slots, parameter):
+    for module, key in slots:
+        initialize.put(module, "_parameters", key, parameter.requires_grad_(True))
+
+
+def frozen_weight_moves():
+    """A parameter forgets that it is frozen."""
+    return patched(initialize, "put_all", put_thawed)
+
+
+def statistics_by_rank():
+    """Each process normalises with its own rows."""
+    return patched(GlobalBatchNorms, "connect", lambda norms, *settings: None)
