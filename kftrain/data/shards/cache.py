@@ -21,6 +21,8 @@ from kftrain.data.settings import DataConfig
 from kftrain.data.shards.manifest import SHARD_AGAIN, reading
 from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder
 from kftrain.errors import DataError
+from kftrain.outages import one_line
+from kftrain.progress import to_log
 
 CHUNK_BYTES = 1 << 20
 
@@ -38,6 +40,7 @@ class NodeCache:
         self._folder = folder
         self._max_bytes = max_bytes
         self._memory = memory
+        self._is_told = False
 
     @classmethod
     def of_node(cls, cache_dir: str, max_bytes: int, memory: Memory) -> NodeCache | None:
@@ -62,25 +65,27 @@ class NodeCache:
     def fetch(self, file: File) -> bool | None:
         """Makes a copy; False: there is no room for it, None: another process is making it now.
 
-        Raises DataError where the object has another content, also when it is fetched once more.
+        A folder that is full, damaged or gone is no room: what it is for is read from the store. Raises DataError where
+        the object has another content, also when it is fetched once more.
         """
-        with self._part(file) as part:
-            if part is None:
-                return None
-            return self._is_whole(file) or self._fetch_into(part, file)
+        try:
+            with self._part(file) as part:
+                if part is None:
+                    return None
+                return self._is_whole(file) or self._fetch_into(part, file)
+        except OSError as error:  # of this node: what the store answers is a DataError
+            if not self._is_told:
+                to_log(f"warning: {self._folder} keeps no more copies of shards: {one_line(error)}")
+            self._is_told = True
+            return False
 
     def _fetch_into(self, part: BinaryIO, file: File) -> bool:
         if not self._reserve(part, file.size_bytes):
             return False
-        try:
-            if _download(file, part) != file.sha256 and _download(file, part) != file.sha256:
-                what = "its content has changed: the sha256 differs from the manifest's"
-                raise DataError(what, where=file.uri, fix=SHARD_AGAIN)
-            os.fsync(part.fileno())
-        except OSError as error:
-            if storage.is_full(error):
-                return False
-            raise
+        if _download(file, part) != file.sha256 and _download(file, part) != file.sha256:
+            what = "its content has changed: the sha256 differs from the manifest's"
+            raise DataError(what, where=file.uri, fix=SHARD_AGAIN)
+        os.fsync(part.fileno())
         self._memory.note(_copy(part, file))
         os.rename(self._path_of_part(file), self._folder / file.sha256)
         return True
@@ -141,15 +146,27 @@ def _copy(stream: BinaryIO, file: File) -> File:
 
 
 def _download(file: File, part: BinaryIO) -> str:
-    """Writes the object over what is there; the sha256 of what came."""
+    """Writes the object over what is there, no more of it than its size; the sha256 of what came."""
     digest, position = hashlib.sha256(), 0
-    with reading(file.uri), storage.open_read(file.uri) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
+    with _opened(file) as stream:
+        while position <= file.size_bytes:
+            with reading(file.uri):
+                chunk = stream.read(CHUNK_BYTES)
+            if not chunk:
+                break
             digest.update(chunk)
-            os.pwrite(part.fileno(), chunk, position)
+            os.pwrite(part.fileno(), chunk[: file.size_bytes - position], position)
             position += len(chunk)
-    part.truncate(position)
+    part.truncate(min(position, file.size_bytes))
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(file: File) -> Iterator[BinaryIO]:
+    with reading(file.uri):
+        stream = storage.open_read(file.uri)
+    with stream:
+        yield stream
 
 
 def _locked(stream: BinaryIO, kind: int) -> bool:

@@ -1,7 +1,9 @@
 """Copies of remote shards on a node: whole or none, within their budget, shared, and bit for bit what the store has."""
 
+import errno
 import hashlib
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -133,6 +135,52 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path, store
     assert cache.fetch(other) is True, "what is left makes room"
     assert copies(tmp_path) == {other.sha256}
     assert cache.fetch(file) is True and copies(tmp_path) == {file.sha256}
+
+
+def in_the_way(path):
+    path.mkdir()
+    (path / "file").write_text("")
+
+
+DAMAGES = {
+    "a folder in place of the copy": lambda folder, file: in_the_way(folder / file.sha256),
+    "a folder in place of what is fetched": lambda folder, file: in_the_way(folder / f"{file.sha256}.part"),
+    "a folder in place of the lock": lambda folder, file: in_the_way(folder / ".lock"),
+    "the folder is gone": lambda folder, file: shutil.rmtree(folder),
+    "the folder is a file": lambda folder, file: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_keeps_nothing_and_fails_nothing(damage, tmp_path, store, capsys):
+    """Cleaners of /tmp come by while a training runs."""
+    file, cache = put(store, "a.tar"), cache_of(tmp_path)
+    damage(folder(tmp_path), file)
+    assert cache.fetch(file) is False and content_of(cache, file) is None
+    assert cache.fetch(file) is False
+    assert capsys.readouterr().out.count("keeps no more copies of shards") == 1
+
+
+def test_a_disk_that_is_full_while_a_copy_is_written_keeps_nothing_and_fails_nothing(tmp_path, store, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file, cache = put(store, "a.tar"), cache_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert cache.fetch(file) is False
+    assert copies(tmp_path) == set()
+    assert cache.fetch(file) is True and content_of(cache, file) == store.cat_file("/cached/a.tar")
+
+
+def test_an_object_that_is_larger_than_it_was_takes_no_more_room(tmp_path, store, monkeypatch):
+    written, write = [], os.pwrite
+    file = put(store, "a.tar")
+    store.pipe_file("/cached/a.tar", b"x" * (3 * NUM_BYTES))
+    monkeypatch.setattr(os, "pwrite", lambda where, data, at: written.append(at + len(data)) or write(where, data, at))
+    with pytest.raises(DataError, match="content has changed"):
+        cache_of(tmp_path).fetch(file)
+    assert max(written) == NUM_BYTES and copies(tmp_path) == set()
 
 
 def test_of_two_processes_one_fetches(tmp_path, store, monkeypatch):
