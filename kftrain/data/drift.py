@@ -1,7 +1,7 @@
 """How far a dataset has drifted from another: two measures for each distribution, and what chance alone would give.
 
-Bins are chosen by the dataset before: of ordered values (pixels, sizes) up to ten that hold about as much each, of
-names (classes, tokens) the most frequent ones, and one for all others.
+Bins are chosen by the dataset before: of ordered values (pixels, sizes, floating point numbers) up to ten that hold
+about as much each, of names (classes, tokens) the most frequent ones, and one for all others.
 
 - Population stability index, the sum of (p - q) ln(p / q) over the bins: N. Siddiqi, "Credit Risk Scorecards" (2006),
   whose thresholds 0.1 and 0.25 are the usual ones; it is the divergence of H. Jeffreys (1946). Half a count is added to
@@ -19,8 +19,9 @@ correction of J. Rao and A. Scott (1981).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Literal
 
@@ -53,11 +54,18 @@ class Distribution:
     """Whether the values are whole numbers that have an order."""
     num_independent: float = 0.0
     """So many independent values would vary as much; 0: as many as there are."""
+    quantiles: Sequence[float] = ()
+    """Of floating point numbers, in order and evenly spread, instead of counts."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no values."""
+        return not len(self.quantiles) and not sum(self.counts.values())
 
     @property
     def size(self) -> float:
         """For what chance gives."""
-        return self.num_independent or float(sum(self.counts.values()))
+        return self.num_independent or float(sum(self.counts.values()) or len(self.quantiles))
 
 
 @dataclass(frozen=True)
@@ -91,10 +99,10 @@ class DistributionChange:
 
 
 def change(before: Distribution, now: Distribution) -> DistributionChange | None:
-    """How a distribution has changed; None where one of them is empty."""
-    if not sum(before.counts.values()) or not sum(now.counts.values()):
+    """How a distribution has changed; None where one of them is empty, or they are of different kinds."""
+    if before.is_empty or now.is_empty or bool(len(before.quantiles)) != bool(len(now.quantiles)):
         return None
-    bins = _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _named_bins(before, now)
+    bins = _bins(before, now)
     counts = np.array([[old, new] for _, old, new in bins], dtype=np.float64).T
     shares = counts / counts.sum(axis=1, keepdims=True)
     largest = sorted(range(len(bins)), key=lambda number: -abs(shares[1, number] - shares[0, number]))[:MAX_SHIFTS]
@@ -140,6 +148,33 @@ def independent_values(groups: np.ndarray) -> float:
     variances = len(groups) / (len(groups) - 1) * np.square(deviations).sum(axis=0) / total**2
     effects = variances / (shares * (1 - shares) / total)
     return float(total / max(1.0, float(np.average(effects, weights=1 - shares))))
+
+
+def decile_edges(values: np.ndarray) -> np.ndarray:
+    """Values, in order, up to which a tenth of all lie, and two, and so on: ends of all bins but the last one."""
+    shares = np.arange(1, MAX_ORDERED_BINS) / MAX_ORDERED_BINS
+    return np.unique(np.quantile(values, shares, method="inverted_cdf"))
+
+
+def count_between(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """How many values lie up to each edge, and how many above the last one."""
+    return np.bincount(np.searchsorted(edges, values, side="left"), minlength=len(edges) + 1)
+
+
+def _bins(before: Distribution, now: Distribution) -> list[tuple[str, int, int]]:
+    """Name of each bin, with the counts of both."""
+    if len(before.quantiles):
+        return _quantile_bins(np.asarray(before.quantiles), np.asarray(now.quantiles))
+    return _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _named_bins(before, now)
+
+
+def _quantile_bins(before: np.ndarray, now: np.ndarray) -> list[tuple[str, int, int]]:
+    """Ranges that hold about as much each, before; those without a value are left out."""
+    edges = decile_edges(before)
+    names = [f"up to {edges[0]:.4g}", *(f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges.tolist()))]
+    counts = zip(count_between(before, edges).tolist(), count_between(now, edges).tolist(), strict=True)
+    named = zip([*names, f"above {edges[-1]:.4g}"], counts, strict=True)
+    return [(name, old, new) for name, (old, new) in named if old or new]
 
 
 def _ordered_bins(before: Distribution, now: Distribution) -> list[tuple[str, int, int]]:

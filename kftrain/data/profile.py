@@ -1,7 +1,8 @@
 """What a dataset is like, so that another one can be compared with it: `profile.json` beside the manifest.
 
 Sizes and classes were counted while the shards were written. What the samples hold is counted in stretches of the
-training split, spread evenly over it, as many whatever its size: tokens by their number, pixels by their value.
+training split, spread evenly over it, as many whatever its size: tokens by their number, pixels by their value. Of
+floating point numbers, which hardly ever come twice, quantiles are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from kftrain import storage
 from kftrain.data.adopted.conversion import Conversion
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.drift import MAX_NAMED_BINS, Distribution, independent_values
+from kftrain.data.drift import MAX_NAMED_BINS, Distribution, count_between, decile_edges, independent_values
 from kftrain.data.images import EXTENSIONS, decode_image
 from kftrain.data.schema import CLUSTER, Arrays, Field
 from kftrain.data.shards.manifest import Manifest
@@ -34,6 +35,10 @@ MAX_VALUES = 1 << 20
 
 MAX_PIXELS = 256
 
+NUM_QUANTILES = 1000
+MAX_COLUMNS = 32
+"""A field of more numbers is no row of columns: its numbers are taken together."""
+
 SIZES = "record sizes (bits)"
 """Distribution of the lengths of records: how many bits the number of their bytes has."""
 
@@ -46,10 +51,12 @@ class Counted(BaseModel):
     counts: dict[str, int]
     is_ordered: bool = False
     num_independent: float = 0.0
+    quantiles: list[float] = []
+    """Of floating point numbers, instead of counts."""
 
     def distribution(self) -> Distribution:
         """For comparing."""
-        return Distribution(self.counts, self.is_ordered, self.num_independent)
+        return Distribution(self.counts, self.is_ordered, self.num_independent, self.quantiles)
 
 
 class Profile(documents.Document):
@@ -95,10 +102,15 @@ def profile_of(
     if statistics.get("size_counts"):
         distributions[SIZES] = Counted(counts=statistics["size_counts"], is_ordered=True)
     dataset = ShardedDataset(manifest_uri, manifest, "train", conversion=conversion)
-    fields = [field for field in dataset.schema.fields if field.name not in (*targets, CLUSTER)]
+    others = [field for field in dataset.schema.fields if field.name != CLUSTER]
+    fields = [field for field in others if _is_float(field) or field.name not in targets]
     stretches = list(_stretches(dataset, fields))
     for field in fields:
-        groups = [_values(field, arrays[field.name]) for arrays in stretches]
+        rows = [arrays[field.name] for arrays in stretches]
+        if _is_float(field):
+            distributions |= _quantiles_of(field, rows)
+            continue
+        groups = [_values(field, each) for each in rows]
         if any(len(values) for values in groups):
             distributions |= _counted(field, groups)
     return Profile(
@@ -127,6 +139,31 @@ def _stretches(dataset: ShardedDataset, fields: Sequence[Field]) -> Iterator[Arr
         starts = [number * last // (NUM_STRETCHES - 1) for number in range(NUM_STRETCHES)]
     for start in starts:
         yield dataset.read(np.arange(start, min(dataset.num_samples, start + length)))
+
+
+def _is_float(field: Field) -> bool:
+    return not field.is_encoded and np.dtype(field.dtype).kind == "f"
+
+
+def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Counted]:
+    """Quantiles of a number, of each of a few columns, or of all numbers of a field; what is not finite is left out."""
+    if field.shape and len(field.shape) == 1 and field.shape[0] <= MAX_COLUMNS:
+        columns = {f"{field.name}[{number}]": [rows[:, number] for rows in stretches] for number in range(*field.shape)}
+    else:
+        columns = {field.name: [rows.reshape(-1) for rows in stretches]}
+    found = {}
+    for name, groups in columns.items():
+        finite = [values[np.isfinite(values)].astype(np.float64) for values in groups]
+        values = np.sort(np.concatenate(finite)) if finite else np.empty(0)
+        if len(values):
+            edges = decile_edges(values)
+            by_group = np.array([count_between(each, edges) for each in finite])
+            shares = np.linspace(0, 1, min(len(values), NUM_QUANTILES))
+            kept = np.quantile(values, shares, method="inverted_cdf").tolist()
+            found[f"values of {name}"] = Counted(
+                counts={}, quantiles=kept, num_independent=independent_values(by_group)
+            )
+    return found
 
 
 def _is_picture(field: Field) -> bool:
@@ -166,7 +203,9 @@ def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
 
 
 def mean_and_deviation(counted: Counted) -> tuple[float, float]:
-    """Mean and standard deviation of ordered values."""
+    """Mean and standard deviation of ordered values, or of quantiles."""
+    if counted.quantiles:
+        return float(np.mean(counted.quantiles)), float(np.std(counted.quantiles))
     found = Counter({int(value): count for value, count in counted.counts.items()})
     values, weights = np.array(list(found)), np.array(list(found.values()))
     mean = float(np.average(values, weights=weights))

@@ -10,7 +10,7 @@ from kftrain.data.profile import Counted, Profile, mean_and_deviation, write_pro
 from kftrain.data.settings import NEW, REPLAYED
 from kftrain.data.sharding import below_root
 from kftrain.data.shards.manifest import Manifest, read_manifest
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import ConfigError, DataError, KftrainError
 from kftrain.progress import Progress
 from kftrain.run import documents
 from kftrain.run.drift import Drift, DriftedDistribution, DriftShift, ProfiledDataset
@@ -31,17 +31,12 @@ def compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task, 
     if against == NONE:
         return None
     try:
-        now, before = _pair(config, manifest_uri, manifest)
-        if now is None:
-            return None
-        profile = _profile(config, now, task)  # also where nothing is compared: the next dataset is, with this one
-        if before is None or before == now:
-            return None
-        found = drift_between(_profile(config, before, task), profile, before, now, config)
+        found = _compared(config, manifest_uri, manifest, task)
     except KftrainError as error:
         progress(f"warning: how far the data has drifted is not known: {error.line}")
         return None
-    progress(found.line)
+    if found is not None:
+        progress(found.line)
     return found
 
 
@@ -51,6 +46,41 @@ def read_drift(paths: RunPaths) -> Drift | None:
         return documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
     except DataError:
         return None
+
+
+def _compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task) -> Drift | None:
+    """The profiles are written also where nothing is compared: the next dataset is, with this one."""
+    found = []
+    for name, now, before in _pairs(config, manifest_uri, manifest):
+        profile = _profile(config, now, task)
+        if before is not None and before != now:
+            own = drift_between(_profile(config, before, task), profile, before, now, config)
+            found.append(own if not name else _named(own, name))
+    return _together(found) if found else None
+
+
+def _named(found: Drift, name: str) -> Drift:
+    """That of a component, whose name its distributions have."""
+    named = [each.model_copy(update={"name": f"{name}: {each.name}"}) for each in found.distributions]
+    return found.model_copy(update={"distributions": named})
+
+
+def _together(found: list[Drift]) -> Drift:
+    """One of all components that are compared; sizes are those of all together."""
+    if len(found) == 1:
+        return found[0]
+    distributions = sorted((each for one in found for each in one.distributions), key=lambda each: -each.psi)
+    sizes = {"before": _summed([each.before for each in found]), "now": _summed([each.now for each in found])}
+    return found[0].model_copy(update={**sizes, "distributions": distributions})
+
+
+def _summed(sizes: list[ProfiledDataset]) -> ProfiledDataset:
+    return ProfiledDataset(
+        manifest_uri=", ".join(each.manifest_uri for each in sizes),
+        num_records=sum(each.num_records for each in sizes),
+        content_bytes=sum(each.content_bytes for each in sizes),
+        num_samples=sum(each.num_samples for each in sizes),
+    )
 
 
 def drift_between(before: Profile, now: Profile, before_uri: str, now_uri: str, config: Config) -> Drift:
@@ -70,20 +100,37 @@ def drift_between(before: Profile, now: Profile, before_uri: str, now_uri: str, 
     )
 
 
-def _pair(config: Config, manifest_uri: str, manifest: Manifest) -> tuple[str | None, str | None]:
-    """URIs of the manifests of the new dataset and of the one to compare with."""
+def _pairs(config: Config, manifest_uri: str, manifest: Manifest) -> list[tuple[str, str, str | None]]:
+    """Of each dataset that is compared: its name, empty for the only one, and the manifests of now and of before.
+
+    The new one of a replay is compared with what is seen again; a component of another mixture with the dataset that
+    it was appended to, or with the component of its name.
+    """
     root, against = config.run.storage_root, config.data.drift.against
-    own = {each.name: storage.join(root, below_root(each.dataset_digest)) for each in manifest.components}
-    if manifest.components and own.keys() != {NEW, REPLAYED}:
-        return None, None
-    now = own.get(NEW, manifest_uri)
-    if against != PREVIOUS:
-        found = find_manifest(against)
-        Trust.of(config).require_place(found)
-        return now, found
-    if manifest.components:
-        return now, own[REPLAYED]
-    return now, storage.join(root, below_root(manifest.parent)) if manifest.parent else None
+    own = _components(root, manifest)
+    named = "" if against == PREVIOUS else find_manifest(against)
+    if named:
+        Trust.of(config).require_place(named)
+        theirs = _components(root, read_manifest(named))
+    if named and bool(theirs) and (not own or own.keys() == {NEW, REPLAYED}):
+        what = "a mixture, and this is a dataset of one source"
+        raise ConfigError(what, where="data.drift.against", value=against, fix="name a dataset of one source")
+    if not own or own.keys() == {NEW, REPLAYED}:
+        parent = _place(root, manifest.parent) if manifest.parent else None
+        return [("", own.get(NEW, manifest_uri), named or own.get(REPLAYED, parent))]
+    if named:
+        return [(name, now, theirs.get(name)) for name, now in own.items()]
+    parents = {name: read_manifest(now).parent for name, now in own.items()}
+    return [(name, now, _place(root, parents[name]) if parents[name] else None) for name, now in own.items()]
+
+
+def _components(root: str, manifest: Manifest) -> dict[str, str]:
+    """Name of each component of a mixture, and the manifest of its dataset."""
+    return {each.name: _place(root, each.dataset_digest) for each in manifest.components}
+
+
+def _place(root: str, dataset_digest: str) -> str:
+    return storage.join(root, below_root(dataset_digest))
 
 
 def _profile(config: Config, manifest_uri: str, task: Task) -> Profile:
@@ -104,7 +151,8 @@ def _distribution(name: str, before: Counted, now: Counted, config: Config) -> D
     found: DistributionChange | None = change(before.distribution(), now.distribution())
     if found is None:
         return None
-    figures = [mean_and_deviation(each) for each in (before, now)] if before.is_ordered else []
+    has_figures = before.is_ordered or bool(before.quantiles)
+    figures = [mean_and_deviation(each) for each in (before, now)] if has_figures else []
     return DriftedDistribution(
         name=name,
         psi=found.psi,

@@ -96,3 +96,40 @@ def test_a_change_counts_from_the_threshold_on_and_beyond_chance():
     assert [found.level(0.1, 0.25), found.level(0.1, 0.4), found.level(0.3, 0.4)] == ["large", "some", "none"]
     few = change(Distribution({"a": 2, "b": 2}), Distribution({"a": 3, "b": 1}))
     assert few.psi > 0.1 and few.level(0.1, 0.25) == "none"
+
+
+def quantiles_of(values):
+    """A distribution as a profile keeps it."""
+    kept = np.quantile(values, np.linspace(0, 1, 1000), method="inverted_cdf")
+    return Distribution({}, num_independent=float(len(values)), quantiles=kept.tolist())
+
+
+@pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (0.3, 1.0), (1.0, 1.0), (0.0, 2.0)])
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e6])
+def test_the_index_of_floating_point_numbers_is_that_of_all_their_values_in_deciles(shift, scale, unit):
+    draw = np.random.default_rng(3)
+    before = 1000 * unit + unit * draw.normal(size=20_000)
+    now = 1000 * unit + unit * (shift + scale * draw.normal(size=20_000))
+    edges = [-np.inf, *np.quantile(before, np.arange(1, 10) / 10), np.inf]
+    p, q = (np.histogram(values, edges)[0] / 20_000 for values in (now, before))
+    found = change(quantiles_of(before), quantiles_of(now))
+    assert found.psi == pytest.approx(float(np.sum((p - q) * np.log(p / q))), rel=0.05, abs=0.005)
+    assert found.level(0.1, 0.25) == ("none" if shift < 0.3 and scale == 1.0 else found.level(0.1, 0.25))
+    assert found.num_bins == 10 and found.shifts[0].bin
+
+
+def test_numbers_that_are_all_the_same_have_not_changed_and_others_have():
+    same, other = quantiles_of(np.full(50, 2.5)), quantiles_of(np.full(50, 2.75))
+    assert change(same, same).psi == 0.0 and change(same, same).num_bins == 1
+    found = change(same, other)
+    assert found.level(0.1, 0.25) == "large" and {each.bin for each in found.shifts} == {"up to 2.5", "above 2.5"}
+    assert change(same, Distribution({"1": 3})) is None and change(same, Distribution({})) is None
+
+
+def test_equal_numbers_are_called_changed_once_in_twenty_times():
+    draw = np.random.default_rng(4)
+    beyond = 0
+    for _ in range(400):
+        found = change(quantiles_of(draw.normal(size=900)), quantiles_of(draw.normal(size=400)))
+        beyond += found.psi > found.chance_psi
+    assert 0.015 < beyond / 400 < 0.1

@@ -1,7 +1,9 @@
 """What the shard step says of the data against the dataset before; nothing fails where it cannot be told."""
 
 import json
+import sys
 from datetime import datetime, timedelta, timezone
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -68,7 +70,8 @@ def run_of(root, day, *overrides, text=TEXTS, **names):
     """The outcome of the shard step of one day, what it has said, and its drift."""
     own = config.parse(text.format(root=root, **names), overrides)
     lines = []
-    placed = windows.with_window(own, TimeWindow(DAY_0 + day * DAY, DAY_0 + (day + 1) * DAY))
+    window = TimeWindow(DAY_0 + day * DAY, DAY_0 + (day + 1) * DAY)
+    placed = windows.with_window(own, window) if own.data.window.is_set else own
     outcome = shard(placed, f"r-{day}", progress=lines.append)
     paths = RunPaths(outcome.run_uri)
     found = documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
@@ -186,3 +189,81 @@ def test_names_of_values_are_escaped(tmp_path):
     )
     assert "<script>" not in report.shards_html("r", {}, None, found)
     assert "<script>" not in report.shards_markdown({}, None, found).replace("\\<script", "")
+
+
+FLOATS = """
+run: {{name: nightly, storage_root: {root}/store}}
+tracking: {{uri: "sqlite:///{root}/mlflow.db"}}
+task: {{kind: "helpers.regression:Regression"}}
+model: {{kind: "torch.nn:Linear"}}
+train: {{global_batch_size: 4}}
+data: {{source: "rows_of_day:records", validation_fraction: 0.3, drift: {{against: {against}}}}}
+"""
+
+
+def run_of_floats(root, name, rows, against):
+    """The drift of the shard step over rows `x` and `y`."""
+    source = ModuleType("rows_of_day")
+    source.records = lambda: [(f"row-{number}", {**row, "id": number}) for number, row in enumerate(rows)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "rows_of_day", source)
+        own = config.parse(FLOATS.format(root=root, against=against), [f"run.name={name}"])
+        outcome = shard(own, name, progress=lambda line: None)
+    paths = RunPaths(outcome.run_uri)
+    return outcome, documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
+
+
+def float_rows(seed, column=0, shift=0.0, count=800):
+    draw = np.random.default_rng(seed)
+    rows = draw.normal(5.0, 2.0, (count, 6)).astype(np.float32)
+    rows[:, column] += shift
+    return [{"x": row, "y": np.float32(draw.normal())} for row in rows]
+
+
+def test_a_column_of_numbers_that_has_changed_is_named(tmp_path):
+    first, found = run_of_floats(tmp_path, "first", float_rows(1), "none")
+    assert found is None
+    _, found = run_of_floats(tmp_path, "same", float_rows(2), first.run_uri)
+    assert found.drifted == [] and len(found.distributions) >= 7
+    outcome, found = run_of_floats(tmp_path, "other", float_rows(3, column=4, shift=3.0), first.run_uri)
+    assert [each.name for each in found.drifted] == ["values of x[4]"] and found.drifted[0].level == "large"
+    assert found.drifted[0].now == pytest.approx((8.0, 2.0), abs=0.3)
+    assert "values of x[4]" in outcome.html
+
+
+MIXED = TEXTS.replace(
+    "source: {root}/raw, window: {{by: path}}",
+    "mixture: [{{name: english, source: {root}/english}}, {{name: german, source: {root}/german}}]",
+)
+
+
+def test_each_component_of_a_mixture_is_compared_with_its_own_past(tmp_path):
+    def write(name, number, words):
+        (tmp_path / name).mkdir(exist_ok=True)
+        draw = np.random.default_rng(number)
+        for each in range(60):
+            (tmp_path / name / f"{number}-{each}.txt").write_text(" ".join(draw.choice(words, 150)))
+
+    write("english", 0, ENGLISH)
+    write("german", 0, GERMAN)
+    assert run_of(tmp_path, 0, text=MIXED)[2] is None
+    write("german", 1, ENGLISH)
+    _, lines, found = run_of(tmp_path, 1, text=MIXED)
+    assert {each.name.partition(":")[0] for each in found.drifted} == {"german"} and found.line in lines
+    assert "german: tokens" in [each.name for each in found.drifted]
+    first = f"{tmp_path}/store/runs/r-0"
+    write("english", 1, GERMAN)
+    found = run_of(tmp_path, 2, f"data.drift.against={first}", text=MIXED)[2]
+    assert {each.name.partition(":")[0] for each in found.drifted} == {"english", "german"}
+    assert found.now.num_records > found.before.num_records
+
+
+def test_one_source_is_not_compared_with_a_mixture(tmp_path):
+    for name, words in (("english", ENGLISH), ("german", GERMAN)):
+        (tmp_path / name).mkdir()
+        for each in range(40):
+            (tmp_path / name / f"{each}.txt").write_text(" ".join(words * 20))
+    mixed = run_of(tmp_path, 0, text=MIXED)[0].run_uri
+    write_texts(tmp_path, 1, ENGLISH)
+    _, lines, found = run_of(tmp_path, 1, f"data.drift.against={mixed}")
+    assert found is None and any("data.drift.against: a mixture" in line for line in lines)
