@@ -88,11 +88,11 @@ TABLE = [
     Row("hybrid zero1, micro batches", 4, (*HYBRID, "parallel.strategy=zero1", "train.micro_batch_size=1")),
     Row("hybrid zero2, micro batches", 4, (*HYBRID, "parallel.strategy=zero2", "train.micro_batch_size=1")),
     *(
-        Row(f"{name}, {case.name}", size, layout, case)
+        Row(f"{name}, {case.name}", size, layout, case, slow=name.startswith("zero"))
         for case in (models.FROZEN, models.TIED, models.CHOOSY, models.AVERAGES, models.NORMED)
         for size, name, layout in LAYOUTS
     ),
-    *(Row(case.name, size, case=case) for case in optimizers.CASES for size in (1, 2, 3)),
+    *(Row(case.name, size, case=case, slow=size == 3) for case in optimizers.CASES for size in (1, 2, 3)),
     Row("muon, hsdp", 4, ("parallel.replicate=2",), optimizers.MUON),
     Row("adafactor, hsdp", 4, ("parallel.replicate=2",), optimizers.ADAFACTOR),
     Row("muon, fsdp x tensor", 4, TENSOR, optimizers.MUON),

@@ -80,6 +80,18 @@ def test_on_one_process_a_row_that_does_not_count_is_in_no_statistic():
         module.train()(ROWS[:3])
 
 
+def test_in_bf16_it_trains_and_evaluates_and_keeps_statistics_in_fp32():
+    module, plain = norm(0.1), norm(0.1)
+    GlobalBatchNorms(module, ALONE)
+    for key in ("weight", "bias"):
+        module._parameters[key] = nn.Parameter(getattr(module, key).detach().bfloat16())
+    for mode in (True, False):
+        out, exact = module.train(mode)(ROWS.bfloat16()), plain.train(mode)(ROWS)
+        assert out.dtype == torch.bfloat16 and module.running_var.dtype == torch.float32
+        torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.05)
+    torch.testing.assert_close(module.running_var, plain.running_var, rtol=0.01, atol=0.01)
+
+
 class Own(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x) * 2

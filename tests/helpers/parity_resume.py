@@ -1,0 +1,52 @@
+"""An attempt of a row of the table of parity, with kftrain's own checkpoints: it stops after some steps, or goes on."""
+
+import contextlib
+
+from helpers.parity_rank import COLLECTIVE_SECONDS, Trained, new_loader, whole
+
+from kftrain import config, storage
+from kftrain.checkpoint import load
+from kftrain.checkpoint.save import CheckpointWriter, Identity
+from kftrain.errors import Preempted
+from kftrain.parallel.mesh import Mesh
+from kftrain.process.liveness import Liveness
+from kftrain.process.stop_request import StopRequest
+from kftrain.run import attempts, commit
+from kftrain.run.paths import RunPaths
+from kftrain.tasks import build_task
+from kftrain.train import session
+from kftrain.train.loop import Loop
+from kftrain.train.recorder import Recorder
+
+
+class StopAfter(StopRequest):
+    """Asks, before each step, to stop once so many have been taken."""
+
+    def __init__(self, num_steps):
+        self._num_left = num_steps + 1
+
+    @property
+    def requested(self):
+        self._num_left -= 1
+        return self._num_left <= 0
+
+
+def attempt(world, job, folder, num_steps):
+    """Goes on with what lies in the folder, if anything, for so many steps at most; what came of it."""
+    resolved = config.parse(job.text, [*job.overrides, f"run.storage_root={folder}"])
+    paths, identity = RunPaths.of(folder, "r"), resolved.training_identity("d")
+    number = world.from_main(attempts.claim(paths, commit.last_step(paths), world.size) if world.is_main else None)
+    loaded = load.choose(paths, world, identity)
+    mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
+    with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:
+        engine, _ = session.build(resolved, task, loader, mesh, is_first=loaded is None)
+        first = whole(engine.model)
+        known = Identity(number, "d", storage.digest_json(identity), identity, engine.state.versions)
+        writer = CheckpointWriter(paths, world, known, 1, loaded.manifest.step if loaded else 0)
+        recorder = Recorder(loaded.history if loaded else [], None, resolved.train.steps)
+        liveness = Liveness(lambda: None, COLLECTIVE_SECONDS)
+        loop = Loop(resolved, world, engine, loader, None, writer, recorder, StopAfter(num_steps), liveness)
+        with contextlib.suppress(Preempted), contextlib.closing(writer):
+            loop.run(loop.resume(loaded))
+        last = whole(engine.model)
+    return Trained(first, recorder.history, last) if world.is_main else None
