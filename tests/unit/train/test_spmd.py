@@ -141,9 +141,9 @@ def test_a_step_that_is_not_finite_on_one_process_changes_no_tensor_of_the_state
         assert not all((bad[name] == good[name]).all() for name in before)
 
 
-def written(world, folder):
+def written(world, folder, overrides):
     """Takes some steps and writes the state; the keys, and the weights as they would be on one process."""
-    _, engine, loader = build(world)
+    _, engine, loader = build(world, overrides)
     for batch in loader.steps(0, 3):
         engine.step(batch, ROWS, world.sum)
     dcp.state_dict_saver.save(engine.state.save(), checkpoint_id=folder)
@@ -151,9 +151,9 @@ def written(world, folder):
     return keys, full(engine)
 
 
-def read_again(world, folder):
+def read_again(world, folder, overrides):
     """What an engine has that goes on from there, before and after one more step."""
-    _, engine, loader = build(world)
+    _, engine, loader = build(world, overrides)
     state = engine.state.save()
     dcp.state_dict_loader.load(state, checkpoint_id=folder)
     engine.state.load(state)
@@ -171,14 +171,17 @@ def full(engine):
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).clone().numpy() for name, v in every.items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_one_process_without_a_wrapper_and_many_go_on_from_each_others_state(tmp_path, before, after):
-    ((keys, weights), *_) = ranks.on(before, written, str(tmp_path / "a"))
-    ((other_keys, _), *_) = ranks.on(after, written, str(tmp_path / "b"))
+@pytest.mark.parametrize(
+    ("before", "after", "overrides"),
+    [(1, 2, []), (2, 1, []), *((2, 3, each) for each in OPTIMIZERS), (3, 1, OPTIMIZERS[-1]), (1, 2, OPTIMIZERS[2])],
+)
+def test_one_process_without_a_wrapper_and_many_go_on_from_each_others_state(tmp_path, before, after, overrides):
+    ((keys, weights), *_) = ranks.on(before, written, str(tmp_path / "a"), overrides)
+    ((other_keys, _), *_) = ranks.on(after, written, str(tmp_path / "b"), overrides)
     assert keys == other_keys and "model.layers.0.weight" in keys
     expected, same = (
-        ranks.on(before, read_again, str(tmp_path / "a"))[0],
-        ranks.on(after, read_again, str(tmp_path / "a")),
+        ranks.on(before, read_again, str(tmp_path / "a"), overrides)[0],
+        ranks.on(after, read_again, str(tmp_path / "a"), overrides),
     )
     for loaded, stepped in same:
         assert loaded.keys() == weights.keys() == stepped.keys()
