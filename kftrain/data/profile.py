@@ -178,11 +178,19 @@ def _values(field: Field, rows: np.ndarray) -> np.ndarray:
     if _is_picture(field):
         if not field.is_encoded:
             return rows.reshape(-1)
-        return np.concatenate([nothing, *(decode_image(bytes(each), field.name).reshape(-1) for each in rows)])
+        return np.concatenate([nothing, *(_pixels(bytes(each), field.name) for each in rows)])
     if field.is_encoded or np.dtype(field.dtype).kind not in "iu":
         return nothing
     values = rows.reshape(-1)
     return values if not len(values) or (values.min() >= 0 and values.max() < MAX_VALUES) else nothing
+
+
+def _pixels(content: bytes, where: str) -> np.ndarray:
+    """None of an image that cannot be decoded: whether it may be left out is said where it is trained on."""
+    try:
+        return decode_image(content, where).reshape(-1)
+    except DataError:
+        return np.empty(0, np.uint8)
 
 
 def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:

@@ -131,6 +131,18 @@ def test_brighter_images_and_another_balance_of_classes_are_a_drift(tmp_path, st
     assert pixels.before[0] == pytest.approx(90, abs=3) and pixels.now[1] == pytest.approx(30, abs=2)
 
 
+def test_images_that_cannot_be_decoded_are_not_counted(tmp_path):
+    """`data.max_bad_samples` may leave them out of training."""
+    for day in range(2):
+        write_images(tmp_path, day, 90, 60)
+        for name in ("ant/3.png", "ant/30.png"):
+            file = day_of(tmp_path, day) / name
+            file.write_bytes(file.read_bytes()[:-40])
+        _, lines, found = run_of(tmp_path, day, text=IMAGES, storage="files")
+    assert "pixels of image" in [each.name for each in found.distributions]
+    assert not [line for line in lines if line.startswith("warning")]
+
+
 def test_thresholds_are_settings_and_none_compares_nothing(tmp_path):
     for day, words in enumerate((ENGLISH, GERMAN)):
         write_texts(tmp_path, day, words)

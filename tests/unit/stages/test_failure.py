@@ -116,20 +116,6 @@ def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):
     assert any("could not be marked" in line for line in run[2])
 
 
-@pytest.fixture
-def storage_is_away(monkeypatch):
-    """A function after whose call nothing can be read or written."""
-
-    def refuse(*arguments):
-        raise ConnectionError("the endpoint does not answer")
-
-    def go_away():
-        for name in ("exists", "read_bytes", "publish"):
-            monkeypatch.setattr(storage, name, refuse)
-
-    return go_away
-
-
 def test_that_storage_is_away_does_not_hide_the_first_error(run, storage_is_away, capsys):
     paths, config, lines, ended = run
     with pytest.raises(DataError, match="a shard is damaged"), failure.reported("train", paths, config, lines.append):

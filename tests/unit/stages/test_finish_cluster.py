@@ -197,20 +197,6 @@ def test_a_job_that_another_launcher_adopts_while_it_is_being_deleted_goes_on(
     assert namespace.jobs() == [JOB]
 
 
-@pytest.fixture
-def storage_is_away(monkeypatch):
-    """A function after whose call no folder can be read or written."""
-
-    def refuse(*arguments):
-        raise ConnectionError("the endpoint does not answer")
-
-    def go_away():
-        for name in ("exists", "read_bytes", "publish"):
-            monkeypatch.setattr(storage, name, refuse)
-
-    return go_away
-
-
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_run_that_is_terminated_while_storage_is_away_leaves_no_job(
     start_job, namespace, tmp_path, storage_is_away, is_resumed, monkeypatch
