@@ -106,7 +106,7 @@ def test_only_workers_so_that_all_must_succeed():
     assert job["runPolicy"]["cleanPodPolicy"] == "Running"
 
 
-@settings(derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.sampled_from(["train", "evaluate"]))
 def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
     resolved = config.parse(TEXT)
