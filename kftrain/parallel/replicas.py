@@ -1,7 +1,7 @@
 """Replicas: torch's own DistributedDataParallel, whose gradients travel in buckets while the backward pass goes on.
 
 Li et al. 2020, arXiv:2006.15704. FSDP2 with nothing to shard computes the same, but on gloo its backward pass waits for
-the exchange of each block: three quarters of the speed.
+the exchange of each block.
 
 In bf16 the model computes with casts of its parameters, through which gradients reach the masters as fp32; a micro
 batch's own gradients are rounded, as FSDP2 rounds them, and their sum is not.
