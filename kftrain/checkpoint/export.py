@@ -146,7 +146,13 @@ def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
     return EmptyExport(uri, manifest, recipe, model, task, config)
 
 
-def fill(empty: EmptyExport, model: nn.Module, slots: ModelSlots | None = None, world: World | None = None) -> None:
+def fill(
+    empty: EmptyExport,
+    model: nn.Module,
+    slots: ModelSlots | None = None,
+    world: World | None = None,
+    on_host: bool = False,
+) -> None:
     """Gives a model the tensors of the export, on several processes of each the process's part. Collective.
 
     Args:
@@ -154,6 +160,7 @@ def fill(empty: EmptyExport, model: nn.Module, slots: ModelSlots | None = None, 
         model: What became of it since.
         slots: Of it before that; None: it is as it was.
         world: The processes that it is spread over.
+        on_host: In the host's memory, whatever the device.
 
     Raises CheckpointError where a tensor is missing, damaged, or of another shape.
     """
@@ -163,7 +170,7 @@ def fill(empty: EmptyExport, model: nn.Module, slots: ModelSlots | None = None, 
     with export_tensors.opened(empty.uri, empty.manifest, world) as tensors:
         if misfit := found.misfit(tensors.forms):
             raise CheckpointError(f"the tensors do not fit the model: {misfit}", where=empty.uri)
-        found.fill(model, tensors, world)
+        found.fill(model, tensors, world, on_host)
 
 
 def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:

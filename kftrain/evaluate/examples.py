@@ -65,9 +65,8 @@ def collect(
 ) -> list[Example]:
     """The chosen groups with their metrics, and what the task shows of the first row of each. On one process."""
     groups = sorted({group for group, _ in chosen})
-    first_rows = np.cumsum(num_rows) - num_rows
-    rows = [int(first_rows[group]) for group in groups]
-    shown = dict(zip(groups, _shown(task, model, dataset, rows, batch_size, device), strict=True))
+    rows = rows_of_groups(groups, num_rows)
+    shown = dict(zip(groups, show(task, model, dataset, rows, batch_size, device), strict=True))
     metrics = metrics_of_groups(metrics_of_sums, sums)
     return [
         Example(
@@ -80,13 +79,19 @@ def collect(
     ]
 
 
+def rows_of_groups(groups: Sequence[int], num_rows: np.ndarray) -> list[int]:
+    """The first row of each of these groups; `num_rows`: of all groups."""
+    first_rows = np.cumsum(num_rows) - num_rows
+    return [int(first_rows[group]) for group in groups]
+
+
 def metrics_of_groups(metrics: MetricsOfSums, sums: Statistics) -> dict[str, np.ndarray]:
     """Each metric of each group alone, `[groups]`."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return {name: np.asarray(values, np.float64) for name, values in metrics(sums).items()}
 
 
-def _shown(
+def show(
     task: Task,
     model: nn.Module,
     dataset: ValidationRows,
@@ -94,7 +99,7 @@ def _shown(
     batch_size: int,
     device: torch.device,
 ) -> list[Shown]:
-    """What the task shows of each row."""
+    """What the task shows of each row. All processes that share a model call this together."""
     found: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         numbers = rows[start : start + batch_size]

@@ -38,14 +38,18 @@ def measure_performance(
     device: torch.device,
     export_digest: str,
     export_bytes: int,
+    agree: Callable[[bool], bool] = bool,
 ) -> Performance:
-    """Times and memory of `num_passes` forward passes with one row and with a batch, spread over the data."""
+    """Times and memory of `num_passes` forward passes with one row and with a batch, spread over the data.
+
+    `agree`: what all processes that call the model together take from what one of them says.
+    """
     num_rows = dataset.num_samples
     singles = [number * num_rows // num_passes for number in range(num_passes)]
     size = min(batch_size, num_rows)
     starts = [number * (num_rows - size) // num_passes for number in range(num_passes)]
-    one = _passes(model, task, dataset, [(row, row + 1) for row in singles], device)
-    batch = _passes(model, task, dataset, [(start, start + size) for start in starts], device)
+    one = _passes(model, task, dataset, [(row, row + 1) for row in singles], device, agree)
+    batch = _passes(model, task, dataset, [(start, start + size) for start in starts], device, agree)
     memory = [each for _, each in batch if each is not None]
     return Performance(
         export_digest=export_digest,
@@ -67,7 +71,12 @@ def spread(values: list[float]) -> Spread:
 
 
 def _passes(
-    model: nn.Module, task: Task, dataset: ValidationRows, ranges: list[tuple[int, int]], device: torch.device
+    model: nn.Module,
+    task: Task,
+    dataset: ValidationRows,
+    ranges: list[tuple[int, int]],
+    device: torch.device,
+    agree: Callable[[bool], bool],
 ) -> list[tuple[float, float | None]]:
     """Seconds and peak memory of a pass over each range of rows; the first pass is made once more, before."""
     found: list[tuple[float, float | None]] = []
@@ -85,7 +94,7 @@ def _passes(
 
         with evaluating(model), torch.no_grad():
             found.append(_measured(run, device))
-        if len(found) > MIN_PASSES and time.monotonic() > until:
+        if agree(len(found) > MIN_PASSES and time.monotonic() > until):
             break
     return found[1:]
 

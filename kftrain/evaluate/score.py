@@ -4,30 +4,38 @@ Batches are cut from the stored order of the data: batch b holds samples [b x si
 takes batches r, r + n, …, so a batch has the same rows on one process as on many, and floating-point results are equal
 bit by bit. Every process runs the same number of forward passes, because a sharded model gathers its parameters in
 each; a process that has run out of batches repeats its last one and throws the result away.
+
+While a batch is computed the next one is read and decoded in the background. What was measured stays on the device
+until the last batch, and then goes to the first process alone, as one array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
 
-from kftrain import bootstrap
+from kftrain import bootstrap, threads
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.schema import CLUSTER, Arrays
 from kftrain.errors import EvaluationError, UserCodeError
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.world import World
 from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded, prepare
 from kftrain.tasks.user_metrics import MetricsOfSums
 
 Statistics = dict[str, np.ndarray]
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,42 @@ class Scores:
         return bootstrap.by_appearance(self.clusters[first_samples])
 
 
+@dataclass(frozen=True)
+class _Batches:
+    """How the samples are cut into batches, and who takes which."""
+
+    num_samples: int
+    size: int
+    num_ranks: int
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_samples // self.size)
+
+    @property
+    def num_rounds(self) -> int:
+        """Forward passes of each process."""
+        return -(-self.num_batches // self.num_ranks)
+
+    def of(self, rank: int) -> range:
+        """Numbers of the batches of a data rank; it computes the last one again where it has fewer than others."""
+        return range(rank, self.num_batches, self.num_ranks)
+
+    def rows(self, number: int) -> range:
+        return range(number * self.size, min((number + 1) * self.size, self.num_samples))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A batch that was read."""
+
+    arrays: Arrays
+    """Decoded."""
+    clusters: torch.Tensor | None
+    counts: bool
+    """False: it has been computed before."""
+
+
 def score(
     model: nn.Module,
     task: Task,
@@ -60,38 +104,34 @@ def score(
     max_samples: int = 0,
     on_batch: Callable[[], None] = lambda: None,
     with_tallies: bool = False,
-) -> Scores:
+) -> Scores | None:
     """Statistics of the first `max_samples` samples (0: all); `with_tallies`: also what the task counts.
 
-    Collective. Every process gets the same arrays, and calls `on_batch` after each of its batches. Raises
-    EvaluationError where a sample is not counted once.
+    Collective: the first process gets them, the others None. Every process calls `on_batch` after each of its batches.
+    Raises EvaluationError where a sample is not counted once.
     """
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
-    num_batches = -(-num_samples // batch_size)
-    parts: dict[int, Scores] = {}
-    counted: Statistics = {}
+    batches = _Batches(num_samples, batch_size, mesh.num_data_ranks)
+    measured: list[Tensors] = []
+    counted: Tensors = {}
     with evaluating(model), torch.no_grad():
-        for round_ in range(-(-num_batches // mesh.num_data_ranks)):
-            place = round_ * mesh.num_data_ranks + mesh.data_rank
-            index = min(place, num_batches - 1)
-            start, stop = index * batch_size, min((index + 1) * batch_size, num_samples)
-            arrays, groups = dataset.read_range(start, stop)
-            statistics = statistics_of(
-                model,
-                task,
-                decoded(task, arrays, range(start, stop), dataset.place_of),
-                mesh.world.device,
-                counted if with_tallies and place == index and mesh.counts_loss else None,
-            )
-            parts[index] = Scores(statistics, groups, arrays[CLUSTER] if task.names_clusters else None)
+        for batch in _read_ahead(task, dataset, batches, mesh.data_rank):
+            tallies = counted if with_tallies and batch.counts and mesh.counts_loss else None
+            found = _statistics_of(model, task, batch.arrays, mesh.world.device, tallies)
+            if batch.clusters is not None:
+                found[CLUSTER] = batch.clusters.view(torch.float64)  # its bits: it travels with the others
+            if measured and found.keys() != measured[0].keys():
+                raise UserCodeError("must have the same names in all batches", where="task.statistics")
+            if batch.counts or not measured:
+                measured.append(found if batch.counts else {name: value[:0] for name, value in found.items()})
             on_batch()
-    merged = _merge(mesh.world.gather(parts), num_samples)
-    if not with_tallies:
-        return merged
-    tallies: Statistics = {}
-    for each in mesh.world.gather(counted):
-        _add(tallies, each)
-    return replace(merged, tallies=tallies)
+    statistics = _on_main(measured, batches, mesh)
+    summed = _sum_on_main(counted, mesh.world) if with_tallies else {}
+    if statistics is None:
+        return None
+    clusters = statistics.pop(CLUSTER, None)
+    groups = dataset.group_of(np.arange(num_samples, dtype=np.int64))
+    return Scores(statistics, groups, None if clusters is None else clusters.view(np.int64), summed)
 
 
 def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> Statistics:
@@ -110,21 +150,23 @@ def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dic
     return {name: float(value) for name, value in metrics.items()}
 
 
-def statistics_of(
-    model: nn.Module, task: Task, arrays: Arrays, device: torch.device, tallies: Statistics | None = None
-) -> Statistics:
-    """The statistics of some rows, `[rows]` float64 each. What the task counts is added to `tallies`, if given.
+def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
+    """The statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes and types."""
+    return {name: value.cpu().numpy() for name, value in _statistics_of(model, task, arrays, device).items()}
 
-    Raises UserCodeError for other shapes and types.
-    """
+
+def _statistics_of(
+    model: nn.Module, task: Task, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
+) -> Tensors:
+    """As `statistics_of`, on the device, which nobody waits for. What the task counts is added to `tallies`."""
     batch, inputs = prepare(task, arrays, device)
     with user_code("model.forward"):
         output = output_of(model, inputs)
     with user_code("task.statistics"):
-        found = {name: value.double().cpu().numpy() for name, value in task.statistics(output, batch).items()}
+        found = {name: value.double() for name, value in task.statistics(output, batch).items()}
     if tallies is not None:
         with user_code("task.tallies"):
-            _add(tallies, {name: _whole(name, value) for name, value in task.tallies(output, batch).items()})
+            _add(tallies, task.tallies(output, batch))
     num_rows = len(next(iter(arrays.values())))
     for name, values in found.items():
         if values.shape != (num_rows,):
@@ -135,32 +177,78 @@ def statistics_of(
     return found
 
 
-def _whole(name: str, value: torch.Tensor) -> np.ndarray:
-    if value.dtype is not torch.int64:
-        raise UserCodeError(f"must be int64, got {value.dtype}", where=f"task.tallies {name}")
-    return value.cpu().numpy()
+def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: int) -> Iterator[_Read]:
+    """The batches of a data rank, as many as any other has; each is read while the one before it is computed."""
+    own = list(batches.of(rank))
+    numbers = [*own, *[own[-1] if own else batches.num_batches - 1] * (batches.num_rounds - len(own))]
+
+    def read(place: int) -> _Read:
+        rows = batches.rows(numbers[place])
+        arrays, _ = dataset.read_range(rows.start, rows.stop)
+        if any(len(values) != len(rows) for values in arrays.values()):
+            raise EvaluationError(f"{len(rows)} samples must be read once each", value=sorted(arrays))
+        clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if task.names_clusters else None
+        return _Read(decoded(task, arrays, rows, dataset.place_of), clusters, place < len(own))
+
+    def begin(place: int) -> Future[_Read]:
+        context = contextvars.copy_context()  # how long the caller waits for storage
+        return threads.start(lambda: context.run(read, place), "evaluation-reader")
+
+    ahead = begin(0) if numbers else None
+    for place in range(len(numbers)):
+        assert ahead is not None
+        batch = ahead.result()
+        ahead = begin(place + 1) if place + 1 < len(numbers) else None
+        yield batch
 
 
-def _add(tallies: Statistics, more: Statistics) -> None:
+def _on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) -> Statistics | None:
+    """What all processes have measured, in the order of the data; None but on the first process. Collective."""
+    names = sorted(measured[0])
+    if any(found != names for found in mesh.world.gather(names)):
+        raise UserCodeError("must have the same names on all processes", where="task.statistics", value=names)
+    own = torch.zeros(len(names), batches.num_rounds * batches.size, dtype=torch.float64)
+    for row, name in enumerate(names):
+        values = torch.cat([found[name] for found in measured])
+        own[row, : len(values)] = values.cpu()
+    gathered = mesh.world.gather_on_main(own)
+    if gathered is None:
+        return None
+    whole = np.empty((len(names), batches.num_samples))
+    for rank, theirs in enumerate(gathered):
+        if not mesh.shape.counts_loss(rank):
+            continue  # the same rows as another's
+        for place, number in enumerate(batches.of(mesh.shape.data_rank(rank))):
+            rows = batches.rows(number)
+            first = place * batches.size
+            whole[:, rows.start : rows.stop] = theirs.numpy()[:, first : first + len(rows)]
+    return dict(zip(names, whole, strict=True))
+
+
+def _sum_on_main(counted: Tensors, world: World) -> Statistics:
+    """Whole numbers, added up over all processes: on the first one, and of no use on the others. Collective."""
+    found: dict[str, list[int]] = {}
+    for theirs in world.gather({name: list(value.shape) for name, value in counted.items()}):
+        for name, shape in theirs.items():
+            _require_shape(name, shape, found.setdefault(name, shape))
+    summed = {}
+    for name, shape in sorted(found.items()):
+        total = counted[name].cpu() if name in counted else torch.zeros(shape, dtype=torch.int64)
+        world.sum_on_main(total)
+        summed[name] = total.numpy()
+    return summed
+
+
+def _add(tallies: Tensors, more: Tensors) -> None:
     """Adds up, name by name: whole numbers, so the order does not matter."""
-    for name, values in more.items():
-        if name in tallies and tallies[name].shape != values.shape:
-            raise UserCodeError(
-                "must have one shape in all batches", where=f"task.tallies {name}", value=list(values.shape)
-            )
-        tallies[name] = tallies[name] + values if name in tallies else values
+    for name, value in more.items():
+        if value.dtype is not torch.int64:
+            raise UserCodeError(f"must be int64, got {value.dtype}", where=f"task.tallies {name}")
+        if name in tallies:
+            _require_shape(name, list(value.shape), list(tallies[name].shape))
+        tallies[name] = tallies[name] + value if name in tallies else value.clone()
 
 
-def _merge(gathered: list[dict[int, Scores]], num_samples: int) -> Scores:
-    """All batches in the order of the data. A repeated batch appears under the same index, hence once."""
-    batches = {index: part for parts in gathered for index, part in parts.items()}
-    ordered = [batches[index] for index in sorted(batches)]
-    names = ordered[0].statistics.keys()
-    statistics = {name: np.concatenate([part.statistics[name] for part in ordered]) for name in names}
-    groups = np.concatenate([part.groups for part in ordered])
-    if len(groups) != num_samples or any(len(values) != num_samples for values in statistics.values()):
-        raise EvaluationError(
-            f"{num_samples} samples must be counted once each", value=len(groups), fix="check task.statistics"
-        )
-    clusters = [part.clusters for part in ordered if part.clusters is not None]
-    return Scores(statistics, groups, np.concatenate(clusters) if clusters else None)
+def _require_shape(name: str, shape: list[int], expected: list[int]) -> None:
+    if shape != expected:
+        raise UserCodeError("must have one shape in all batches", where=f"task.tallies {name}", value=shape)

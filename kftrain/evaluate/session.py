@@ -1,7 +1,7 @@
 """An evaluation job on one process: what `rank.py` runs for the task `evaluate`.
 
 Scores the exports that `evaluation/request.json` names, each on the whole validation split, and writes one
-`metrics.json` for each. The models are replicated: an export has to fit into one process's memory.
+`metrics.json` for each. A large model is spread over the processes as in its training (`layout.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from kftrain import bootstrap, storage
-from kftrain.checkpoint.export import LoadedExport, load_export
+from kftrain.checkpoint.export import EmptyExport, read_empty
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
 from kftrain.data.dataset import ShardedDataset
@@ -28,10 +27,10 @@ from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import curves, examples
 from kftrain.evaluate.identity import SPLIT
+from kftrain.evaluate.layout import SpreadModel, spread_out
 from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_slice
 from kftrain.evaluate.performance import measure_performance
-from kftrain.evaluate.score import Statistics, group_sums, score
-from kftrain.parallel.mesh import Mesh
+from kftrain.evaluate.score import Scores, Statistics, group_sums, score
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -126,15 +125,15 @@ def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Dat
 
 def _load(
     target: EvaluationTarget, paths: RunPaths, request: EvaluationRequest, config: Config, world: World
-) -> LoadedExport | None:
-    """The model to score. None where it is not required and cannot be loaded on some process: the run says why then.
+) -> EmptyExport | None:
+    """The model to score, without weights. None where it is not required and cannot be built: a file says why.
 
     Collective.
     """
     loaded, problem, trust = None, "", Trust.of(config)
     try:
         trust.require_place(target.output_uri)
-        loaded = load_export(target.export_uri, target.export_digest, trust)
+        loaded = read_empty(target.export_uri, target.export_digest, trust)
     except (ConfigError, CheckpointError, UserCodeError) as error:
         if target.required:
             raise
@@ -144,12 +143,37 @@ def _load(
     if target.required:
         return loaded
     reason = next(filter(None, world.gather_slowly(problem)), "")
+    _leave_out(target, paths, request, reason, world)
+    return None if reason else loaded
+
+
+def _spread_out(
+    target: EvaluationTarget,
+    paths: RunPaths,
+    request: EvaluationRequest,
+    empty: EmptyExport,
+    config: Config,
+    world: World,
+) -> SpreadModel | None:
+    """The model with its weights, on all processes. None where it is not required and is damaged. Collective."""
+    try:
+        return spread_out(empty, config, world)
+    except (ConfigError, CheckpointError, UserCodeError) as error:  # the same on all processes
+        if target.required:
+            raise
+        _leave_out(target, paths, request, error.line, world)
+    return None
+
+
+def _leave_out(
+    target: EvaluationTarget, paths: RunPaths, request: EvaluationRequest, reason: str, world: World
+) -> None:
+    """Says why a model is not measured, where there is a reason."""
     if reason and world.is_main:
         found = Unmeasured(
             evaluation_digest=request.evaluation_digest, export_digest=target.export_digest, reason=reason
         )
         storage.publish_json(paths.unmeasured, found.to_dict())
-    return None if reason else loaded
 
 
 def _score(
@@ -165,45 +189,80 @@ def _score(
 
     Collective. The model is gone by the end.
     """
-    loaded = _load(target, paths, request, config, world)
-    if loaded is None:
+    empty = _load(target, paths, request, config, world)
+    spread = None if empty is None else _spread_out(target, paths, request, empty, config, world)
+    if empty is None or spread is None:
         return None
-    task, model, settings = loaded.task, loaded.model.to(world.device), config.evaluate
+    task, settings = empty.task, config.evaluate
     with liveness.resting():
         rows = expanded(dataset, task, world.gather_slowly, (world.rank, world.size))
     with liveness.watched():
         scores = score(
-            model, task, rows, Mesh.of_copies(world), settings.batch_size, on_batch=liveness.goes_on, with_tallies=True
+            spread.model, task, rows, spread.mesh, settings.batch_size, on_batch=liveness.goes_on, with_tallies=True
         )
-    if not world.is_main:
+    if scores is None:
+        if spread.is_shared:
+            numbers = world.gather_slowly(None)[0]
+            examples.show(task, spread.model, rows, numbers, settings.batch_size, world.device)
+            _performance(target, task, spread, rows, config)
         return None
+    return _scored(target, task, spread, scores, dataset, rows, config)
+
+
+def _scored(
+    target: EvaluationTarget,
+    task: Task,
+    spread: SpreadModel,
+    scores: Scores,
+    dataset: ShardedDataset,
+    rows: ValidationRows,
+    config: Config,
+) -> _Scored:
+    """On the first process. The others make the same forward passes where they share the model."""
+    settings, world = config.evaluate, spread.mesh.world
     sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)
     num_rows = np.bincount(scores.groups, minlength=dataset.num_groups)
     keys = dataset.group_keys()
     metrics = metrics_of(task, settings.metrics)
     worst_first = examples.losses(task, metrics, sums, config.registry.metric, config.registry.goal)
     chosen = examples.choose(worst_first, settings.num_examples)
+    if spread.is_shared:
+        world.gather_slowly(examples.rows_of_groups(sorted({group for group, _ in chosen}), num_rows))
     shown = examples.collect(
-        task, metrics, model, rows, sums, num_rows, keys, chosen, batch_size=settings.batch_size, device=world.device
+        task,
+        metrics,
+        spread.model,
+        rows,
+        sums,
+        num_rows,
+        keys,
+        chosen,
+        batch_size=settings.batch_size,
+        device=world.device,
     )
-    cost = _performance(target, task, model, rows, config, world) if settings.num_latency_passes else None
+    cost = _performance(target, task, spread, rows, config)
     units = scores.units(dataset.num_groups)
     return _Scored(task, sums, num_rows, keys, units, metrics, shown, scores.tallies, cost)
 
 
 def _performance(
-    target: EvaluationTarget, task: Task, model: nn.Module, rows: ValidationRows, config: Config, world: World
-) -> Performance:
+    target: EvaluationTarget, task: Task, spread: SpreadModel, rows: ValidationRows, config: Config
+) -> Performance | None:
+    """None where none is asked for. Collective where the processes share the model."""
+    settings, world = config.evaluate, spread.mesh.world
+    if not settings.num_latency_passes:
+        return None
     files = read_export_manifest(target.export_uri, target.export_digest).files
     return measure_performance(
-        model,
+        spread.model,
         task,
         rows,
-        config.evaluate.batch_size,
-        config.evaluate.num_latency_passes,
+        settings.batch_size,
+        settings.num_latency_passes,
         world.device,
         target.export_digest,
         sum(each.bytes for each in files.values()),
+        world.from_main if spread.is_shared else bool,
     )
 
 

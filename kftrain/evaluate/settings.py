@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,10 @@ class EvaluateConfig(Section):
 
     Batches are cut from the data, not from the number of processes: results are the same on any number.
     """
+    layout: Literal["auto", "training", "copies"] = "auto"
+    """How the model is spread over the processes: `training` as the section `parallel` says, `copies` not at all;
+    `auto` copies weights of up to 1 GiB, which is faster, and spreads larger ones. A model that cannot be spread so is
+    sharded over all processes, or copied, and a line says so."""
     num_bootstrap: Annotated[int, Field(ge=100, le=MAX_INTEGER)] = 1000
     """Resamples behind each confidence interval."""
     num_examples: Annotated[int, Field(ge=0, le=12)] = 6

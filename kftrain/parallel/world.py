@@ -85,6 +85,16 @@ class World:
         if first is not None:
             raise error_from_dict(first)
 
+    def gather_on_main(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Tensors of equal shape, on CPUs, of all processes in order of rank: on the first one; None on the others."""
+        found = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_main else None
+        dist.gather(tensor, found, dst=0, group=self.control)
+        return found
+
+    def sum_on_main(self, tensor: torch.Tensor) -> None:
+        """Adds the tensors of all processes up, in place, on the first one; those of the others are of no use then."""
+        dist.reduce(tensor, dst=0, group=self.control)
+
     def from_main(self, value: Any) -> Any:
         """The value of rank 0 on every process."""
         values = [value]

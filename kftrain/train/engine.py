@@ -59,8 +59,8 @@ class Engine(Protocol):
 
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
-    ) -> Statistics:
-        """Statistics of the first `max_samples` samples of a dataset (0: all), the same on every process."""
+    ) -> Statistics | None:
+        """Statistics of the first `max_samples` samples of a dataset (0: all); None but on the first process."""
 
 
 class Measured:

@@ -223,7 +223,7 @@ class Loop:
             self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
         )
         metrics: dict[str, float] | None = None
-        if self._world.is_main:
+        if statistics is not None:
             with self._liveness.resting():  # the user's metrics of all samples
                 metrics = total_metrics(metrics_of(self._engine.task, evaluate.metrics), statistics)
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks

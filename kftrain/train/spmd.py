@@ -87,10 +87,11 @@ class SpmdEngine:
 
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
-    ) -> Statistics:
+    ) -> Statistics | None:
         """Statistics of the first samples of a dataset; see `Engine.evaluate`."""
         with self._distributed.computing():
-            return score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch).statistics
+            scores = score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)
+        return None if scores is None else scores.statistics
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import jobs
 
-from kftrain import storage
+from kftrain import config, storage
 from kftrain.checkpoint.export import load_export
 from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import EvaluationError
@@ -36,8 +36,10 @@ def target_of(completion, output_uri):
     )
 
 
-def evaluate(trained, output_uri, processes):
+def evaluate(trained, output_uri, processes, overrides=()):
     paths, resolved, completion = trained
+    resolved = config.parse(resolved.to_yaml(), overrides)
+    storage.publish(paths.config, resolved.to_yaml())
     digest = evaluation_digest(resolved, completion.dataset_digest)
     request = EvaluationRequest(evaluation_digest=digest, targets=[target_of(completion, output_uri)])
     storage.publish_json(paths.evaluation_request, request.to_dict())
@@ -51,6 +53,28 @@ def evaluate(trained, output_uri, processes):
 def test_metrics_are_identical_for_one_two_and_three_processes(trained, tmp_path):
     results = {processes: evaluate(trained, str(tmp_path / str(processes)), processes) for processes in (1, 2, 3)}
     assert results[1] == results[2] == results[3]
+
+
+@pytest.mark.parametrize("kind", ["trained", "classifier"])
+def test_a_sharded_model_gives_the_bytes_of_whole_copies(kind, tmp_path, request):
+    job = request.getfixturevalue(kind)
+    results = set()
+    for processes, layout in ((1, "copies"), (2, "training"), (3, "training")):
+        folder = tmp_path / f"{layout}-{processes}"
+        results.add(evaluate(job, str(folder), processes, [f"evaluate.layout={layout}"]))
+        found = storage.read_json(str(folder / "performance.json"))
+        assert found["num_passes"] > 0 and found["latency_seconds"]["median"] > 0
+    assert len(results) == 1
+
+
+def test_a_model_whose_matrices_are_split_gives_the_same_metrics(trained, tmp_path):
+    """Along the axis `tensor` sums are taken in another order."""
+    evaluate(trained, str(tmp_path / "copies"), 1)
+    evaluate(trained, str(tmp_path / "tensor"), 2, ["evaluate.layout=training", "parallel.tensor=2"])
+    ours, theirs = (documents.read(Evaluation, str(tmp_path / name / "metrics.json")) for name in ("tensor", "copies"))
+    assert ours.num_samples == theirs.num_samples and ours.metrics.keys() == theirs.metrics.keys()
+    for name, found in ours.metrics.items():
+        assert found.value == pytest.approx(theirs.metrics[name].value, rel=1e-5)
 
 
 def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_when_it_runs_again(

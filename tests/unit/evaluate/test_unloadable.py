@@ -58,7 +58,7 @@ def test_a_champion_that_is_not_allowed_is_left_out_with_the_reason(tmp_path, ou
 
 
 def test_what_one_process_cannot_load_is_scored_by_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "load_export", lambda *arguments: "a model")
+    monkeypatch.setattr(session, "read_empty", lambda *arguments: "a model")
     loaded, paths, _ = load(tmp_path, FakeWorld(others="its disk is full"))
     assert loaded is None and documents.read(Unmeasured, paths.unmeasured).reason == "its disk is full"
     storage.remove(paths.unmeasured)
@@ -77,7 +77,7 @@ def test_what_may_pass_is_tried_again(tmp_path, monkeypatch):
     def away(*arguments):
         raise RetryableError("storage is away")
 
-    monkeypatch.setattr(session, "load_export", away)
+    monkeypatch.setattr(session, "read_empty", away)
     with pytest.raises(RetryableError):
         load(tmp_path, FakeWorld())
 
@@ -90,10 +90,10 @@ def test_code_of_a_users_model_that_meets_an_outage_is_tried_again(tmp_path, mon
         with user_code("model.kind"):
             raise outage
 
-    monkeypatch.setattr(session, "load_export", away)
+    monkeypatch.setattr(session, "read_empty", away)
     with pytest.raises(StorageError, match=r"refused|no answer|I/O"):
         load(tmp_path, FakeWorld())
-    monkeypatch.setattr(session, "load_export", lambda *arguments: raised(UserCodeError("no such layer")))
+    monkeypatch.setattr(session, "read_empty", lambda *arguments: raised(UserCodeError("no such layer")))
     loaded, paths, _ = load(tmp_path, FakeWorld())
     assert loaded is None and documents.read(Unmeasured, paths.unmeasured).reason == "no such layer"
 

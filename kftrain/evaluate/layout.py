@@ -1,0 +1,88 @@
+"""How a model is spread over the processes of an evaluation: as in its training, where it is large.
+
+A model whose weights are small is copied to each process, which is the fastest: no process waits for another. A larger
+one is spread as the section `parallel` says. Another model that cannot be spread so (it has no plan for its matrices,
+or other sizes) is sharded over all processes, and else copied. Statistics are the same numbers in all but the axis
+`tensor`, along which sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from kftrain.checkpoint import export
+from kftrain.checkpoint.export import EmptyExport
+from kftrain.checkpoint.filling import ModelSlots
+from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.parallel import blocks
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
+from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.world import World
+from kftrain.progress import to_log
+
+COPIES_UP_TO_BYTES = 1 << 30
+"""Weights of no more bytes are copied, unless the configuration says otherwise."""
+
+WHOLE = ("ddp", "zero1", "zero2")
+"""Strategies under which each process of a training holds all parameters while it computes."""
+
+
+@dataclass(frozen=True)
+class SpreadModel:
+    """A model that is ready to be measured."""
+
+    model: nn.Module
+    mesh: Mesh
+    is_shared: bool
+    """Whether the processes must call it together: each has a part of it only."""
+
+
+def layouts(config: Config, num_bytes: int, num_processes: int) -> list[ParallelConfig | None]:
+    """What is tried for weights of so many bytes, one after the other; None: each process has a copy."""
+    layout, parallel = config.evaluate.layout, config.parallel
+    small = layout == "auto" and num_bytes <= COPIES_UP_TO_BYTES
+    if num_processes == 1 or layout == "copies" or small:
+        return [None]
+    if parallel.tensor == 1 and parallel.stage in WHOLE:
+        return [None]
+    spread = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step"}
+    trained = parallel.model_copy(update=spread)
+    sharded = ParallelConfig()
+    return [trained, *([sharded] if trained != sharded else []), None]
+
+
+def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
+    """The model of an export with its weights, in the first layout that it can have. Collective.
+
+    Raises CheckpointError where the export is damaged.
+    """
+    num_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
+    *spread, _ = layouts(config, num_bytes, world.size)
+    for parallel in filter(None, spread):
+        try:
+            return _spread(empty, parallel, world)
+        except ConfigError as error:
+            if world.is_main:
+                to_log(f"the evaluated model cannot be spread as in training: {error.line}")
+            empty = empty.rebuilt()
+    slots = ModelSlots(empty.model)
+    export.fill(empty, empty.model, slots, world)
+    return SpreadModel(empty.model.to(world.device), Mesh.of_copies(world), False)
+
+
+def _spread(empty: EmptyExport, parallel: ParallelConfig, world: World) -> SpreadModel:
+    """Raises ConfigError where the model cannot be spread so: before anything of it is read."""
+    mesh = Mesh(parallel.shape(world.size), world)
+    found = blocks.candidates(empty.model)
+    names = found.names if found.declared else []
+    if not names and parallel.tensor == 1:
+        raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
+    slots = ModelSlots(empty.model)
+    strategy = strategy_of(parallel, PrecisionConfig(), False, mesh.shape)
+    model = distribute(empty.model, strategy, mesh, names).model
+    export.fill(empty, model, slots, world, on_host=parallel.offload)
+    return SpreadModel(model, mesh, True)
