@@ -77,22 +77,25 @@ class CombinedBuffers:
             self._before = {name: _on_cpu(module._buffers[key]) for name, (module, key, _) in sums.items()}
 
     @torch.no_grad()
-    def combine(self, num_samples: float) -> None:
+    def combine(self, num_samples: float, counts: bool = True) -> None:
         """After the forward passes of a step: makes the buffers the same on all processes. Collective.
 
-        `num_samples`: of this process in this step.
+        `num_samples`: of this process in this step. `counts`: of processes that have seen the same ones one does.
         """
         if not self.is_needed:
             return
-        (total,) = self._world.sum([num_samples])
-        weight = num_samples / total if total else 1 / self._world.size
+        share = num_samples if counts else 0.0
+        (total,) = self._world.sum([share])
+        weight = share / total if total else 1 / self._world.size
         for name, (module, key, how) in self._slots.items():
             buffer = module._buffers[key]
             assert buffer is not None, name
             if how == "first":
                 self._world.copy_from_main(buffer)
             else:
-                buffer.copy_(self._combined(how, _on_cpu(buffer), self._before.get(name), weight))
+                before = self._before.get(name)
+                now = _on_cpu(buffer) if counts or before is None else before
+                buffer.copy_(self._combined(how, now, before, weight))
 
     def _combined(self, how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: float) -> torch.Tensor:
         if how == "max":

@@ -71,7 +71,8 @@ class SpmdEngine:
             self._buffers.begin()
         loss_sum = self._backward(batch.micro_batches, num_terms)
         if self._buffers is not None:
-            self._buffers.combine(sum(float(micro.weight.sum()) for micro in batch.micro_batches))
+            num_samples = sum(float(micro.weight.sum()) for micro in batch.micro_batches)
+            self._buffers.combine(num_samples, self.mesh.counts_loss)
         if self._used is None:
             agree([])
         else:

@@ -1,0 +1,71 @@
+"""Models of one's own whose matrices are split: what they come to, and what is refused before a weight has changed."""
+
+import numpy as np
+import pytest
+from helpers import parity_rank
+from helpers.parity_oracle import BASE, STEPS, text_rows
+from helpers.parity_pool import Pools
+from helpers.tensor_models import seven_tokens
+
+from kftrain.plain import load
+
+MIXED = "\n".join(line for line in BASE.splitlines() if not line.startswith("model:"))
+
+
+@pytest.fixture(scope="module")
+def pools():
+    found = Pools()
+    yield found
+    found.close()
+
+
+def answers(pools, processes, *settings, text=BASE, rows=text_rows):
+    return pools.run(processes, parity_rank.train, parity_rank.Job(text, settings, rows))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "line"),
+    [
+        (
+            "Forgetful",
+            [],
+            "model model.norm.weight: the processes that split the model's matrices compute other gradients for a "
+            "parameter that all have; name its module in tensor_plan()",
+        ),
+        (
+            "Sizeless",
+            ["task.sequence_length=7"],
+            "parallel.tensor: a sequence of 7 places has no 2 equal parts (got 2)",
+        ),
+        ("Transformer", ["task.sequence_length=7"], "model sequence_length: has no 2 equal parts, as parallel.tensor"),
+        ("Planless", [], "parallel.tensor: Planless has no plan of how to split its matrices (got 2)"),
+        ("Transformer", ["model.num_kv_heads=1"], "model num_kv_heads: has no 2 equal parts, as parallel.tensor asks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_one_line_in_the_first_step(pools, kind, settings, line):
+    rows = seven_tokens if kind == "Sizeless" else text_rows
+    for answer in answers(
+        pools, 2, "parallel.tensor=2", f"model.kind=helpers.tensor_models:{kind}", *settings, rows=rows
+    ):
+        assert answer.kind == "refused" and line in answer.value, answer.value
+
+
+@pytest.mark.parametrize("layout", [["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence_parallel=false"]])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_model_of_ones_own_gives_the_numbers_of_one_process_with_its_random_ones(pools, layout, dropout):
+    model = f"\nmodel: {{kind: 'helpers.tensor_models:Mixed', dropout: {dropout}}}\n"
+    (alone,) = answers(pools, 1, text=MIXED + model)
+    split, _ = answers(pools, 2, *layout, text=MIXED + model)
+    assert (alone.kind, split.kind) == ("done", "done"), (alone.value, split.value)
+    for one, two in zip(alone.value.history, split.value.history, strict=True):
+        assert one == pytest.approx({**two, **{k: v for k, v in one.items() if "second" in k}}, rel=1e-4), one["step"]
+    for name, weights in alone.value.weights.items():
+        np.testing.assert_allclose(split.value.weights[name], weights, rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_what_processes_see_of_the_same_samples_is_counted_once(pools):
+    first, *_ = answers(pools, 4, "parallel.tensor=2", "model.kind=helpers.tensor_models:Counting")
+    assert first.kind == "done", first.value
+    settings = load(BASE, "BASE")
+    seen = STEPS * settings["train"]["global_batch_size"] * settings["task"]["sequence_length"]
+    assert first.value.weights["num_seen"] == seen
