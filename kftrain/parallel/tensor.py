@@ -65,7 +65,7 @@ class SplitTensors:
         for unit in (*blocks, ""):
             module = model.get_submodule(unit)
             module.forward = _on_local_parameters(module.forward, _slots_of(model, unit, blocks))
-        distributed.after_backward.append(_Copies(places, partial, peers))
+        distributed.after_backward.append(CopiedParameters(places, partial, peers))
 
     def _forward_of(self, module: Any, part: SplitModule, stream: Stream, gathered: bool) -> Forward:
         """What a module that the plan names does instead of its own forward."""
@@ -98,7 +98,7 @@ class SplitTensors:
         return logits if self.split_logits else logits.whole()
 
 
-class _Copies:
+class CopiedParameters:
     """The parameters that every process has a copy of, and their gradients at the end of a step."""
 
     def __init__(self, places: Places, partial: Sequence[str], peers: Peers) -> None:

@@ -80,6 +80,8 @@ TABLE = [
     Row("fsdp x tensor, images", 4, TENSOR, case=IMAGES),
     Row("fsdp x tensor, uneven", 4, TENSOR, case=ODD),
     Row("zero2 x tensor, micro batches", 4, (*TENSOR, "parallel.strategy=zero2", "train.micro_batch_size=2")),
+    Row("fsdp x tensor, bf16", 4, TENSOR, BF16, 0.01, 0.05, parts=HALVES, compared_steps=6),
+    Row("fsdp x tensor, groups", 4, TENSOR, optimizers.GROUPED),
     Row("ddp x tensor", 4, (*TENSOR, "parallel.strategy=ddp")),
     Row("hsdp x tensor", 4, (*TENSOR, "parallel.replicate=2")),
     Row("hsdp", 4, ("parallel.replicate=2",)),
@@ -130,6 +132,10 @@ REFUSED = [
     Refused("a weight that two blocks share", 2, (), "have the parameter .* in common", models.TIED_BLOCKS),
     Refused("a buffer that is each process's own", 2, (), "differs from process to process", models.UNDECLARED),
     Refused("recomputing a model without blocks", 2, RECOMPUTED, "no blocks that could be", models.WITHOUT_BLOCKS),
+    Refused("tensor for a model without a plan", 2, TENSOR, "has no plan of how to split", models.FROZEN),
+    Refused(
+        "tensor for heads that do not divide", 2, (*TENSOR, "model.num_kv_heads=1"), "num_kv_heads: .* equal parts"
+    ),
     Refused("sizes that do not multiply to the processes", 4, ("parallel.shard=3",), "must be the number of processes"),
     *(
         Refused(f"the axis {axis}", 2, (f"parallel.{axis}=2",), f"{axis} must be 1: {NOT_OFFERED[axis]}")
@@ -151,7 +157,12 @@ def test_what_is_not_offered_is_refused_in_one_line(pools, row):
     [
         (defects.norm_of_one_part, Row("", 2)),
         (defects.norm_of_one_part, Row("", 4, HYBRID)),
+        (defects.norm_of_one_part, Row("", 2, TENSOR)),
         (defects.loss_counted_twice, Row("", 2, TENSOR)),
+        (defects.copies_counted_by_all, Row("", 2, TENSOR)),
+        (defects.copies_counted_by_all, Row("", 4, TENSOR)),
+        (defects.parts_of_gradients_not_summed, Row("", 2, TENSOR)),
+        (defects.parts_of_gradients_not_summed, Row("", 4, TENSOR)),
         (defects.gradient_not_scaled, Row("", 2, DDP)),
         (defects.gradient_not_scaled, Row("", 4, HYBRID)),
         (defects.gradients_not_exchanged, Row("", 2, DDP)),

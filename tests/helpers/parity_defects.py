@@ -4,11 +4,12 @@ import contextlib
 
 from torch import nn
 
-from kftrain.parallel import initialize
+from kftrain.parallel import clip, initialize
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.shape import Shape
+from kftrain.parallel.tensor import CopiedParameters
 from kftrain.parallel.transforms import Distributed
 
 
@@ -30,6 +31,16 @@ def norm_of_one_part():
 def loss_counted_twice():
     """Each process along `tensor` counts the loss that they share."""
     return patched(Shape, "counts_loss", lambda shape, rank: True)
+
+
+def copies_counted_by_all():
+    """Each process along `tensor` counts the gradients of the parameters that they have copies of."""
+    return patched(clip, "counted_gradients", clip.local_gradients)
+
+
+def parts_of_gradients_not_summed():
+    """Norms keep what their gradients owe to a process's own part of the sequences."""
+    return patched(CopiedParameters, "__call__", lambda copies: None)
 
 
 def gradient_not_scaled():
