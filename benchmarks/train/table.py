@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -65,16 +66,47 @@ def overhead(bench: Bench) -> list[Row]:
     return [Row(name, "≤ 60", f"{loop - bare:+.0f}", loop - bare <= 60, "; ".join(notes))]
 
 
-ROWS: dict[str, Callable[[Bench], list[Row]]] = {"overhead": overhead}
+def against(bench: Bench, kind: str, name: str, bar: float, *options: str) -> list[Row]:
+    """Ours against a bare loop around the same wrapper; with `--free` also against what the machine can do."""
+    found = last_line(sys.executable, "processes.py", kind, "--rounds", str(2 * bench.rounds), *options)
+    ratio = found["bare"] / found["ours"]
+    note = f"ours {found['ours']:.3f} s a turn"
+    rows = [Row(f"{name} against the same wrapper in a bare loop", f"≥ {bar}", f"{ratio:.3f}", ratio >= bar, note)]
+    if "free" in found:
+        ratio = found["free"] / found["ours"]
+        note = f"the bare loop {found['free'] / found['bare']:.3f}"
+        bar = FREE_BARS.get(kind, 0.0)
+        rows.append(
+            Row(
+                f"{name} against 2 free processes",
+                f"≥ {bar}" if bar else "—",
+                f"{ratio:.3f}",
+                ratio >= bar if bar else None,
+                note,
+            )
+        )
+    return rows
 
 
-def last_line(python: str, script: str, *options: str) -> list[float]:
+FREE_BARS = {"fsdp": 0.78}
+
+ROWS: dict[str, Callable[[Bench], list[Row]]] = {
+    "overhead": overhead,
+    "ddp": lambda bench: against(bench, "ddp", "27 M GPT, 2 processes: ddp", 0.97, "--free"),
+    "zero2": lambda bench: against(bench, "zero2", "27 M GPT, 2 processes: zero2", 0.97, "--free"),
+    "fsdp": lambda bench: against(bench, "fsdp", "27 M GPT, 2 processes: fsdp", 0.97, "--free"),
+    "tensor": lambda bench: against(bench, "tensor", "27 M GPT, tensor: 2", 0.95),
+    "evaluation-1": lambda bench: against(bench, "evaluation", "evaluation, 1 process", 0.97, "--processes", "1"),
+    "evaluation-2": lambda bench: against(bench, "evaluation", "evaluation, 2 processes, fsdp", 0.97),
+}
+
+
+def last_line(python: str, script: str, *options: str) -> Any:
     """What a script prints at last, as JSON."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
     command = [python, str(HERE / script), *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-    found: list[float] = json.loads(output.splitlines()[-1])
-    return found
+    return json.loads(output.splitlines()[-1])
 
 
 def median_of(runs: list[list[float]]) -> list[float]:

@@ -1,0 +1,244 @@
+"""One strategy of ours against the same wrapper of PyTorch in a bare loop, on processes of one thread each.
+
+    python benchmarks/train/processes.py ddp|zero2|fsdp|tensor|evaluation [--processes 2] [--rounds 8] [--layers 12]
+
+A transformer of 27 million parameters, 512 tokens a process and step, over gloo. All contenders stand in the same
+processes and take turns, a step each: ours (`Loop.run`), the bare loop, and with `--free` the same step without any
+exchange, which is what the machine can do at most. `evaluation`: batches of rows through ours and through a bare loop
+of forward passes. Last line: contender -> seconds, the medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from wrappers import bare_step
+
+from kftrain import config
+from kftrain.data.loader import Counters, MicroBatch, StepBatch
+from kftrain.models.transformer import Transformer
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.world import World, join_world
+from kftrain.process.liveness import Liveness
+from kftrain.process.stop_request import StopRequest
+from kftrain.tasks import build_task
+from kftrain.tasks.language_modeling import LanguageModeling
+from kftrain.train import session
+from kftrain.train.carrier import Carrier
+from kftrain.train.loop import Loop
+from kftrain.train.recorder import Recorder
+from kftrain.train.step import terms_of
+
+VOCABULARY, LENGTH, ROWS, NUM_TOKENS = 8192, 128, 4, 250
+EVALUATED_BATCHES = 6
+TEXT = """
+task: {kind: "processes:Tokens", sequence_length: 128}
+model: {kind: transformer, dim: 384, num_heads: 6}
+checkpoint: {interval_steps: 1000000}
+evaluate: {interval_steps: 0}
+"""
+STRATEGIES = {
+    "ddp": "parallel.strategy=ddp",
+    "zero2": "parallel.strategy=zero2",
+    "fsdp": "parallel.strategy=fsdp",
+    "tensor": "parallel.tensor=2",
+    "evaluation": "parallel.strategy=fsdp",
+}
+SETTLING_ROUNDS = 2
+
+
+class Tokens(LanguageModeling):
+    """Bytes, with the vocabulary of a tokenizer."""
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {**super().model_arguments(), "vocab_size": VOCABULARY}
+
+
+class Clock:
+    """Times of the contenders; all processes begin and end each turn together."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.seconds: dict[str, list[float]] = {}
+
+    def begin(self) -> float:
+        self._world.barrier()
+        return time.perf_counter()
+
+    def end(self, contender: str, start: float) -> None:
+        self._world.barrier()
+        self.seconds.setdefault(contender, []).append(time.perf_counter() - start)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(each[SETTLING_ROUNDS:]) for name, each in self.seconds.items()}
+
+
+class InTurns:
+    """What our loop reads: while it asks for a batch, the others take a step with the same one."""
+
+    def __init__(self, batch: StepBatch, clock: Clock, others: dict[str, Callable[[], object]]) -> None:
+        self._batch = batch
+        self._clock = clock
+        self._others = others
+        self.counters = Counters()
+
+    def steps(self, first: int, count: int) -> Iterator[StepBatch]:
+        for _ in range(count):
+            for contender, work in self._others.items():
+                start = self._clock.begin()
+                work()
+                self._clock.end(contender, start)
+            start = self._clock.begin()
+            yield self._batch
+            self._clock.end("ours", start)
+
+
+class Writer:
+    """Of checkpoints, none of which is due."""
+
+    busy = False
+    overdue = False
+    step = None
+    committed_step = 0
+
+    def save(self, *arguments: Any) -> None:
+        self.step = None
+
+    wait = save
+
+
+class Validation:
+    """Rows in memory, as an evaluation reads them."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self.num_samples = self.num_groups = len(rows)
+
+    def read_range(self, start: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        return {"tokens": self._rows[start:stop]}, np.arange(start, stop)
+
+    def place_of(self, sample: int) -> str:
+        return str(sample)
+
+
+def tokens(seed: int, num_rows: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, NUM_TOKENS, size=(num_rows, LENGTH + 1)).astype(np.uint16)
+
+
+def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -> dict[str, float]:
+    """Seconds of each contender's turn."""
+    settings = [
+        f"model.num_layers={num_layers}",
+        STRATEGIES[kind],
+        f"train.steps={rounds + SETTLING_ROUNDS}",
+    ]
+    resolved = config.parse(TEXT, settings)
+    task, mesh = build_task(resolved.task), Mesh(resolved.parallel.shape(world.size), world)
+    rows = tokens(mesh.data_rank, ROWS)
+    batch = sent(task, rows)
+    clock = Clock(world)
+    reads: Any = argparse.Namespace(steps=lambda first, count: (each for each in [batch]), send_nothing=lambda: None)
+    engine, _ = session.build(resolved, task, reads, mesh)
+    if kind == "evaluation":
+        return evaluated(engine, task, clock, rounds)
+    model = new_model(task, num_layers)
+    inputs, targets = (torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:]))
+    contenders = {"bare": bare_step(kind, copy.deepcopy(model))}
+    if free:
+        contenders["free"] = bare_step("free", model)
+    others = {name: (lambda step=step: step(inputs, targets)) for name, step in contenders.items()}
+    recorder, liveness = Recorder([], None, resolved.train.steps), Liveness(lambda: None, 600.0)
+    unused: Any = None
+    loader: Any = InTurns(batch, clock, others)
+    writer: Any = Writer()
+    loop = Quiet(resolved, world, engine, loader, unused, writer, recorder, StopRequest(), liveness)
+    loop.run(0)
+    return clock.medians()
+
+
+class Quiet(Loop):
+    """Saves nothing."""
+
+    def _save(self, done: int, last: bool, busy: bool) -> None:
+        pass
+
+
+def sent(task: Any, rows: np.ndarray) -> StepBatch:
+    """As the loader's thread hands them over."""
+    micro = MicroBatch({"tokens": rows}, np.ones(len(rows), np.float32))
+    carrier = Carrier.to(torch.device("cpu"), task)
+    micro = replace(micro, sent=carrier.send(micro, terms_of(task, micro)))
+    return StepBatch(0, [micro], rows[:, 1:].size)
+
+
+def new_model(task: Any, num_layers: int) -> Any:
+    return Transformer(**task.model_arguments(), dim=384, num_layers=num_layers, num_heads=6)
+
+
+def evaluated(engine: Any, task: Any, clock: Clock, rounds: int) -> dict[str, float]:
+    """Ours over rows of all processes, and a bare loop over this process's share with the same wrapped model."""
+    mesh = engine.mesh
+    rows = tokens(0, EVALUATED_BATCHES * mesh.num_data_ranks * ROWS)
+    mine = [rows[place * ROWS : (place + 1) * ROWS] for place in range(len(rows) // ROWS)]
+    mine = mine[mesh.data_rank :: mesh.num_data_ranks]
+    dataset = Validation(rows)
+    for _ in range(rounds + SETTLING_ROUNDS):
+        start = clock.begin()
+        engine.evaluate(dataset, ROWS, 0, lambda: None)
+        clock.end("ours", start)
+        start = clock.begin()
+        bare_forward(engine.model, task, mine)
+        clock.end("bare", start)
+    return clock.medians()
+
+
+def bare_forward(model: torch.nn.Module, task: Any, batches: list[np.ndarray]) -> float:
+    """Forward passes and the task's statistics."""
+    total = 0.0
+    model.eval()
+    with torch.no_grad():
+        for rows in batches:
+            batch = task.batch({"tokens": rows})
+            found = task.statistics(model(*task.inputs(batch)), batch)
+            total += sum(float(value.double().sum()) for value in found.values())
+    model.train()
+    return total
+
+
+def _process(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    with join_world(600.0) as world:
+        found = measure(world, arguments.kind, arguments.layers, arguments.rounds, arguments.free)
+        if world.is_main:
+            print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=STRATEGIES)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=12, help="fewer for a look")
+    parser.add_argument("--free", action="store_true")
+    arguments = parser.parse_args()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    torch.multiprocessing.spawn(_process, (arguments.processes, port, arguments), arguments.processes)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()
