@@ -124,7 +124,7 @@ class Validation:
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
-        self.num_samples = self.num_groups = len(rows)
+        self.num_samples = len(rows)
 
     def read_range(self, start: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return {"tokens": self._rows[start:stop]}, np.arange(start, stop)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kftrain import storage
 from kftrain.config import Config
+from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
 from kftrain.process.machine import num_local_gpus
 from kftrain.run.completion import JobTask
 from kftrain.run.paths import RunPaths
@@ -18,9 +19,6 @@ NODE_RANK_ENV = "KFTRAIN_NODE_RANK"
 
 ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
 """Where the workers of several nodes meet: the name of node 0."""
-
-NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
-"""The machine that a worker pod runs on; errors name it."""
 
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
 """Where the first failing process of a node writes its error, as `error.json` has it."""

@@ -8,9 +8,10 @@ thread.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kftrain.errors import KftrainError, LaunchError, error_from_dict
+from kftrain.parallel.topology import Site, order_of
 from kftrain.process import store_socket
 
 SLOW_SECONDS = 7200.0
@@ -40,6 +42,8 @@ class World:
     """Where the processes have met. Rank 0 answers there as long as this lives: the other nodes wait for its end."""
     timeout: timedelta = timedelta(minutes=10)
     """How long a collective operation may take in further groups of the training."""
+    places: tuple[Site, ...] = ()
+    """Where each process stands, by rank; empty where all are on one node."""
 
     @property
     def is_main(self) -> bool:
@@ -129,13 +133,14 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     store = _meet(timeout)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = int(os.environ["WORLD_SIZE"])
+    rank, places = _placed(store, int(os.environ["RANK"]), size)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         background = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(seconds=SLOW_SECONDS)))
-        yield World(rank, size, device, control, background, store, timeout)
+        yield World(rank, size, device, control, background, store, timeout, places)
     finally:
         dist.destroy_process_group()
 
@@ -151,6 +156,16 @@ def _meet(timeout: timedelta) -> Any:
         timeout=timeout,
         master_listen_fd=store_socket.take_descriptor(),
     )
+
+
+def _placed(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:
+    """The number of this process among neighbours (`topology.order_of`), and where all stand by their numbers."""
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        return rank, ()
+    store.set(f"place/{rank}", json.dumps(astuple(Site.of(os.environ))))
+    places = [Site(*json.loads(each)) for each in store.multi_get([f"place/{other}" for other in range(size)])]
+    order = order_of(places)
+    return order.index(rank), tuple(places[each] for each in order)
 
 
 def _require_gpus(gpus_per_node: int, local_rank: int) -> None:

@@ -8,6 +8,12 @@ import os
 import re
 from pathlib import Path
 
+NODE_NAME_ENV = "KFTRAIN_NODE_NAME"
+"""The machine that a worker pod runs on; errors name it."""
+
+RACK_ENV = "KFTRAIN_RACK"
+"""The rack of that machine, or whatever else its neighbours in the network have in common."""
+
 
 def num_local_gpus() -> int:
     """NVIDIA GPUs that this process may use, without importing torch."""

@@ -43,7 +43,10 @@ from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
+from kftrain.parallel.topology import contradictions
 from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.wire import Step, bytes_sent
 from kftrain.parallel.world import World, join_world
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
@@ -217,6 +220,8 @@ def build(
     parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
+    if world.places and world.is_main:
+        _warn_of_topology(mesh, parallel, config.precision, model, plan.num_micro_batches)
     norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
     distributed = distribute(model, strategy, mesh, names)
@@ -225,6 +230,17 @@ def build(
     start.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
+
+
+def _warn_of_topology(
+    mesh: Mesh, parallel: ParallelConfig, precision: PrecisionConfig, model: nn.Module, num_micro_batches: int
+) -> None:
+    """Says which axes of the mesh leave their nodes, and what they send there. `model`: before it is spread."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    step = Step(DTYPES[precision.compute].itemsize * size, DTYPES[precision.reduce].itemsize * size, num_micro_batches)
+    sent = bytes_sent(mesh.shape, parallel.stage, parallel.exchange, step)
+    for line in contradictions(mesh.shape, mesh.world.places, sent):
+        to_log(f"warning: {line}")
 
 
 def _probe(

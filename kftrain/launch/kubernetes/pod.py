@@ -11,6 +11,7 @@ from typing import Any
 from kftrain.launch.kubernetes.kinds.kind import Kind, run_labels
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSpec, Role
+from kftrain.process.machine import RACK_ENV
 
 USER_ID = 1000
 """The user of our images."""
@@ -81,6 +82,7 @@ def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig
             *({"name": name, "value": value} for name, value in sorted(environment.items())),
             {"name": NODE_RANK_ENV, "valueFrom": {"fieldRef": {"fieldPath": kind.index_field}}},
             {"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            *_rack(settings.rack_label),
         ],
         "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in settings.secrets],
         "resources": {"limits": limits, "requests": limits},
@@ -97,6 +99,12 @@ def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig
             *settings.volume_mounts,
         ],
     }
+
+
+def _rack(label: str) -> list[dict[str, Any]]:
+    """A pod that has no such label is in a rack without a name."""
+    path = {"fieldPath": f"metadata.labels['{label}']"}
+    return [{"name": RACK_ENV, "valueFrom": {"fieldRef": path}}] if label else []
 
 
 def _ca_volumes(settings: KubernetesConfig) -> list[dict[str, Any]]:

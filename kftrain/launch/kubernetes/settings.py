@@ -42,6 +42,10 @@ class KubernetesConfig(Section):
     """Name of the GPU resource, also of a MIG slice: `nvidia.com/mig-1g.10gb`."""
     node_selector: dict[str, str] = Field(default={})
     """Labels that a node must have."""
+    rack_label: str = ""
+    """Label of a pod that tells the rack of its node, or whatever else neighbours in the network share: processes are
+    numbered rack by rack. A pod knows labels of its own only; Kubernetes copies `topology.kubernetes.io/zone` of the
+    node to it from 1.35 on, other labels need an admission webhook. Empty: unknown."""
     tolerations: tuple[dict[str, Any], ...] = ()
     """Tolerations, as in a pod."""
     affinity: dict[str, Any] = Field(default={})

@@ -93,6 +93,13 @@ def test_a_pod_asks_for_nothing_that_the_restricted_standard_forbids():
     assert all("hostPath" not in volume for volume in pod["volumes"])
 
 
+def test_a_pod_reads_its_rack_from_its_own_label_where_there_is_one():
+    label = "topology.kubernetes.io/zone"
+    (container,) = pod_of(build(overrides=[f"launch.kubernetes.rack_label={label}"]))["spec"]["containers"]
+    (variable,) = (each for each in container["env"] if each["name"] == "KFTRAIN_RACK")
+    assert variable["valueFrom"] == {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}
+
+
 def test_no_credential_stands_in_the_job():
     text = yaml.safe_dump(build(overrides=["tracking.uri=http://ana:hunter2@mlflow:5000"]))
     assert "hunter2" not in text
