@@ -2,7 +2,7 @@
 
 The numbers are those of `torch.optim.Adafactor`, which fails on distributed tensors and reads numbers on the host. Rows
 and columns are kept whole on each process, they are short; the sums behind them go over the parts of a matrix: two
-exchanges in a step, for all parameters at once.
+all-reduces in a step for each parameter group, and for each axis of the mesh that cuts its parameters.
 """
 
 from __future__ import annotations
