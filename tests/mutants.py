@@ -297,6 +297,20 @@ MUTANTS = [
         "tests/unit/checkpoint/test_export_loading.py -k after_it_was_hashed",
     ),
     Mutant(
+        "of each process's batches the first one stands in the place of all",
+        "kftrain/evaluate/score.py",
+        "            first = place * batches.size\n",
+        "            first = 0\n",
+        "tests/unit/evaluate/test_clusters.py",
+    ),
+    Mutant(
+        "numbers of a tensor that no chunk of a checkpoint holds are exported as they come",
+        "kftrain/checkpoint/chunks.py",
+        "            if num_missing:\n",
+        "            if False:\n",
+        "tests/unit/checkpoint/test_chunks.py -k missed",
+    ),
+    Mutant(
         "a kind that nobody has allowed is called",
         "kftrain/trust.py",
         "if kind not in built_in and kind not in self.kinds:",
