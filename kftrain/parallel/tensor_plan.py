@@ -6,7 +6,7 @@ A model has `tensor_plan()`, which gives patterns of names -> a kind each; of tw
     column/3    the same for three matrices that stand one below the other in one, such as query, key and value
     row         a linear layer whose inputs are split: what the processes make of their inputs is summed
     vocabulary  an embedding: each process has the vectors of some of the tokens; called with vectors, as `logits`
-    logits      a linear layer that gives the model's logits: each process has those of some of the classes
+    logits      a linear layer whose outputs the model returns as they are: each process has those of some classes
     gather      a module whose linear layers are given the same input: it is gathered once for all of them
     sequence    a module that computes on each place of a sequence alone, such as a norm
     random      a dropout that does so: it draws what one process would draw
