@@ -36,7 +36,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
 
     That storage is away by then hides no failure.
     """
-    with _announced(stage, progress), _seen_alive(paths, config):
+    with _announced(stage, progress), seen_alive(paths, config):
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
@@ -55,7 +55,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
             raise
 
 
-def _seen_alive(paths: RunPaths, config: Config) -> contextlib.AbstractContextManager[object]:
+def seen_alive(paths: RunPaths, config: Config) -> contextlib.AbstractContextManager[object]:
     """A scheduled run that no Workflow speaks for is taken for dead where it gives no sign for long."""
     return Heartbeat(paths) if config.schedule.name else contextlib.nullcontext()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
 from kftrain.process import channel
 from kftrain.progress import Progress, to_log
+from kftrain.run.config import is_opened
 from kftrain.run.documents import RunShards
 from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
@@ -61,7 +63,8 @@ def shard(
     """Opens the run `run_id` and writes the shards of its dataset, unless they exist.
 
     A run that exists is opened last, so that whatever is refused leaves it as it was: neither its configuration nor
-    its error nor its MLflow run is touched. A new one is opened first: what fails then is reported in its folder.
+    its error nor its MLflow run is touched; only the heartbeat of a scheduled one goes on. A new one is opened first:
+    what fails then is reported in its folder.
 
     Args:
         config: What the run is to do.
@@ -78,13 +81,14 @@ def shard(
         preflight.check_credentials(config)
         preflight.check_writable(config)
         begun = begun or Begun(config)
-        if begun.skipped is None:
-            config = windows.with_replay(config, paths, progress)
-            config = initial_weights.with_initial_weights(config, paths, progress)
-        run = resolve.find_run(config, run_id, must_exist)
-        is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
-        prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
-        resolve.keep(run, job_id)
+        with failure.seen_alive(paths, config) if is_opened(paths) else contextlib.nullcontext():
+            if begun.skipped is None:
+                config = windows.with_replay(config, paths, progress)
+                config = initial_weights.with_initial_weights(config, paths, progress)
+            run = resolve.find_run(config, run_id, must_exist)
+            is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
+            prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
+            resolve.keep(run, job_id)
     if not channel.tell(channel.RUN, paths.uri):
         progress(f"run {paths.uri}")
     with failure.reported("shard", paths, config, progress):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -288,6 +289,22 @@ def test_sharding_for_an_hour_is_a_sign_of_life(nights, monkeypatch):
     assert lost and not any(lost)
     late = nights.now + timedelta(minutes=31)
     assert len(firing.close_lost(FakeCluster(), nights.config.run.storage_root, late, False, print)) == 1
+
+
+def test_sharding_again_for_an_hour_is_a_sign_of_life_of_a_run_that_somebody_goes_on_with(nights, monkeypatch):
+    nights.night(0, "a", BROKEN)
+    shutil.rmtree(os.path.join(nights.config.run.storage_root, "shards"))
+    lost, encode = [], PartStore.encode
+
+    def slow(self, *arguments):
+        nights.now = FIRST + timedelta(hours=1)
+        wait_until(lambda: heartbeat.last_beat(nights.paths("a")) == nights.now.timestamp())
+        lost.append(firing.close_lost(FakeCluster(), nights.config.run.storage_root, nights.now, False, print))
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(PartStore, "encode", slow)
+    nights.begin(0, "b", resume="tiny-a")
+    assert lost and not any(lost)
 
 
 LANGUAGE = """
