@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import in_process, jobs, overfitting, regression
@@ -190,6 +191,17 @@ def test_a_metric_that_the_task_does_not_have_ends_the_training_at_the_first_eva
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
     with pytest.raises(ConfigError, match="known: gain, mse"):
         in_process.train(paths, resolved, monkeypatch)
+
+
+def without_a_value(sums):
+    return {"none": np.full_like(sums["squares"], np.nan)}
+
+
+def test_where_no_value_is_finite_the_last_one_is_the_model_and_the_log_says_so(tmp_path, monkeypatch, capsys):
+    metric = [f"evaluate.metrics=[{__name__}:without_a_value]", "checkpoint.keep_best_goal=minimize"]
+    _, _, found = trained(tmp_path, monkeypatch, [*metric, "checkpoint.keep_best=none"])
+    assert (found.step, found.selection) == (120, None)
+    assert "no checkpoint with a finite validation/none: the last one is the model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
