@@ -730,6 +730,27 @@ MUTANTS = [
         "num_without_improvement: int = 1",
         "tests/unit/run/test_selection.py",
     ),
+    Mutant(
+        "all bins weigh the same in the calibration error",
+        "kftrain/evaluate/curves.py",
+        "error = float((num_samples * np.abs(accuracy - confidence)).sum() / max(total, 1))",
+        "error = float(np.abs(accuracy - confidence)[filled].sum() / max(filled.sum(), 1))",
+        "tests/unit/evaluate/test_curves.py -k calibration",
+    ),
+    Mutant(
+        "a bin of the calibration is named by the edges of the one before",
+        "kftrain/evaluate/curves.py",
+        "edges = np.linspace(0.0, 1.0, table.shape[1] + 1)",
+        "edges = np.linspace(0.0, 1.0, table.shape[1] + 1) - 1 / table.shape[1]",
+        "tests/unit/evaluate/test_curves.py -k calibration",
+    ),
+    Mutant(
+        "the precision of a class is its recall",
+        "kftrain/evaluate/curves.py",
+        "precision=_ratio(right[number], given[number])",
+        "precision=_ratio(right[number], there[number])",
+        "tests/unit/evaluate/test_curves.py -k by_class",
+    ),
 ]
 
 

@@ -78,6 +78,8 @@ def test_the_calibration_error_is_the_mean_distance_of_scikit_learns_curve():
     counts = np.bincount(members, minlength=15)
     counts = counts[counts > 0]
     assert [each.num_samples for each in found.bins] == counts.tolist()
+    filled = np.unique(members)
+    assert [(each.low, each.high) for each in found.bins] == list(zip(edges[filled], edges[filled + 1], strict=True))
     np.testing.assert_allclose([each.accuracy for each in found.bins], accuracy, atol=1e-9)
     np.testing.assert_allclose([each.confidence for each in found.bins], mean, atol=1e-9)
     expected = (counts * np.abs(accuracy - mean)).sum() / NUM_ROWS
