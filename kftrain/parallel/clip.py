@@ -25,6 +25,11 @@ def counted_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return local_gradients(each for each in parameters if _is_counted(each))
 
 
+def has_copies(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether there are parameters whose gradients another process counts."""
+    return not all(_is_counted(each) for each in parameters)
+
+
 def _is_counted(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return True

@@ -55,6 +55,7 @@ class SpmdEngine:
         self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters = list(model.parameters())
+        self._has_copies = clip.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
         self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
@@ -77,10 +78,11 @@ class SpmdEngine:
             agree([])
         else:
             self._used.drop_unused(agree(self._used.take()))
-        counted = clip.counted_gradients(self._parameters)
+        gradients = clip.local_gradients(self._parameters)
+        counted = clip.counted_gradients(self._parameters) if self._has_copies else gradients
         norm = clip.total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
-            clip.clip(clip.local_gradients(self._parameters), norm, self._clip_norm)
+            clip.clip(gradients, norm, self._clip_norm)
         self._update(norm)
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             after_step(self.model)
