@@ -80,6 +80,12 @@ class GlobalBatchNorms:
         if not module.training:
             return _evaluated(module, x)
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
+        if self._weight is not None and self._group is None and x.numel() == x.size(1):  # the probe may look at one row
+            raise ConfigError(
+                "batch normalisation has one value of each channel, from which nothing is left",
+                where="train.micro_batch_size",
+                fix="take more samples at a time, or use GroupNorm or LayerNorm",
+            )
         shape, dims = [1, -1, *[1] * (x.dim() - 2)], [dim for dim in range(x.dim()) if dim != 1]
         rows = self._weights_of(x).view(-1, *[1] * (x.dim() - 1))
         values = x.float()

@@ -80,10 +80,11 @@ class ParallelConfig(Section):
             shard = num_processes // (replicate * tensor)
         if replicate * shard * tensor != num_processes:
             axes = ["replicate", "shard", *(["tensor"] if tensor > 1 else [])]
+            changed = "tensor to what divides the processes" if num_processes % tensor else "shard to -1"
             raise ConfigError(
                 f"parallel.{' x parallel.'.join(axes)} must be the number of processes, {num_processes}",
                 value=" x ".join(map(str, (replicate, shard, tensor)[: len(axes)])),
-                fix="set parallel.shard to -1, or change launch.nodes and launch.processes_per_node",
+                fix=f"set parallel.{changed}, or change launch.nodes and launch.processes_per_node",
             )
         return Shape(replicate=replicate, shard=shard, tensor=tensor)
 

@@ -115,3 +115,13 @@ def test_statistics_that_would_depend_on_the_layout_are_refused(settings, messag
     norms = GlobalBatchNorms(nn.BatchNorm1d(1), TWO)
     with pytest.raises(ConfigError, match=message):
         norms.connect(*settings)
+
+
+def test_one_value_of_each_channel_is_refused_as_torch_does():
+    module = norm(None)
+    norms = GlobalBatchNorms(module, ALONE)
+    module(torch.ones(1, 3))  # before the first step nothing counts yet
+    norms.begin(np.ones(1, np.float32))
+    with pytest.raises(ConfigError, match="one value of each channel"):
+        module(torch.ones(1, 3))
+    assert module(ROWS[:1]).shape == (1, 3, 4)

@@ -28,9 +28,10 @@ sys.exit(17)
 """
 
 LATE = """
-import gzip, logging, logging.handlers, sys, threading, time
+import gc, gzip, logging, logging.handlers, sys, threading, time
 from __main__ import Cycle
 
+gc.disable()  # the collection at the end is meant, not one that comes by itself
 Cycle("collected ")
 writer = gzip.open(sys.argv[1], "wt")
 handler = logging.handlers.MemoryHandler(1000, target=logging.StreamHandler(sys.stdout))

@@ -31,8 +31,22 @@ def kept_by_01(resolved):
     return yaml.safe_dump(document, sort_keys=False)
 
 
+OPTIMIZER_IN_01 = (
+    "kind",
+    "learning_rate",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "epsilon",
+    "schedule",
+    "warmup_steps",
+    "final_learning_rate_fraction",
+)
+
+
 def identity_in_01(resolved, dataset_digest):
     everything = resolved.to_dict()
+    everything["optimizer"] = {name: everything["optimizer"][name] for name in OPTIMIZER_IN_01}
     names = ("steps", "global_batch_size", "gradient_clip_norm")
     return {
         "dataset": dataset_digest,
