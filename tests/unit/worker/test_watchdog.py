@@ -180,8 +180,11 @@ def test_what_a_process_writes_is_what_its_supervisor_reads(tmp_path, monkeypatc
     with one.watched():
         begun = liveness.read(tmp_path / "1")
         assert begun.watched and (begun.num_collectives, begun.num_ended) == (5, 4), "without the background's"
-        time.sleep(0.1)
-        assert liveness.read(tmp_path / "1").alive_at > begun.alive_at
+        deadline = time.monotonic() + 30.0
+        while liveness.read(tmp_path / "1").alive_at <= begun.alive_at:
+            assert time.monotonic() < deadline, "it never beat again"
+            time.sleep(0.01)
+        time.sleep(0.1)  # longer than the watchdog waits for progress
         assert Watchdog(tmp_path, range(2, 4), 0.05).look().rank == 3
         with one.resting():
             assert not liveness.read(tmp_path / "1").watched
