@@ -24,8 +24,7 @@ class Augmenting(LanguageModeling):
     def decode(self, sample, generator):
         if "data_worker" in sys.argv[0]:
             self.num_rows += 1
-            if self.num_rows == self.script.get("row") and not os.path.exists(self.script["mark"]):
-                open(self.script["mark"], "x").close()
+            if self.num_rows == self.script.get("row") and is_first(self.script["mark"]):
                 globals()[self.script["do"]]()
         tokens = sample["tokens"].copy()
         if generator is not None:
@@ -33,6 +32,15 @@ class Augmenting(LanguageModeling):
                 raise ValueError("damaged")
             tokens[generator.integers(len(tokens))] = generator.integers(256)
         return {"tokens": tokens}
+
+
+def is_first(mark):
+    """Of all that come to it, one is."""
+    try:
+        open(mark, "x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def kill():
