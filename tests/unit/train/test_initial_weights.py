@@ -1,19 +1,15 @@
 """The weights that a training starts with: those of a bare construction, in every layout, and nobody holds them all."""
 
 import contextlib
-import ctypes
 import hashlib
 import random
-import re
-import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported sooner or later by torch itself: no part of the memory that is measured
 from helpers import drawn_models, odd_models, ranks
+from helpers.memory import peak_of_memory
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -164,37 +160,6 @@ def test_a_parameter_that_needs_no_gradient_needs_none_afterwards():
     assert ranks.on(2, frozen) == [{"layers.2.bias"}] * 2
 
 
-@contextlib.contextmanager
-def peak_of_memory():
-    """Bytes of anonymous memory at the highest, sampled; over those at the beginning."""
-    ended, start = threading.Event(), anonymous_bytes()
-    peak = [start]
-
-    def sample():
-        while not ended.is_set():
-            peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.0005)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    found = {}
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
-        found["bytes"] = peak[0] - start
-
-
-def anonymous_bytes():
-    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-MMAP_THRESHOLD = -3
-"""Of glibc's malloc: tensors of a megabyte go back to the system when they are freed, instead of leaving holes
-whose number depends on what pytest has done before."""
-
-
 class ReachedError(Exception):
     """The model is there."""
 
@@ -205,9 +170,6 @@ def memory_of(world, overrides):
     def reach(*_, **__):
         raise ReachedError
 
-    libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_THRESHOLD, 1 << 20)
-    libc.malloc_trim(0)  # what pytest has freed would be taken again, and not be seen
     torch.optim.AdamW = reach  # of this process, which ends with the test
     with peak_of_memory() as found, contextlib.suppress(ReachedError):
         build(world, overrides)
