@@ -11,8 +11,8 @@ from helpers import parity_models as models
 from helpers import parity_optimizers as optimizers
 from helpers.parity import Refused, Row
 from helpers.parity_oracle import Case, odd_llama, same_llama, tied_llama
-from helpers.parity_pool import Pools
 from helpers.parity_vision import IMAGES
+from helpers.pool import Pools
 
 from kftrain.parallel.settings import NOT_OFFERED
 

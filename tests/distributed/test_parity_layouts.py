@@ -9,7 +9,7 @@ from helpers import parity_models as models
 from helpers import parity_optimizers as optimizers
 from helpers.parity import Row
 from helpers.parity_oracle import STEPS, Case, tied_llama
-from helpers.parity_pool import Pools
+from helpers.pool import Pools
 
 STEPS_BEFORE = 7
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import parity_rank
 from helpers.parity_oracle import BASE, STEPS, text_rows
-from helpers.parity_pool import Pools
+from helpers.pool import Pools
 from helpers.tensor_models import seven_tokens
 
 from kftrain.plain import load

@@ -119,17 +119,15 @@ def load_alone(_world, exported):
         return found["bytes"], model(torch.arange(64).reshape(1, 64)).double().sum().item()
 
 
-def measured(folder, options, monkeypatch):
+def measured(folder, options):
     """Phase -> the peaks of its processes; and the sizes of the model and of its largest unit. Bytes."""
-    monkeypatch.setattr(ranks, "JOIN_SECONDS", 1200.0)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     paths = RunPaths.of(str(folder), "r")
-    answers = ranks.on(SIZE, build_and_save, paths, options)
+    answers = ranks.on(SIZE, build_and_save, paths, options, seconds=1200)
     assert not any(isinstance(each, str) for each in answers), answers
     *_, whole, unit = answers[0]
-    ((exporting_bytes, exported),) = ranks.on(1, export, paths, options)
-    loaded = ranks.on(SIZE, load_and_compute, exported, options)
-    ((alone_bytes, expected),) = ranks.on(1, load_alone, exported)
+    ((exporting_bytes, exported),) = ranks.on(1, export, paths, options, seconds=1200)
+    loaded = ranks.on(SIZE, load_and_compute, exported, options, seconds=1200)
+    ((alone_bytes, expected),) = ranks.on(1, load_alone, exported, seconds=1200)
     assert [(shared, value) for *_, shared, value in loaded] == [(True, expected)] * SIZE
     peaks = {
         "built": [each[0] for each in answers],
@@ -153,8 +151,8 @@ def require_bounds(peaks, whole, unit, margin):
     assert all(whole <= peak <= whole + margin for peak in peaks["alone"])
 
 
-def test_57_million_parameters_on_two_processes(tmp_path, monkeypatch):
-    peaks, whole, unit = measured(tmp_path, SMALL, monkeypatch)
+def test_57_million_parameters_on_two_processes(tmp_path):
+    peaks, whole, unit = measured(tmp_path, SMALL)
     assert whole > 4 * 56e6
     require_bounds(peaks, whole, unit, 48 << 20)
 
@@ -168,12 +166,12 @@ def free_gb(folder):
 
 
 @pytest.mark.skipif(not os.environ.get("KFTRAIN_LARGE_TESTS"), reason="minutes long: set KFTRAIN_LARGE_TESTS=1")
-def test_1_3_billion_parameters_on_two_processes(tmp_path, monkeypatch):
+def test_1_3_billion_parameters_on_two_processes(tmp_path):
     memory, disk = free_gb(tmp_path)
     if memory < NEEDED_MEMORY_GB or disk < NEEDED_DISK_GB:
         pytest.skip(f"{math.floor(memory)} GB of memory and {math.floor(disk)} GB of disk are free, of 8 and 12")
     try:
-        peaks, whole, unit = measured(tmp_path, LARGE, monkeypatch)
+        peaks, whole, unit = measured(tmp_path, LARGE)
     finally:
         shutil.rmtree(tmp_path)
     assert whole > 4 * 1.27e9

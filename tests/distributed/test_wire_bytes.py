@@ -94,8 +94,7 @@ def counted(world):
 
 
 def on_all(rows):
-    ranks.JOIN_SECONDS = 900.0
-    return ranks.on(rows[0].processes, sent_in_a_step, rows)[0]
+    return ranks.on(rows[0].processes, sent_in_a_step, rows, seconds=900)[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
-FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
 WAIT_SECONDS = 1200.0
 
 
 def run(function, *arguments):
     """What a function returns in a process of its own, in a network of its own; None where that is not allowed."""
-    receive, send = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_run, args=(send, function, arguments))
+    receive, send = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=_run, args=(send, function, arguments))
     process.start()
     send.close()
     try:
@@ -30,7 +30,7 @@ def run(function, *arguments):
 
 def problem():
     """Why there can be no network of one's own; empty where there can."""
-    return run(lambda: "") if Path("/proc/self/ns/net").exists() else "networks of one's own need Linux"
+    return run(str) if Path("/proc/self/ns/net").exists() else "networks of one's own need Linux"
 
 
 def sent_bytes():

@@ -1,6 +1,7 @@
 """Loading an export: each process its parts, every byte checked, and nothing is held twice."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_a_file_that_is_not_the_one_of_the_manifest_is_refused_by_all_processes(
 def test_a_file_that_is_changed_after_it_was_hashed_is_noticed(tmp_path, change):
     uri, digest = write(tmp_path / "e", state_of(), 2)
     path = tmp_path / "e" / "model-00001-of-00002.safetensors"
-    for answer in ranks.on(2, spread, uri, digest, {}, lambda: change(path)):
+    for answer in ranks.on(2, spread, uri, digest, {}, partial(change, path)):
         assert "was changed while it was read" in answer
 
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from helpers import ranks
+from helpers.pool import COLLECTIVE_SECONDS
 from torch import nn
 
 from kftrain import config
@@ -123,7 +124,7 @@ def timeouts_of_groups(world):
 
 def test_the_groups_of_hybrid_sharding_wait_as_long_as_was_asked_for():
     for rank, (found, place) in enumerate(ranks.on(4, timeouts_of_groups)):
-        assert found == {name: timedelta(seconds=ranks.JOIN_SECONDS / 2) for name in ("replicate", "shard")}
+        assert found == {name: timedelta(seconds=COLLECTIVE_SECONDS) for name in ("replicate", "shard")}
         assert place == (rank, 4, 2, True)
 
 
@@ -185,7 +186,7 @@ def spread_mesh_of(world):
     found = mesh.device_mesh()
     names = found.mesh_dim_names
     timeouts = {found.get_group(name)._get_backend(world.device).options._timeout for name in names}
-    assert mesh.device_mesh() is found and timeouts == {timedelta(seconds=ranks.JOIN_SECONDS / 2)}
+    assert mesh.device_mesh() is found and timeouts == {timedelta(seconds=COLLECTIVE_SECONDS)}
     return names, found.mesh.tolist(), dist.get_process_group_ranks(found.get_group("tensor"))
 
 

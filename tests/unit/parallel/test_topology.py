@@ -8,7 +8,6 @@ from helpers import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.parallel import world as world_module
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.topology import Site, contradictions, is_apart, order_of
 
@@ -87,12 +86,12 @@ def seen(world):
     return os.environ["RANK"], world.rank, [place.node for place in world.places], world.gather(os.environ["RANK"])
 
 
-def test_processes_are_numbered_anew_when_they_meet(monkeypatch):
+def test_processes_are_numbered_anew_when_they_meet():
     """Of four single nodes, told by their ranks, the first and the third stand in one rack."""
-    of_rank = lambda environment: Site(f"n{environment['RANK']}", "xyxy"[int(environment["RANK"])])  # noqa: E731
-    monkeypatch.setattr(world_module.Site, "of", of_rank)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    answers = ranks.on(4, seen)
+    environments = [
+        {"LOCAL_WORLD_SIZE": "1", "KFTRAIN_NODE_NAME": f"n{rank}", "KFTRAIN_RACK": "xyxy"[rank]} for rank in range(4)
+    ]
+    answers = ranks.on(4, seen, environments=environments)
     assert [answer[:2] for answer in answers] == [("0", 0), ("1", 2), ("2", 1), ("3", 3)]
     assert {tuple(answer[2]) for answer in answers} == {("n0", "n2", "n1", "n3")}
     assert answers[0][3] == ["0", "2", "1", "3"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import random
 
 import numpy as np
@@ -153,10 +154,11 @@ def test_tables_and_attributes_that_a_constructor_sets_are_there_and_tied_weight
         assert_same(kept, {"offset": model.offset.numpy()})
 
 
-def test_a_parameter_that_needs_no_gradient_needs_none_afterwards():
-    def frozen(world):
-        return {name for name, each in build(world, own("Drawn"))[0].model.named_parameters() if not each.requires_grad}
+def frozen(world):
+    return {name for name, each in build(world, own("Drawn"))[0].model.named_parameters() if not each.requires_grad}
 
+
+def test_a_parameter_that_needs_no_gradient_needs_none_afterwards():
     assert ranks.on(2, frozen) == [{"layers.2.bias"}] * 2
 
 
@@ -210,15 +212,24 @@ class Seeded(odd_models.Stack):
         return super().forward(x) + self.table + self.drawn.sum()
 
 
-def test_a_model_without_init_weights_is_what_its_constructor_gives_on_one_process_wherever_it_is_trained(capfd):
+def found_and_said(world, overrides):
+    """And what the process has printed on the way."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        weights, buffers, _, _ = found_in(world, overrides)
+    return weights, buffers, printed.getvalue()
+
+
+def test_a_model_without_init_weights_is_what_its_constructor_gives_on_one_process_wherever_it_is_trained():
     overrides = [f"model.kind={__name__}:Seeded", "task.kind=helpers.odd_models:Task"]
     model = seeded(Seeded)
     expected = {name: each.detach().numpy() for name, each in model.named_parameters()}
     for size, settings in (LAYOUTS["one"], LAYOUTS["two"], LAYOUTS["replicated"]):
-        for weights, buffers, _, _ in ranks.on(size, found_in, [*overrides, *settings]):
+        answers = ranks.on(size, found_and_said, [*overrides, *settings])
+        for rank, (weights, buffers, printed) in enumerate(answers):
             assert_same(weights, expected)
             assert_same(buffers, {"table": model.table.numpy()})
-        assert capfd.readouterr().out.count("built by its constructor on the first process") == (size > 1)
+            said = printed.count("built by its constructor on the first process")
+            assert said == (rank == 0 and size > 1), printed
 
 
 @pytest.mark.parametrize("layout", ["two", pytest.param("hybrid", marks=pytest.mark.slow)])

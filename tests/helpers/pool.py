@@ -34,8 +34,9 @@ class Answer:
 class Pool:
     """So many processes, started when the first job comes, and again after one that has left them apart."""
 
-    def __init__(self, size):
+    def __init__(self, size, environments=None):
         self.size = size
+        self._environments = environments or [{}] * size
         self._processes = []
         self._pipes = []
 
@@ -60,16 +61,21 @@ class Pool:
         self._pipes = []
 
     def _start(self):
-        SERVER.set_forkserver_preload(["torch", "kftrain.train.session"])
+        SERVER.set_forkserver_preload(["torch", "kftrain.train.session", "torch._dynamo", "pytest"])
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         for rank in range(self.size):
             pipe, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process = SERVER.Process(target=_serve, args=(self._names(rank, port), theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(pipe)
+
+    def _names(self, rank, port):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
+        names |= {"MASTER_ADDR": "127.0.0.1", **self._environments[rank]}
+        return {name: str(value) for name, value in names.items()}
 
     def _gather(self, seconds):
         """The answers of all; those that are still silent some seconds after another one has failed have none."""
@@ -103,9 +109,8 @@ class Pools:
             pool.close()
 
 
-def _serve(rank, size, port, pipe):
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in names.items()})
+def _serve(environment, pipe):
+    os.environ.update(environment)
     torch.set_num_threads(1)
     with join_world(COLLECTIVE_SECONDS) as world, contextlib.suppress(EOFError):
         while True:
@@ -117,6 +122,6 @@ def _answer(function, world, arguments):
     try:
         return Answer("done", function(world, *arguments))
     except KftrainError as error:
-        return Answer("refused", error.line)
+        return Answer("refused", f"{type(error).__name__}: {error.line}")
     except Exception:  # noqa: BLE001 - whatever it is, the test is told
         return Answer("failed", traceback.format_exc())
