@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "gradients pile up from step to step",
         "kftrain/train/optimizer.py",
-        "member.zero_grad(set_to_none=True)",
+        "parameter.grad = None",
         "pass",
         "tests/unit/train/test_step.py",
     ),

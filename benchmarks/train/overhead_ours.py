@@ -40,9 +40,9 @@ from kftrain.tracking.tracker import MlflowTracker
 from kftrain.train import session
 from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
-from kftrain.train.optimizer import build_optimizer
 from kftrain.train.recorder import Recorder
 from kftrain.train.schedule import learning_rate
+from kftrain.train.settings import OptimizerConfig
 from kftrain.train.step import terms_of
 
 ROWS, LENGTH, NUM_BATCHES = 8, 8, 16
@@ -83,6 +83,16 @@ def batches_of(task: Task) -> list[StepBatch]:
     return [StepBatch(0, [each], ROWS * LENGTH) for each in sent]
 
 
+def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's own, fused: matrices decay, all else does not."""
+    groups = [
+        {"params": [each for each in model.parameters() if (each.dim() >= 2) == decays], "weight_decay": decay}
+        for decays, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+
+
 def measure(world: World, folder: Path, num_steps: int) -> list[float]:
     """See `Turns.figures`."""
     resolved = config.parse(TEXT, [f"train.steps={num_steps}"])
@@ -93,7 +103,7 @@ def measure(world: World, folder: Path, num_steps: int) -> list[float]:
     for module in plain.modules():
         module._forward_pre_hooks.clear()  # ours go by themselves
     parameters = list(plain.parameters())
-    (optimizer,) = build_optimizer(plain, resolved.optimizer).members
+    optimizer = adamw(plain, resolved.optimizer)
 
     def bare(step: int, batch: StepBatch) -> None:
         for group in optimizer.param_groups:

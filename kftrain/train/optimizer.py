@@ -1,7 +1,4 @@
-"""The optimizer of a training: one or two of torch's kind, over groups of parameters.
-
-AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) is torch's own, fused: its kernel skips a step on the device.
-"""
+"""The optimizer of a training: one or two of torch's kind, over groups of parameters."""
 
 from __future__ import annotations
 
@@ -14,23 +11,24 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.train.groups import OTHERS, assigned, names_of
 from kftrain.train.optimizer_adafactor import Adafactor
-from kftrain.train.optimizer_base import Group, zero, zeros
+from kftrain.train.optimizer_adamw import AdamW
+from kftrain.train.optimizer_base import Group, SkippingOptimizer
 from kftrain.train.optimizer_muon import MATCHING, Muon
 from kftrain.train.optimizer_sgd import Sgd
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
+
+Member = AdamW | SkippingOptimizer
+"""What skips a step on the device: the host never learns of it."""
 
 
 class Optimizer:
     """Optimizers of torch's kind as one, each with parameters of its own."""
 
-    def __init__(self, members: Mapping[torch.optim.Optimizer, list[float]]) -> None:
-        """`members`: with the learning rates of their groups as multiples of the training's.
-
-        All must be able to skip a step on the device.
-        """
-        assert all(getattr(each, "_step_supports_amp_scaling", False) for each in members), "cannot skip a step"
+    def __init__(self, members: Mapping[Member, list[float]]) -> None:
+        """`members`: with the learning rates of their groups as multiples of the training's."""
         self.members = list(members)
         self._scales = list(members.values())
+        self._parameters = [each for group in self.param_groups for each in group["params"]]
 
     @property
     def param_groups(self) -> list[Group]:
@@ -50,11 +48,12 @@ class Optimizer:
 
     def step(self, found_inf: torch.Tensor) -> None:
         """Updates the parameters and forgets the gradients; only the latter where `found_inf` is 1. Collective."""
-        for member in self.members:
-            skipping: Any = member
-            skipping.found_inf = found_inf
-            member.step()
-            member.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for member in self.members:
+                member.found_inf = found_inf
+                member.advance()
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def build_optimizer(
@@ -100,7 +99,7 @@ def _is_muons(parameter: nn.Parameter, group: ParameterGroup, hidden: set[nn.Par
 
 def _member(
     kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype
-) -> tuple[torch.optim.Optimizer, list[float]]:
+) -> tuple[Member, list[float]]:
     """An optimizer of these parameters, and the multiples of the learning rate of its groups."""
     groups: list[Group] = []
     scales: list[float] = []
@@ -124,7 +123,7 @@ def _by_decay(
     ]
 
 
-def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype) -> torch.optim.Optimizer:
+def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype) -> Member:
     rate = config.learning_rate
     if kind == "sgd":
         return Sgd(groups, rate, 0.9 if config.momentum is None else config.momentum, bool(config.nesterov))
@@ -133,12 +132,4 @@ def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: t
         return Muon(groups, rate, momentum, config.nesterov is not False, config.muon_scale or MATCHING, compute)
     if kind == "adafactor":
         return Adafactor(groups, rate)
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)
-    for group in adamw.param_groups:
-        for parameter in group["params"]:
-            adamw.state[parameter] = {
-                "step": zero(parameter),
-                "exp_avg": zeros(parameter),
-                "exp_avg_sq": zeros(parameter),
-            }
-    return adamw
+    return AdamW(groups, rate, (config.beta1, config.beta2), config.epsilon)

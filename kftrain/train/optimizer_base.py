@@ -20,7 +20,6 @@ class SkippingOptimizer(torch.optim.Optimizer):
     gradient yet, such as an expert that no token has reached.
     """
 
-    _step_supports_amp_scaling = True
     found_inf: torch.Tensor | None = None
     """Scalar: 1 where the gradients are not finite, else 0; None: they are."""
 
@@ -42,6 +41,10 @@ class SkippingOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates all groups. Collective."""
         assert closure is None
+        self.advance()
+
+    def advance(self) -> None:
+        """Updates all groups, without a profiler's mark. Gradients must not be recorded. Collective."""
         for group in self.param_groups:
             used = [each for each in group["params"] if each.grad is not None]
             if used:

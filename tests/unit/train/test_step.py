@@ -16,6 +16,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.train.optimizer import Optimizer
+from kftrain.train.optimizer_sgd import Sgd
 from kftrain.train.spmd import SpmdEngine
 from kftrain.train.step import loss_of, seed_step, terms_of
 
@@ -57,7 +58,7 @@ def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
     mesh = Mesh.of_copies(world)
     strategy = strategy_of(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
     distributed = distribute(model, strategy, mesh, [])
-    optimizer = Optimizer({torch.optim.SGD(model.parameters(), lr=lr, fused=True): [1.0]})
+    optimizer = Optimizer({Sgd([{"params": list(model.parameters())}], lr, 0.0, False): [1.0]})
     return SpmdEngine(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))
 
 
