@@ -1,19 +1,26 @@
 """The export: the trained tensors, readable by others."""
 
+import json
+
 import pytest
 import torch
 from helpers import jobs
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from kftrain import storage
 from kftrain.checkpoint import export, exporting
 from kftrain.checkpoint.export import load_export
 from kftrain.checkpoint.exporting import group_by_size
 from kftrain.errors import CheckpointError
-from kftrain.run import commit, documents
+from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
+
+LIMIT_BYTES = 40_000
+"""Of a file of the export of many files."""
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +31,83 @@ def completion(tmp_path_factory):
     return documents.read(Completion, paths.complete)
 
 
-def test_transformers_loads_it_and_gives_our_logits(completion):
-    from transformers import LlamaForCausalLM
-
-    theirs, info = LlamaForCausalLM.from_pretrained(
-        completion.export_uri, output_loading_info=True, attn_implementation="sdpa", dtype=torch.float32
+@pytest.fixture(scope="module")
+def in_many_files(completion, tmp_path_factory):
+    """URI and digest of an export of the same checkpoint, cut into files of at most 40 kB."""
+    description, configuration = (
+        storage.read_json(storage.join(completion.export_uri, name)) for name in ("kftrain.json", "config.json")
     )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    ours = load_export(completion.export_uri, completion.export_digest).model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "MAX_FILE_BYTES", LIMIT_BYTES)
+        return exporting.export_checkpoint(
+            RunPaths(str(tmp_path_factory.mktemp("many"))),
+            completion.checkpoint_uri,
+            export.Description.model_validate(description),
+            configuration,
+        )
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one file", "many files"])
+def test_transformers_loads_it_and_gives_our_logits(completion, in_many_files, cut):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    uri, digest = in_many_files if cut else (completion.export_uri, completion.export_digest)
+    theirs, info = transformers.LlamaForCausalLM.from_pretrained(
+        storage.local_path(uri), output_loading_info=True, attn_implementation="sdpa", dtype=torch.float32
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    ours = load_export(uri, digest).model
     tokens = torch.randint(0, 256, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_model_is_cut_into_files_with_an_index(completion, monkeypatch, tmp_path):
-    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 40_000)
-    files = commit.read_checkpoint_manifest(completion.checkpoint_uri)[0].files
-    exporting._write_tensors(completion.checkpoint_uri, files, str(tmp_path))
-    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
-    index = storage.read_json(str(tmp_path / "model.safetensors.index.json"))
-    assert set(index["weight_map"].values()) == set(names)
-    from safetensors.torch import load_file
+def test_an_export_of_many_files_is_what_the_format_says(completion, in_many_files):
+    """By safetensors alone: https://huggingface.co/docs/safetensors, and the index beside it."""
+    folder = storage.local_path(in_many_files[0])
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index.keys() == {"metadata", "weight_map"}
+    found, held = {}, {}
+    for file in files:
+        with safe_open(folder / file, "pt") as tensors:
+            assert tensors.metadata() == {"format": "pt"}
+            held.update(dict.fromkeys(tensors.keys(), file))
+            parts = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        assert len(parts) == 1 or sum(each.nbytes for each in parts.values()) <= LIMIT_BYTES
+        found.update(parts)
+    assert index["weight_map"] == held and all("/" not in file for file in held.values())
+    assert index["metadata"] == {"total_size": sum(each.nbytes for each in found.values())}
+    assert found.keys() == llama_names(json.loads((folder / "config.json").read_text())).keys()
+    for name, shape in llama_names(json.loads((folder / "config.json").read_text())).items():
+        assert found[name].dtype == torch.float32 and tuple(found[name].shape) == shape, name
+    (single,) = storage.local_path(completion.export_uri).glob("*.safetensors")
+    whole = load_file(single)
+    assert whole.keys() == found.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
-    whole = load_file(storage.local_path(storage.join(completion.export_uri, "model.safetensors")))
-    parts = {name: tensor for file in names for name, tensor in load_file(tmp_path / file).items()}
-    assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+def llama_names(settings):
+    """Name -> shape of the tensors of a `LlamaForCausalLM`, as its documentation says."""
+    dim, ffn, heads = settings["hidden_size"], settings["intermediate_size"], settings["num_attention_heads"]
+    kept = dim // heads * settings["num_key_value_heads"]
+    layer = {
+        "input_layernorm.weight": (dim,),
+        "post_attention_layernorm.weight": (dim,),
+        "self_attn.q_proj.weight": (dim, dim),
+        "self_attn.k_proj.weight": (kept, dim),
+        "self_attn.v_proj.weight": (kept, dim),
+        "self_attn.o_proj.weight": (dim, dim),
+        "mlp.gate_proj.weight": (ffn, dim),
+        "mlp.up_proj.weight": (ffn, dim),
+        "mlp.down_proj.weight": (dim, ffn),
+    }
+    names = {"model.embed_tokens.weight": (settings["vocab_size"], dim), "model.norm.weight": (dim,)}
+    if not settings["tie_word_embeddings"]:
+        names["lm_head.weight"] = (settings["vocab_size"], dim)
+    for number in range(settings["num_hidden_layers"]):
+        names.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
+    return names
 
 
 def test_an_export_that_was_never_finished_is_written_anew(completion, tmp_path, monkeypatch):
