@@ -5,7 +5,8 @@
 A transformer of 27 million parameters, 512 tokens a process and step, over gloo. All contenders stand in the same
 processes and take turns, a step each: ours (`Loop.run`), the bare loop, and with `--free` the same step without any
 exchange, which is what the machine can do at most. `evaluation`: batches of rows through ours and through a bare loop
-of forward passes. Last line: contender -> seconds, the medians over the rounds.
+of forward passes. Last line: `ours` -> seconds of a turn, each other contender -> its time over ours; medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -81,8 +82,14 @@ class Clock:
         self._world.barrier()
         self.seconds.setdefault(contender, []).append(time.perf_counter() - start)
 
-    def medians(self) -> dict[str, float]:
-        return {name: statistics.median(each[SETTLING_ROUNDS:]) for name, each in self.seconds.items()}
+    def figures(self) -> dict[str, float]:
+        """Median seconds of one of our turns; of each other contender the median of its turns over ours beside them."""
+        ours = self.seconds["ours"][SETTLING_ROUNDS:]
+        ratios = {
+            name: statistics.median(theirs / own for theirs, own in zip(each[SETTLING_ROUNDS:], ours, strict=True))
+            for name, each in self.seconds.items()
+        }
+        return {**ratios, "ours": statistics.median(ours)}
 
 
 class InTurns:
@@ -141,7 +148,7 @@ def tokens(seed: int, num_rows: int) -> np.ndarray:
 
 
 def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -> dict[str, float]:
-    """Seconds of each contender's turn."""
+    """See `Clock.figures`."""
     settings = [
         f"model.num_layers={num_layers}",
         STRATEGIES[kind],
@@ -168,7 +175,7 @@ def measure(world: World, kind: str, num_layers: int, rounds: int, free: bool) -
     writer: Any = Writer()
     loop = Quiet(resolved, world, engine, loader, unused, writer, recorder, StopRequest(), liveness)
     loop.run(0)
-    return clock.medians()
+    return clock.figures()
 
 
 class Quiet(Loop):
@@ -204,7 +211,7 @@ def evaluated(engine: Any, task: Any, clock: Clock, rounds: int) -> dict[str, fl
         start = clock.begin()
         bare_forward(engine.model, task, mine)
         clock.end("bare", start)
-    return clock.medians()
+    return clock.figures()
 
 
 def bare_forward(model: torch.nn.Module, task: Any, batches: list[np.ndarray]) -> float:
