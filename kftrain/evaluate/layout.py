@@ -82,7 +82,7 @@ def _spread(empty: EmptyExport, parallel: ParallelConfig, world: World) -> Sprea
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)
-    strategy = strategy_of(parallel, PrecisionConfig(), False, mesh.shape)
+    strategy = strategy_of(parallel, PrecisionConfig(), False, mesh.shape, forward_only=True)
     model = distribute(empty.model, strategy, mesh, names).model
     export.fill(empty, model, slots, world, on_host=parallel.offload)
     return SpreadModel(model, mesh, True)

@@ -26,6 +26,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.pieces import fully_shard_in_pieces
 from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
@@ -174,6 +175,8 @@ class FullyShard:
     reduce: str
     sharding: Sharding
     offload: bool = False
+    forward_only: bool = False
+    """Whether there will be no backward pass: on CPUs a unit is then gathered in pieces, which takes less memory."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Parameters become distributed tensors; offloaded, they are on the host."""
@@ -185,10 +188,14 @@ class FullyShard:
             "reshard_after_forward": self.sharding.reshard_after_forward,
             **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
         }
+        on_cpu = distributed.mesh.world.device.type == "cpu"
+        if self.forward_only and on_cpu:
+            fully_shard_in_pieces(model, blocks, options)
+            return
         for name in blocks:
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
-        if shape.shard > 1 and distributed.mesh.world.device.type == "cpu":
+        if shape.shard > 1 and on_cpu:
             reduce_by_exchange(model)
 
 
@@ -198,10 +205,12 @@ def strategy_of(
     recompute_blocks: bool,
     shape: Shape,
     split_logits: bool = False,
+    forward_only: bool = False,
 ) -> list[Transform]:
     """The transforms of a configuration on a mesh, in their order.
 
     `split_logits`: whether what computes the loss takes logits that are split over the axis `tensor`.
+    `forward_only`: whether there will be no backward pass.
     """
     first: list[Transform] = [SplitTensors(parallel.sequence_parallel, split_logits)] if shape.tensor > 1 else []
     first += [Recompute()] if recompute_blocks else []
@@ -210,7 +219,8 @@ def strategy_of(
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
         return [*first, ToDevice(), Replicate(*formats)]
-    return [*first, FullyShard(*formats, sharding_of(parallel.stage, parallel.exchange), parallel.offload)]
+    sharding = sharding_of(parallel.stage, parallel.exchange)
+    return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only)]
 
 
 def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:

@@ -40,9 +40,6 @@ SMALL = {"dim": 768, "num_layers": 8, "num_heads": 12, "ffn_dim": 2048}
 LARGE = {"dim": 2048, "num_layers": 24, "num_heads": 16, "ffn_dim": 5888}
 """1.3 B parameters."""
 
-GATHERED_UNITS = 4
-"""What FSDP2 has at a time in a forward pass: two units as they were gathered, two as parameters."""
-
 NAME = CheckpointName(1, 1)
 SIZE = 2
 
@@ -146,8 +143,7 @@ def require_bounds(peaks, whole, unit, margin):
     share = whole / SIZE + unit + margin
     assert all(whole / SIZE <= peak <= share for peak in peaks["built"])
     assert all(whole / SIZE <= peak <= share for peak in peaks["loaded"])
-    assert all(peak <= unit + margin for peak in peaks["saved"] + peaks["exported"])
-    assert all(peak <= GATHERED_UNITS * unit + margin for peak in peaks["computed"])
+    assert all(peak <= unit + margin for peak in peaks["saved"] + peaks["exported"] + peaks["computed"])
     assert all(whole <= peak <= whole + margin for peak in peaks["alone"])
 
 
@@ -175,4 +171,4 @@ def test_1_3_billion_parameters_on_two_processes(tmp_path):
     finally:
         shutil.rmtree(tmp_path)
     assert whole > 4 * 1.27e9
-    require_bounds(peaks, whole, unit, 200 << 20)
+    require_bounds(peaks, whole, unit, 200 * 10**6)
