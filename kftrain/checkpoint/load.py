@@ -111,7 +111,7 @@ def _newest(paths: RunPaths, damaged: list[str]) -> str | None:
 def _has_best(paths: RunPaths, manifest: CheckpointManifest) -> bool:
     """Whether the best checkpoint that one speaks of is there; a later best one, now damaged, has taken its place."""
     best = manifest.selection
-    if best is None or any(name.step == best.step for name in commit.committed(paths)):
+    if best is None or best.value is None or any(name.step == best.step for name in commit.committed(paths)):
         return True
     to_log(f"warning: the best checkpoint, of step {best.step}, is gone: what is evaluated from here on counts")
     return False

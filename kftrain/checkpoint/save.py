@@ -59,6 +59,8 @@ class Identity:
     training_identity: dict[str, Any]
     parts: dict[str, int] = field(default_factory=lambda: dict(commit.PARTS_BEFORE))
     """Names of the parts of the state, and the versions of their forms."""
+    batch_norm_samples: int | None = None
+    """See `CheckpointManifest`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class CheckpointWriter:
             parts=self._identity.parts,
             bad_samples=tuple(sorted(self.bad_samples)),
             selection=self.selected(),
+            batch_norm_samples=self._identity.batch_norm_samples,
         )
 
     def _write(

@@ -6,7 +6,8 @@ in the forward pass, their gradients in the backward pass, and all processes kee
 
 Samples that share statistics are a part of what is computed. On several processes they are all samples of a step, in
 every layout; so a step may have one micro batch only, since the samples of one of several would depend on the layout.
-One process takes each micro batch by itself, as everybody does.
+One process takes each micro batch by itself, as everybody does; a run goes on with as many samples together as it began
+with (`train.statistics`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class GlobalBatchNorms:
         self._norms = {name: each for name, each in norms if each.training and type(each).forward in KNOWN_FORWARDS}
         self.buffer_names = {f"{name}.{key}".lstrip(".") for name, each in self._norms.items() for key in each._buffers}
         """What a forward pass changes, in the same way on all processes once they are connected."""
+        self.are_trained = any(each.training for _, each in norms)
+        """Whether samples share statistics at all."""
         for module in self._norms.values():
             module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
 

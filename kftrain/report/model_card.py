@@ -55,7 +55,7 @@ def _training(config: Config, completion: Completion) -> ReportSection:
         f"seed {config.run.seed}"
     )
     chosen = completion.chosen(config.train.steps)
-    sentences = [f"The checkpoint is the {chosen}."] if chosen else []
+    sentences = [f"How the checkpoint was chosen: {chosen}."] if chosen else []
     return ReportSection(
         "Training", headline, sentences=sentences, tables=[Table("Settings", ["setting", "value"], rows)]
     )

@@ -113,7 +113,7 @@ def _figures(config: Config, completion: Completion, sizes: Sizes) -> list[Fact]
     figures = [
         Fact("Final loss", "" if loss is None else wording.number(loss), completion.loss_unit),
         Fact("Steps", wording.count(completion.num_trained), f"of {wording.count(config.train.steps)}"),
-        Fact("Best checkpoint", f"step {wording.count(completion.step)}" if completion.selection else ""),
+        Fact("Best checkpoint", f"step {wording.count(completion.step)}" if completion.is_best else ""),
         Fact("Samples seen", wording.large_count(completion.samples_consumed), _epochs(config, completion, sizes)),
         Fact("Samples left out", "" if left_out is None else wording.count(int(left_out)), "cannot be decoded"),
         Fact("Speed", "" if speed is None else wording.number(speed, 3), "samples/s"),

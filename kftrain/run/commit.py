@@ -76,6 +76,9 @@ class CheckpointManifest(documents.Document):
     """Numbers of the training samples that were left out so far because they cannot be decoded."""
     selection: BestEvaluation | None = None
     """The best evaluation so far, where the best checkpoint is kept."""
+    batch_norm_samples: int | None = None
+    """So many samples of a step share the statistics of batch norms; None: the model has none that are trained, or the
+    checkpoint was written before this was told."""
 
 
 @dataclass(frozen=True, order=True)

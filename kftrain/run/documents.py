@@ -63,7 +63,8 @@ class Completion(Document):
     num_training_samples: int = 0
     """Samples of an epoch; completions of before do not say, and theirs are the rows of the training split."""
     selection: BestEvaluation | None = None
-    """Why it is this step: the best evaluation; None: it is the last one."""
+    """Why it is this step: the best evaluation; None: it is the last one. Where the checkpoint of the best one was
+    damaged, its step is another one than `step`."""
     trained_steps: int = 0
     """Steps that were taken, more than `step` where that is the best one; 0: as many as `step`."""
     packages: dict[str, str] = {}
@@ -75,9 +76,14 @@ class Completion(Document):
         """Steps that were taken."""
         return self.trained_steps or self.step
 
+    @property
+    def is_best(self) -> bool:
+        """Whether it is the checkpoint of the best evaluation."""
+        return self.selection is not None and self.selection.step == self.step
+
     def chosen(self, num_steps: int) -> str:
         """Why it is the checkpoint of this step, of so many that were planned; empty: it is the last one."""
-        return in_words(self.selection, self.num_trained, num_steps) if self.selection else ""
+        return in_words(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
 
 
 class Interval(BaseModel):

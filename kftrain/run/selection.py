@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,42 +12,69 @@ Goal = Literal["minimize", "maximize"]
 
 
 class BestEvaluation(BaseModel):
-    """The best evaluation of a training so far; part of each checkpoint, so that a restart goes on from it."""
+    """What the evaluations of a training have come to; part of each checkpoint, so that a restart goes on from it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     metric: str
     goal: Goal
-    step: int
-    """Steps that were done; the checkpoint of this step is kept."""
-    value: float
+    step: int = 0
+    """Steps that were done at the best one, whose checkpoint is kept; 0: none had a finite value."""
+    value: float | None = None
+    """Of the best one."""
     num_without_improvement: int = 0
-    """Evaluations since then."""
+    """Evaluations since then, or so far."""
 
 
 def improves(before: BestEvaluation | None, goal: Goal, value: float) -> bool:
     """Whether an evaluation is better than all before it; one that is not finite never is."""
-    if before is None or not math.isfinite(value):
+    if before is None or before.value is None or not math.isfinite(value):
         return math.isfinite(value)
     return value < before.value if goal == "minimize" else value > before.value
 
 
-def after_evaluation(
-    before: BestEvaluation | None, metric: str, goal: Goal, step: int, value: float
-) -> BestEvaluation | None:
-    """What is the best after one more evaluation."""
+def after_evaluation(before: BestEvaluation | None, metric: str, goal: Goal, step: int, value: float) -> BestEvaluation:
+    """What they have come to after one more."""
     if improves(before, goal, value):
         return BestEvaluation(metric=metric, goal=goal, step=step, value=value)
-    if before is None:
-        return None
-    return before.model_copy(update={"num_without_improvement": before.num_without_improvement + 1})
+    found = before or BestEvaluation(metric=metric, goal=goal)
+    return found.model_copy(update={"num_without_improvement": found.num_without_improvement + 1})
 
 
-def in_words(selection: BestEvaluation, trained_steps: int, num_steps: int) -> str:
-    """`best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without improvement`."""
-    best = f"best validation/{selection.metric} {selection.value:.4g} at step {selection.step:,} of {num_steps:,}"
-    if trained_steps >= num_steps:
-        return best
-    count = selection.num_without_improvement
-    evaluations = "evaluation" if count == 1 else "evaluations"
-    return f"{best}; stopped after {count} {evaluations} without improvement"
+def in_order(selection: BestEvaluation | None, values: Mapping[int, float], steps: Sequence[int]) -> list[int]:
+    """Steps of checkpoints: the model's first, then those that take its place where all before them are damaged.
+
+    Without a best evaluation the newest is the model, and no other can be. Otherwise the next best of those that were
+    evaluated takes its place, and where none was, the newest.
+
+    Args:
+        selection: The best evaluation, where that decides.
+        values: Of its metric, by step.
+        steps: Of the checkpoints that there are.
+    """
+    newest_first = sorted(set(steps), reverse=True)
+    if selection is None or selection.value is None:
+        return newest_first[:1]
+    best, sign = selection.step, 1.0 if selection.goal == "minimize" else -1.0
+
+    def place(step: int) -> tuple[bool, float]:
+        value = values.get(step, math.nan)
+        return step != best, sign * value if math.isfinite(value) else math.inf
+
+    return sorted(newest_first, key=place)
+
+
+def in_words(selection: BestEvaluation, trained_steps: int, num_steps: int, step: int | None = None) -> str:
+    """`best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without improvement`.
+
+    `step`: of the checkpoint that is the model, where that is not the best one.
+    """
+    metric, count = f"validation/{selection.metric}", selection.num_without_improvement
+    evaluations = f"{count:,} evaluation{'' if count == 1 else 's'}"
+    if selection.value is None:
+        said = f"no finite {metric} in {evaluations}: the last checkpoint is the model"
+    else:
+        said = f"best {metric} {selection.value:.4g} at step {selection.step:,} of {num_steps:,}"
+        if step not in (None, selection.step):
+            said += f", whose checkpoint is damaged or gone: that of step {step:,} is the model"
+    return said if trained_steps >= num_steps else f"{said}; stopped after {evaluations} without improvement"

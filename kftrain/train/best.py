@@ -89,14 +89,12 @@ class BestCheckpoint:
             self.selection = self._before
 
     def tell(self, trained_steps: int) -> None:
-        """Says which one is the best, and why training ends; or that there is none, though one was to be kept."""
+        """Says which one is the best, and why training ends; or that none was, though one was to be kept."""
         if not (self.is_wanted and self._world.is_main):
             return
         if self.selection is not None:
-            to_log(in_words(self.selection, trained_steps, self._config.train.steps))
-        else:
-            name = f"validation/{self._metric}"
-            to_log(f"warning: there is no checkpoint with a finite {name}: the last one is the model")
+            warning = "warning: " if self.selection.value is None else ""
+            to_log(warning + in_words(self.selection, trained_steps, self._config.train.steps))
 
     def _value_in(self, metrics: Mapping[str, float]) -> float:
         if self._metric in metrics:

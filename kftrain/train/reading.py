@@ -104,13 +104,18 @@ def decoding_of(training: Training) -> Decoding | None:
     return Decoding(decode_row(task), config.run.seed, config.data.max_bad_samples)
 
 
+def batch_plan_of(config: Config, num_ranks: int) -> BatchPlan:
+    """How a step is cut for so many processes that read different samples. Raises ConfigError."""
+    return BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
+
+
 def new_loader(
     training: Training, num_ranks: int, rank: int, count_terms: CountTerms, send: Send | None = None
 ) -> TrainLoader:
     """The steps of one of `num_ranks` processes that read different samples. Raises DataError and ConfigError."""
     config = training.config
     samples, order = _opened(training)
-    plan = BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
+    plan = batch_plan_of(config, num_ranks)
     prefetch, decoding = config.data.prefetch_batches, decoding_of(training)
     return TrainLoader(samples, order, plan, rank, prefetch, count_terms, decoding, _workers(training), send)
 

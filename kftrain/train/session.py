@@ -13,24 +13,21 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from kftrain import storage, tracking
-from kftrain.checkpoint import exporting, load, reader
+from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.data.loader import MicroBatch, TrainLoader
-from kftrain.data.order import BatchPlan
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import (
     FIRST_RETRYABLE_CODE,
-    CheckpointError,
     KftrainError,
     LaunchError,
     UserCodeError,
@@ -52,16 +49,15 @@ from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.progress import to_log
 from kftrain.run import attempts, commit
-from kftrain.run.commit import CheckpointName
+from kftrain.run.commit import CheckpointManifest
 from kftrain.run.completion import find_completion
-from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.run.selection import BestEvaluation
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.logits import task_reads_parts
-from kftrain.train import probe
+from kftrain.train import completing, probe, statistics
 from kftrain.train.carrier import Carrier
+from kftrain.train.completing import Finished
 from kftrain.train.described import Described, describe_export, model_arguments
 from kftrain.train.groups import freeze
 from kftrain.train.initial import initial_weights
@@ -69,8 +65,7 @@ from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
 from kftrain.train.model import build_empty
 from kftrain.train.optimizer import build_optimizer
-from kftrain.train.packages import packages_in_use
-from kftrain.train.reading import Training, new_loader, read_training, training_samples, validation_rows
+from kftrain.train.reading import Training, batch_plan_of, new_loader, read_training, validation_rows
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
 from kftrain.train.step import terms_of
@@ -89,20 +84,6 @@ TRACKER_GRACE_SECONDS = 0.0
 
 MAX_LOOKS = 8
 """Of how many processes the first one looks at the rows, where it alone has the weights."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What rank 0 knows after the last step."""
-
-    attempt: int
-    world_size: int
-    num_parameters: int
-    history: list[dict[str, Any]]
-    described: Described
-    last_step: int
-    selection: BestEvaluation | None
-    """The best evaluation, where that decides what is exported."""
 
 
 def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
@@ -124,7 +105,7 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
         finished = _attempt(training, world, stop, Path(scratch))
     # From here on the other processes are done: what follows needs no collective, however long it takes.
     if world.is_main:
-        _complete(training, finished, time.monotonic() - start)
+        completing.complete(training, finished, time.monotonic() - start)
 
 
 def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path) -> Finished:
@@ -147,12 +128,17 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     validation = validation_rows(training, world.gather_slowly, (world.rank, world.size))
     liveness = Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)
     with liveness.watched():
-        engine, described = build(config, training.task, loader, mesh, is_first=loaded is None)
+        engine, described = build(config, training.task, loader, mesh, loaded.manifest if loaded else None)
     num_parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     if world.is_main:
         to_log(_headline(config, num_parameters, world, attempt, first_step))
     identity = Identity(
-        attempt, training.manifest.dataset_digest, training.digest, training.identity, engine.state.versions
+        attempt,
+        training.manifest.dataset_digest,
+        training.digest,
+        training.identity,
+        engine.state.versions,
+        statistics.samples_together(engine.norms, batch_plan_of(config, mesh.num_data_ranks)),
     )
     saving = config.checkpoint
     writer = CheckpointWriter(
@@ -193,11 +179,11 @@ def _verify(training: Training, world: World) -> None:
 
 
 def build(
-    config: Config, task: Task, loader: TrainLoader, mesh: Mesh, is_first: bool = True
+    config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
 ) -> tuple[SpmdEngine, Described]:
     """The model, distributed, with all that a step needs; refused here is what cannot be trained or exported.
 
-    `is_first`: no checkpoint is loaded into it, so that it needs the weights that the run starts with.
+    `before`: of the checkpoint that is loaded into it; without one it has the weights that the run starts with.
 
     Collective. Raises ConfigError and UserCodeError.
     """
@@ -205,7 +191,7 @@ def build(
     arguments = model_arguments(task)
     model, weights = build_empty(config.model, arguments, world, config.run.seed)
     reader.require_readable(model)
-    start = initial_weights(model, weights, config, world) if is_first else weights
+    start = initial_weights(model, weights, config, world) if before is None else weights
     described = describe_export(model, config, task, arguments)
     freeze(model, config.optimizer.groups)
     kept = begin_training(model)
@@ -215,13 +201,14 @@ def build(
     norms = GlobalBatchNorms(model, mesh)
     names, calls = _probe(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
     recompute = config.train.activation_checkpointing == "blocks"
-    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
+    plan = batch_plan_of(config, mesh.num_data_ranks)
     half = config.precision.compute == "bf16"
     parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
     if world.places and world.is_main:
         _warn_of_topology(mesh, parallel, config.precision, model, plan.num_micro_batches)
+    statistics.require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
     distributed = distribute(model, strategy, mesh, names)
@@ -334,64 +321,3 @@ def _require_agreement(world: World, last_step: int, committed_step: int, target
     answers = world.gather((last_step, committed_step))
     if set(answers) != {(target_step, target_step)}:
         raise LaunchError(f"the processes did not all reach and commit step {target_step}", value=answers)
-
-
-def _complete(training: Training, finished: Finished, seconds: float) -> None:
-    paths = training.paths
-    attempts.require_held(paths, finished.attempt)
-    selection, history = finished.selection, finished.history
-    if selection is not None:
-        history = [point for point in history if point["step"] <= selection.step]
-    checkpoint_uri = storage.join(paths.checkpoints, str(_exported(paths, selection)))
-    checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
-    described = finished.described
-    export_uri, export_digest = exporting.export_checkpoint(
-        paths, checkpoint_uri, described.description, described.model_config, described.task_files
-    )
-    completion = Completion(
-        run_id=paths.run_id,
-        step=checkpoint.step,
-        samples_consumed=checkpoint.samples_consumed,
-        attempt=finished.attempt,
-        world_size=finished.world_size,
-        checkpoint_uri=checkpoint_uri,
-        checkpoint_digest=digest,
-        export_uri=export_uri,
-        export_digest=export_digest,
-        dataset_digest=training.manifest.dataset_digest,
-        training_digest=checkpoint.training_digest,
-        num_parameters=finished.num_parameters,
-        metrics=_last_values(history),
-        selection=selection,
-        trained_steps=finished.last_step,
-        seconds=seconds,
-        loss_unit=training.task.loss_unit,
-        num_training_samples=training_samples(training).num_samples,
-        packages=packages_in_use(),
-    )
-    attempts.require_held(paths, finished.attempt)
-    storage.publish_json(paths.complete, completion.to_dict())
-    to_log(f"complete: step {completion.step}, exported to {export_uri}")
-
-
-def _exported(paths: RunPaths, selection: BestEvaluation | None) -> CheckpointName:
-    """The newest checkpoint, or the best one. Raises CheckpointError where that is gone."""
-    names = commit.committed(paths)
-    if selection is None:
-        return names[0]
-    for name in names:
-        if name.step == selection.step:
-            return name
-    raise CheckpointError(
-        "the best checkpoint is gone",
-        where=paths.checkpoints,
-        value=f"step {selection.step}",
-        fix="resume without checkpoint.keep_best to export the last one",
-    )
-
-
-def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for point in history:
-        values.update({name: float(value) for name, value in point.items() if name != "step"})
-    return values

@@ -20,6 +20,7 @@ from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
 from kftrain.parallel import blocks, clip
+from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.transforms import Distributed
@@ -60,6 +61,11 @@ class SpmdEngine:
         self._norm_group = self.mesh.norm_group()
         self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None
+
+    @property
+    def norms(self) -> GlobalBatchNorms | None:
+        """The batch norms of the model."""
+        return self._distributed.norms
 
     def set_learning_rate(self, rate: float) -> None:
         """Of the steps that follow."""

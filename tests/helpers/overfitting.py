@@ -50,6 +50,25 @@ class Line(nn.Module):
         return self.line(x).squeeze(-1)
 
 
+class NormedLine(Line):
+    """With a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(NUM_FEATURES)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+class StillLine(NormedLine):
+    """Its batch norm is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.eval().requires_grad_(False)
+
+
 TEXT = """
 run: {name: overfitting, seed: 3}
 data: {source: "helpers.overfitting:records", shard_size_bytes: 65536, validation_fraction: 0.5}

@@ -39,7 +39,7 @@ def attempt(world, job, folder, num_steps):
     loaded = load.choose(paths, world, identity)
     mesh, task = Mesh(resolved.parallel.shape(world.size), world), build_task(resolved.task)
     with contextlib.closing(new_loader(resolved, task, mesh, job.data())) as loader:
-        engine, _ = session.build(resolved, task, loader, mesh, is_first=loaded is None)
+        engine, _ = session.build(resolved, task, loader, mesh, before=loaded.manifest if loaded else None)
         first = whole(engine.model)
         known = Identity(number, "d", storage.digest_json(identity), identity, engine.state.versions)
         writer = CheckpointWriter(paths, world, known, 1, loaded.manifest.step if loaded else 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kftrain import config
 from kftrain.errors import ConfigError
-from kftrain.run.selection import BestEvaluation, after_evaluation, in_words
+from kftrain.run.selection import BestEvaluation, after_evaluation, in_order, in_words
 from kftrain.train.best import BestCheckpoint, goal_of
 
 VALUES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf)), max_size=12)
@@ -22,7 +22,9 @@ def test_the_best_is_the_first_of_the_best_values_that_are_finite(values, goal):
         found = after_evaluation(found, "m", goal, step, value)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        assert found is None
+        count = found.num_without_improvement if found else 0
+        assert (found is None, count) == (not values, len(values))
+        assert found is None or (found.step, found.value) == (0, None)
         return
     value = min(finite) if goal == "minimize" else max(finite)
     assert (found.value, found.step) == (value, values.index(value))
@@ -37,6 +39,57 @@ def test_the_words():
     assert in_words(best, 1000, 1000) == "best validation/loss 1.61 at step 300 of 1,000"
     one = best.model_copy(update={"num_without_improvement": 1})
     assert in_words(one, 400, 1000).endswith("stopped after 1 evaluation without improvement")
+
+
+@pytest.mark.parametrize(
+    ("goal", "values", "steps", "expected"),
+    [
+        ("minimize", {10: 3.0, 20: 1.0, 30: 2.0}, [30, 20, 10], [20, 30, 10]),
+        ("maximize", {10: 3.0, 20: 4.0, 30: 2.0}, [30, 20, 10], [20, 10, 30]),
+        ("minimize", {10: math.nan, 20: 1.0}, [45, 20, 10, 5], [20, 45, 10, 5]),
+        ("minimize", {20: 1.0, 30: 2.0}, [30, 25], [30, 25]),
+        ("minimize", {20: 1.0, 30: 1.0, 10: 1.0}, [30, 20, 10], [20, 30, 10]),
+        ("minimize", {}, [], []),
+    ],
+)
+def test_which_checkpoint_takes_the_place_of_a_damaged_one(goal, values, steps, expected):
+    best = BestEvaluation(metric="m", goal=goal, step=20, value=values.get(20, 0.0))
+    assert in_order(best, values, steps) == expected
+    assert in_order(None, values, steps) == steps[:1], "without a best one there is one model only"
+    assert in_order(BestEvaluation(metric="m", goal=goal), values, steps) == steps[:1]
+
+
+def test_the_words_where_the_best_one_is_not_the_model():
+    best = BestEvaluation(metric="loss", goal="minimize", step=300, value=1.61)
+    assert in_words(best, 1000, 1000, 300) == in_words(best, 1000, 1000)
+    assert in_words(best, 1000, 1000, 900) == (
+        "best validation/loss 1.61 at step 300 of 1,000, "
+        "whose checkpoint is damaged or gone: that of step 900 is the model"
+    )
+    none = BestEvaluation(metric="loss", goal="minimize", num_without_improvement=3)
+    assert in_words(none, 300, 1000, 300) == (
+        "no finite validation/loss in 3 evaluations: the last checkpoint is the model; "
+        "stopped after 3 evaluations without improvement"
+    )
+
+
+def test_evaluations_without_a_finite_value_are_counted_until_there_is_one():
+    best = best_of(["train.stop_after_no_improvement=3"])
+    for step, value in enumerate([math.nan, math.inf, 5.0, math.nan, 6.0], start=1):
+        assert not best.is_enough
+        best.take(step, value)
+    assert (best.selection.step, best.selection.num_without_improvement) == (3, 2) and not best.is_enough
+    best = best_of(["train.stop_after_no_improvement=3"])
+    for step in range(3):
+        assert not best.is_enough
+        best.take(step, math.nan)
+    assert best.is_enough
+    again = best_of(["train.stop_after_no_improvement=4"])
+    again.resume(best.selection)
+    assert not again.is_enough
+    again.take(9, 1.0)
+    again.forget(9)
+    assert again.selection == best.selection, "the only good one could not be written"
 
 
 def best_of(overrides=(), loss_metric=""):

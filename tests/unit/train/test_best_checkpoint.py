@@ -1,6 +1,7 @@
 """The best checkpoint and early stopping: what is kept, what is exported, and what a restart makes of it."""
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kftrain.errors import CheckpointError, ConfigError, Preempted
 from kftrain.run import attempts, commit, completion, documents
 from kftrain.run.documents import Completion
 from kftrain.stages import runs
-from kftrain.train import session
+from kftrain.train import completing
 
 BEST = ["checkpoint.keep_best=mse"]
 EARLY = [*BEST, "train.stop_after_no_improvement=3"]
@@ -199,9 +200,27 @@ def without_a_value(sums):
 
 def test_where_no_value_is_finite_the_last_one_is_the_model_and_the_log_says_so(tmp_path, monkeypatch, capsys):
     metric = [f"evaluate.metrics=[{__name__}:without_a_value]", "checkpoint.keep_best_goal=minimize"]
-    _, _, found = trained(tmp_path, monkeypatch, [*metric, "checkpoint.keep_best=none"])
-    assert (found.step, found.selection) == (120, None)
-    assert "no checkpoint with a finite validation/none: the last one is the model" in capsys.readouterr().out
+    paths, resolved, found = trained(tmp_path, monkeypatch, [*metric, "checkpoint.keep_best=none"])
+    assert (found.step, found.selection.step, found.selection.value) == (120, 0, None)
+    line = "no finite validation/none in 12 evaluations: the last checkpoint is the model"
+    assert f"warning: {line}" in capsys.readouterr().out
+    page = report.training_html(resolved, found, storage.read_json(paths.history))
+    assert line[1:] in page and "Best checkpoint" not in page
+
+
+def test_a_training_without_any_finite_value_ends_after_its_patience_and_is_complete(tmp_path, monkeypatch, capsys):
+    metric = [f"evaluate.metrics=[{__name__}:without_a_value]", "checkpoint.keep_best_goal=minimize"]
+    overrides = [*metric, "checkpoint.keep_best=none", "train.stop_after_no_improvement=3"]
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
+    with contextlib.suppress(Preempted):
+        in_process.train(paths, resolved, monkeypatch, StopAfter(14))  # after the first evaluation
+    in_process.train(paths, resolved, monkeypatch)
+    found = documents.read(Completion, paths.complete)
+    assert (found.step, found.num_trained, found.selection.num_without_improvement) == (30, 30, 3)
+    assert steps_kept(paths) == [30] and completion.find_completion(paths, resolved) == found
+    assert "the last checkpoint is the model; stopped after 3 evaluations" in capsys.readouterr().out
+    in_process.train(paths, resolved, monkeypatch)
+    assert attempts.last_attempt(paths) == 2
 
 
 @pytest.mark.parametrize(
@@ -216,11 +235,91 @@ def test_settings_that_cannot_work_are_refused_at_once(overrides, message):
         config.parse("", overrides)
 
 
-def test_the_best_one_without_a_checkpoint_is_an_error_that_says_what_to_do(monkeypatch, whole):
-    paths, _, found = whole
-    storage.remove(found.checkpoint_uri)
-    with pytest.raises(CheckpointError, match="the best checkpoint is gone"):
-        session._exported(paths, found.selection)
+def damage(paths, step, how):
+    (folder,) = [
+        Path(storage.local_path(paths.checkpoints)) / str(n) for n in commit.committed(paths) if n.step == step
+    ]
+    (weights,) = folder.glob("__0_0.distcp")
+    if how == "flipped":
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    elif how == "folder":
+        shutil.rmtree(folder)
+    else:
+        {"missing": weights, "marker": folder / "COMMITTED", "manifest": folder / "manifest.json"}[how].unlink()
+
+
+def trained_and_damaged(folder, monkeypatch, overrides, damaged):
+    """What becomes of a training whose checkpoints are damaged before the first of them is exported."""
+    paths, resolved = jobs.prepare(folder, overfitting.TEXT, overrides)
+    complete = completing.complete
+
+    def first_damages(training, finished, seconds):
+        for step, how in damaged(finished):
+            damage(paths, step, how)
+        monkeypatch.setattr(completing, "complete", complete)
+        complete(training, finished, seconds)
+
+    monkeypatch.setattr(completing, "complete", first_damages)
+    in_process.train(paths, resolved, monkeypatch)
+    return paths, resolved, documents.read(Completion, paths.complete)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "marker", "manifest", "folder"])
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best_which_everybody_is_told(
+    tmp_path, monkeypatch, capsys, how
+):
+    overrides = [*EARLY, "checkpoint.keep_last=9", "checkpoint.interval_steps=10", "checkpoint.asynchronous=false"]
+    paths, resolved, found = trained_and_damaged(
+        tmp_path, monkeypatch, overrides, lambda finished: [(finished.selection.step, how)]
+    )
+    errors = errors_at(paths)
+    best = min(errors, key=errors.get)
+    (_, second), *_ = sorted((error, step) for step, error in errors.items() if step != best)
+    assert (found.step, found.selection.step, found.trained_steps) == (second, best, best + 30)
+    assert validation_error(paths, found) == pytest.approx(errors[second], rel=1e-5)
+    assert found.metrics["validation/mse"] == errors[second] and f"-{second:08d}-" in found.checkpoint_uri
+    said = f"of step {best}, is damaged or gone: that of step {second} is exported as the model"
+    assert said in capsys.readouterr().out
+    page = report.training_html(resolved, found, storage.read_json(paths.history))
+    assert f"damaged or gone: that of step {second} is the model" in page and "Best checkpoint" not in page
+    assert completion.find_completion(paths, resolved) == found
+
+
+def test_where_nothing_else_was_evaluated_the_newest_whole_checkpoint_is_the_model(tmp_path, monkeypatch):
+    overrides = [*BEST, "train.steps=75", "evaluate.interval_steps=60", "checkpoint.keep_last=3"]
+    overrides += ["checkpoint.asynchronous=false"]
+    _, _, found = trained_and_damaged(
+        tmp_path, monkeypatch, overrides, lambda finished: [(60, "flipped"), (75, "missing")]
+    )
+    assert (found.step, found.selection.step, found.trained_steps) == (50, 60, 75)
+
+
+@pytest.mark.parametrize("overrides", [[], EARLY])
+def test_where_none_is_whole_the_advice_is_to_resume_which_goes_on_from_an_earlier_one(
+    tmp_path, monkeypatch, overrides
+):
+    settings = [*overrides, "checkpoint.keep_last=2", "checkpoint.interval_steps=10", "checkpoint.asynchronous=false"]
+    expected = trained(tmp_path, monkeypatch, settings, "whole")[2]
+
+    def all_that_may_be_the_model(finished):
+        steps = [finished.last_step] if not overrides else steps_kept(paths)
+        return [(step, "flipped") for step in steps]
+
+    paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, settings)
+    advice = "manifest; start a new run" if overrides else "manifest; resume the run"
+    with pytest.raises(CheckpointError, match=rf"no checkpoint .* is whole: a file is damaged.*{advice}"):
+        trained_and_damaged(tmp_path, monkeypatch, settings, all_that_may_be_the_model)
+    assert not storage.exists(paths.complete)
+    if overrides:
+        with pytest.raises(CheckpointError, match=r"all .* are damaged.*start a new run"):
+            in_process.train(paths, resolved, monkeypatch)
+        return
+    in_process.train(paths, resolved, monkeypatch)
+    again = documents.read(Completion, paths.complete)
+    assert again.checkpoint_uri.endswith("step-00000120-a2"), "trained anew from step 110 on"
+    assert all(torch.equal(value, weights_of(expected)[name]) for name, value in weights_of(again).items())
 
 
 def test_a_run_says_which_step_and_why(whole):

@@ -12,7 +12,7 @@ from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
-from kftrain.train import session
+from kftrain.train import completing, session
 
 
 def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
@@ -30,13 +30,13 @@ def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
 
 def test_a_fenced_attempt_does_not_export(tmp_path, monkeypatch):
     paths = RunPaths(f"{tmp_path}/r")
-    finished = session.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None, 20, None)
+    finished = completing.Finished(attempts.claim(paths, 0, 1), 1, 100, [], None, 20, None)
     attempts.claim(paths, 0, 1)
-    monkeypatch.setattr(session.commit, "committed", lambda paths: ["step-00000010-a1"])
-    monkeypatch.setattr(session.commit, "read_checkpoint_manifest", lambda uri: (None, "digest"))
-    monkeypatch.setattr(session.exporting, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
+    monkeypatch.setattr(completing.commit, "committed", lambda paths: ["step-00000010-a1"])
+    monkeypatch.setattr(completing.commit, "read_checkpoint_manifest", lambda uri: (None, "digest"))
+    monkeypatch.setattr(completing.exporting, "export_checkpoint", lambda *arguments: pytest.fail("exported"))
     with pytest.raises(FencedError):
-        session._complete(SimpleNamespace(paths=paths, config=None, task=None), finished, 1.0)
+        completing.complete(SimpleNamespace(paths=paths, config=None, task=None), finished, 1.0)
 
 
 class Alone:
@@ -54,7 +54,7 @@ class Alone:
 def training(tmp_path, monkeypatch):
     """What an attempt is given, up to the choice of a checkpoint: three steps were committed once."""
     monkeypatch.setattr(session, "_verify", lambda *arguments: None)
-    monkeypatch.setattr(session.commit, "last_step", lambda paths: 3)
+    monkeypatch.setattr(completing.commit, "last_step", lambda paths: 3)
     return SimpleNamespace(paths=RunPaths(f"{tmp_path}/r"), config=None, identity={}, manifest_uri="")
 
 

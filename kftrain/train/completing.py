@@ -1,0 +1,116 @@
+"""The end of a training: the export of the checkpoint that counts, then COMPLETE.json. One process does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kftrain import storage
+from kftrain.checkpoint import exporting
+from kftrain.errors import CheckpointError
+from kftrain.progress import to_log
+from kftrain.run import attempts, commit
+from kftrain.run.commit import CheckpointName
+from kftrain.run.documents import Completion
+from kftrain.run.paths import RunPaths
+from kftrain.run.selection import BestEvaluation, in_order
+from kftrain.train.described import Described
+from kftrain.train.packages import packages_in_use
+from kftrain.train.reading import Training, training_samples
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What rank 0 knows after the last step."""
+
+    attempt: int
+    world_size: int
+    num_parameters: int
+    history: list[dict[str, Any]]
+    described: Described
+    last_step: int
+    selection: BestEvaluation | None
+    """The best evaluation, where that decides what is exported."""
+
+
+def complete(training: Training, finished: Finished, seconds: float) -> None:
+    """Exports, and says so. Raises FencedError, CheckpointError and RetryableError."""
+    paths = training.paths
+    attempts.require_held(paths, finished.attempt)
+    checkpoint_uri, (export_uri, export_digest) = _export(paths, finished)
+    checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
+    history = [point for point in finished.history if point["step"] <= checkpoint.step]
+    completion = Completion(
+        run_id=paths.run_id,
+        step=checkpoint.step,
+        samples_consumed=checkpoint.samples_consumed,
+        attempt=finished.attempt,
+        world_size=finished.world_size,
+        checkpoint_uri=checkpoint_uri,
+        checkpoint_digest=digest,
+        export_uri=export_uri,
+        export_digest=export_digest,
+        dataset_digest=training.manifest.dataset_digest,
+        training_digest=checkpoint.training_digest,
+        num_parameters=finished.num_parameters,
+        metrics=_last_values(history),
+        selection=finished.selection,
+        trained_steps=finished.last_step,
+        seconds=seconds,
+        loss_unit=training.task.loss_unit,
+        num_training_samples=training_samples(training).num_samples,
+        packages=packages_in_use(),
+    )
+    attempts.require_held(paths, finished.attempt)
+    storage.publish_json(paths.complete, completion.to_dict())
+    to_log(f"complete: step {completion.step}, exported to {export_uri}")
+
+
+def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
+    """The checkpoint that is exported, and URI and digest of its export: the first that is whole of those that may be.
+
+    Raises CheckpointError where none is.
+    """
+    names, described = commit.committed(paths), finished.described
+    steps = in_order(finished.selection, _values_of(finished), [name.step for name in names])
+    candidates = [name for step in steps for name in names if name.step == step]
+    problems: list[CheckpointError] = []
+    for name in candidates:
+        uri = storage.join(paths.checkpoints, str(name))
+        try:
+            export = exporting.export_checkpoint(
+                paths, uri, described.description, described.model_config, described.task_files
+            )
+        except CheckpointError as error:
+            to_log(f"warning: the checkpoint at step {name.step} cannot be exported: {error.line}")
+            problems.append(error)
+            continue
+        _warn_of_another(finished.selection, name)
+        return uri, export
+    resume = "resume the run, which goes on from the checkpoint before, or " if len(candidates) < len(names) else ""
+    raise CheckpointError(
+        f"no checkpoint that could be the model is whole: {problems[0].what if problems else 'there is none'}",
+        where=problems[0].where if problems else paths.checkpoints,
+        fix=f"{resume}start a new run",
+    )
+
+
+def _warn_of_another(selection: BestEvaluation | None, name: CheckpointName) -> None:
+    if selection is not None and selection.value is not None and name.step != selection.step:
+        best = f"the best checkpoint, of step {selection.step:,}, is damaged or gone"
+        to_log(f"warning: {best}: that of step {name.step:,} is exported as the model")
+
+
+def _values_of(finished: Finished) -> dict[int, float]:
+    """Step -> value of the metric by which the best checkpoint is chosen."""
+    if finished.selection is None:
+        return {}
+    key = f"validation/{finished.selection.metric}"
+    return {point["step"]: float(point[key]) for point in finished.history if key in point}
+
+
+def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for point in history:
+        values.update({name: float(value) for name, value in point.items() if name != "step"})
+    return values
