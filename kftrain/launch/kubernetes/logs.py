@@ -29,6 +29,11 @@ RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
 TAIL_LINES = 40
 JOIN_SECONDS = 5.0
+"""How long ends of logs are waited for."""
+
+SLICE_SECONDS = 0.05
+"""In which that is counted: a machine that pauses loses no lines."""
+
 MAX_WAITING_LINES = 2000
 """Of what a launcher shows; a line has 16 KiB at most."""
 
@@ -100,11 +105,13 @@ class Logs:
 
     def finish(self, uids: Collection[str] | None = None) -> None:
         """Waits a moment for the ends of the logs of these pods, or of all."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        for uid, thread in list(self._threads.items()):
-            if uids is None or uid in uids:
-                thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        self._console.flush(max(0.0, deadline - time.monotonic()))
+        reading = [thread for uid, thread in self._threads.items() if uids is None or uid in uids]
+        left = round(JOIN_SECONDS / SLICE_SECONDS)
+        while left > 0 and (alive := next((thread for thread in reading if thread.is_alive()), None)):
+            alive.join(timeout=SLICE_SECONDS)
+            left -= 1
+        while left > 0 and not self._console.flush(SLICE_SECONDS):
+            left -= 1
 
     def close(self, wait: bool = True) -> None:
         """Nothing is connected again; `wait`: a moment for the ends of the logs."""
@@ -318,10 +325,10 @@ class _Console:
                 self._thread.start()
             self._changed.notify_all()
 
-    def flush(self, timeout_seconds: float) -> None:
-        """Waits a while until all is written."""
+    def flush(self, timeout_seconds: float) -> bool:
+        """Waits a while until all is written; whether it is."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
+            return self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
 
     def _run(self) -> None:
         while self.broken is None:

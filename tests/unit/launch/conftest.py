@@ -2,11 +2,12 @@
 
 import pytest
 from helpers.api_server import ApiServer
+from helpers.clock import Clock
 from helpers.launching import FAST, JOB, Launch, threads, wait_until
 
 from kftrain import config
 from kftrain.launch import spec
-from kftrain.launch.kubernetes import client
+from kftrain.launch.kubernetes import client, watcher
 from kftrain.run.paths import RunPaths
 
 TEXT = """
@@ -22,6 +23,14 @@ def fast(monkeypatch):
     for module, values in FAST.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def clock(fast, monkeypatch):
+    """What a launcher measures the limits of its job by."""
+    turned = Clock()
+    monkeypatch.setattr(watcher, "time", turned)
+    return turned
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def make_job(tmp_path):
 
 
 @pytest.fixture
-def launch(server, fast, make_job, capsys):
+def launch(server, clock, make_job, capsys):
     """Starts a launcher. At the end of the test no job and no pod is left of any that has ended."""
     started = []
 
@@ -71,7 +80,7 @@ def launch(server, fast, make_job, capsys):
     for one in started:
         one.launcher.interrupted = True
     for one in started:
-        one._thread.join(20)
+        one.join()
     if started:
         assert (server.namespace.jobs(), server.namespace.pods()) == ([], [])
 

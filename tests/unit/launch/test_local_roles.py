@@ -26,7 +26,7 @@ folder, number = Path(os.environ["SHARED"]), os.environ.get("KFTRAIN_NODE_RANK",
 
 
 def wait_for(names):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < deadline, names
         time.sleep(0.02)

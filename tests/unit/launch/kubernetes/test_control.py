@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from helpers.launching import JOB, WORKERS, cluster_jobs, wait_until
+from helpers.launching import JOB, PATIENCE_SECONDS, WORKERS, cluster_jobs, wait_until
 
 from kftrain import cli
 from kftrain.errors import LaunchError
@@ -19,7 +19,7 @@ from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 def kftrain(*arguments, code=0):
     """What the command prints, in a process of its own: the launcher prints in this one."""
     command = [sys.executable, "-m", "kftrain", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -93,7 +93,7 @@ def test_following_the_logs_ends_with_the_job(followed, namespace, code):
     found, thread = followed
     namespace.write(WORKERS[0], "last")
     namespace.finish(JOB, code)
-    thread.join(10)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive() and namespace.jobs() == [JOB]
     assert found == ["worker-0: first", "worker-0: last"]
 
@@ -105,7 +105,7 @@ def test_following_the_logs_ends_where_another_job_takes_the_name(followed, name
         job()
         namespace.run_pods(JOB)
         namespace.write(WORKERS[0], "of another job")
-    thread.join(10)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive() and found == ["worker-0: first"]
 
 
@@ -125,7 +125,7 @@ def test_the_pods_of_another_job_are_not_followed(job, namespace, monkeypatch):
     monkeypatch.setattr(JobClient, "list_pods", list_pods_of_another)
     thread = threading.Thread(target=cluster_jobs().logs, args=("r", "train", True, found.append), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive() and found == []
 
 

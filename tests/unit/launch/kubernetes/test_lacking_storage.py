@@ -17,12 +17,11 @@ LOST = RetryableError("lost contact with another process")
 
 def fail_once(one, namespace, code, message=""):
     """An attempt of which both workers end with `code`; the operator replaces them."""
-    looks = namespace.num_looks
     with namespace.changed:
         for name in WORKERS if namespace.jobs() else ():
             namespace.end_pod(name, code, message=message)
             namespace.recreate(name)
-    wait_until(lambda: namespace.num_looks >= looks + 2 or not one.is_running)
+    one.settle(namespace)
 
 
 def fail_until_spent(one, namespace, code):
@@ -58,14 +57,15 @@ def test_any_other_end_of_the_attempts_is_permanent(error, code, training, names
     assert storage.read_json(training.paths.failure)["exit_code"] == 13
 
 
-def test_a_start_that_takes_too_long_because_workers_cannot_reach_storage_may_be_made_later(launch, namespace):
+def test_a_start_that_takes_too_long_because_workers_cannot_reach_storage_may_be_made_later(launch, namespace, clock):
     """The launcher itself reaches it. Such attempts do not count: what ends the job is the limit of the start."""
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
     message = f"kftrain exit code 138 (StorageAwayError): {UNREACHABLE} for 60 s: ConnectionError: refused"
     while one.is_running:
         fail_once(one, namespace, StorageError.exit_code, message)
+        clock.sleep(20.0)
     with pytest.raises(StorageError, match=f"Rendezvous for longer than .*, at last: .*{UNREACHABLE}") as caught:
         one.finish()
     failure = storage.read_json(one.paths.failure)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.api_server import LOST, RESET, kubeconfig
+from helpers.clock import Clock
 from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain.errors import LaunchError
@@ -67,8 +68,9 @@ def test_fault_55_an_error_at_any_call_is_ridden_out(call, problem, launch, serv
 @pytest.mark.parametrize("call", EXPLAINING)
 def test_an_error_of_what_only_explains_holds_nothing_up(call, problem, launch, server, namespace, monkeypatch):
     """The webhook of an operator that is away refuses every annotation: training goes on all the same."""
-    monkeypatch.setattr(retry, "OUTAGE_SECONDS", 1.0)
     times = 3 if call == "read a pod" else float("inf")
+    if times > 3:
+        monkeypatch.setattr(retry, "OUTAGE_SECONDS", 1.0)
     server.fail(*EXPLAINING[call], problem, times=times, Retry_After="0")
     namespace.objects["nodes"]["node-1"] = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     one = launch()
@@ -121,6 +123,7 @@ def test_credentials_that_were_accepted_before_are_tried_again(server, fast, nam
 
 def test_a_right_that_was_there_before_is_missed_for_a_minute(server, fast, namespace, monkeypatch):
     monkeypatch.setattr(retry, "FORBIDDEN_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "time", Clock())
     cluster = job_client()
     server.fail("GET", "/pods", 403)
     with pytest.raises(LaunchError, match="403 Forbidden"):
@@ -186,6 +189,7 @@ def torn_handshakes(monkeypatch, tmp_path):
 def test_handshakes_that_break_are_ridden_out(torn_handshakes, fast, monkeypatch):
     """So it looks when an API server is restarted behind a load balancer that goes on to accept connections."""
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "time", Clock())
     with pytest.raises(LaunchError, match=r"did not answer for [01] s: 0 .*SSL"):
         job_client().read_job("x")
     assert len(torn_handshakes) > 2
@@ -223,7 +227,7 @@ def test_fault_56_the_api_server_is_away_for_a_while(training, server, namespace
 
 def test_an_api_server_that_stays_away_is_an_error(training, server, namespace, monkeypatch):
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 0.5)
-    with server.away(), pytest.raises(LaunchError, match=r"the API server did not answer for [01] s"):
+    with server.away(), pytest.raises(LaunchError, match=r"the API server did not answer for \d+ s"):
         training.finish()
     assert "the job may still be there" in training.output
     namespace.delete("pytorchjobs", JOB)

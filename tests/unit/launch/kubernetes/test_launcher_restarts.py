@@ -41,16 +41,10 @@ def fail(namespace, name=WORKERS[0], code=139, **ending):
             namespace.recreate(name)
 
 
-def settle(one, namespace):
-    """Waits until the launcher has looked at what there is now, from the first to the last."""
-    looks = namespace.num_looks
-    wait_until(lambda: namespace.num_looks >= looks + 2 or not one.is_running)
-
-
 def test_fault_30_pods_that_end_again_and_again_are_given_up(training, namespace):
     """The operator counts nothing under ExitCode. Nothing was claimed here: each of them ended before that."""
     fail(namespace)
-    settle(training, namespace)
+    training.settle(namespace)
     assert training.is_running, "one failure is within the budget"
     fail(namespace)
     with pytest.raises(LaunchError) as caught:
@@ -63,15 +57,15 @@ def test_fault_30_a_new_checkpoint_resets_the_count(training, namespace):
     """Also for the pods that fail a moment after the first one of their attempt."""
     for step in (5, 10, 15):
         fail(namespace)
-        settle(training, namespace)
+        training.settle(namespace)
         commit(training.paths, step)
         fail(namespace)
-        settle(training, namespace)
+        training.settle(namespace)
         fail(namespace, WORKERS[1], RetryableError.exit_code)
-        settle(training, namespace)
+        training.settle(namespace)
         assert training.is_running
     fail(namespace)
-    settle(training, namespace)
+    training.settle(namespace)
     fail(namespace)
     with pytest.raises(LaunchError, match="2 attempts in a row"):
         training.finish()
@@ -79,7 +73,7 @@ def test_fault_30_a_new_checkpoint_resets_the_count(training, namespace):
 
 def test_a_checkpoint_without_its_marker_is_no_progress(training, namespace):
     fail(namespace)
-    settle(training, namespace)
+    training.settle(namespace)
     storage.publish(storage.join(training.paths.checkpoints, "step-00000005-a1", "manifest.json"), "{}")
     fail(namespace)
     with pytest.raises(LaunchError, match="2 attempts in a row"):
@@ -93,12 +87,12 @@ def test_fault_30_claims_tell_of_failures_that_nobody_saw(launch, server, namesp
     attempts.claim(one.paths, 0, 4)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    settle(one, namespace)
+    one.settle(namespace)
     with pytest.raises(LaunchError, match="2 attempts in a row without a new checkpoint"):
         for _ in range(6):
             attempts.claim(one.paths, 0, 4)
             fail(namespace)
-            settle(one, namespace)
+            one.settle(namespace)
         one.finish()
 
 
@@ -111,7 +105,7 @@ def test_claims_of_earlier_launches_do_not_count(launch, namespace, make_job):
     namespace.run_pods(JOB)
     attempts.claim(paths, 0, 4)
     fail(namespace)
-    settle(one, namespace)
+    one.settle(namespace)
     namespace.finish(JOB)
     assert one.finish() == 0
 
@@ -132,9 +126,9 @@ def test_pods_that_are_taken_away_do_not_count_nor_do_their_peers(how, training,
                 namespace.set_pod(WORKERS[1], conditions=[why], phase="Running", running={})
                 namespace.delete("pods", WORKERS[1], options={"gracePeriodSeconds": 0})
                 namespace.run_pods(JOB)
-        settle(training, namespace)
+        training.settle(namespace)
         fail(namespace, WORKERS[0], RetryableError.exit_code)
-        settle(training, namespace)
+        training.settle(namespace)
     namespace.finish(JOB)
     assert training.finish() == 0
 
@@ -151,7 +145,7 @@ def test_fault_60_suspensions_do_not_count(training, namespace):
         wait_until(lambda: not namespace.pods())
         namespace.suspend(JOB, False)
         namespace.run_pods(JOB)
-        settle(training, namespace)
+        training.settle(namespace)
     namespace.finish(JOB)
     assert training.finish() == 0
 
@@ -165,10 +159,10 @@ def adopt(launch, namespace, make_job):
 
     def start(age_seconds=0.0, **settings):
         resolved, training = make_job(**settings)
-        document = claim(time.time() - age_seconds, attempt=1)
-        storage.create_json(RunPaths(training.run_uri).attempt(1), document.to_dict())
         namespace.create("pytorchjobs", KIND.build(training, resolved))
         namespace.run_pods(JOB)
+        document = claim(time.time() - age_seconds, attempt=1)
+        storage.create_json(RunPaths(training.run_uri).attempt(1), document.to_dict())
         return launch(**settings)
 
     return start
@@ -179,22 +173,27 @@ def claim(start_time, attempt=1, start_step=0):
 
 
 @pytest.mark.parametrize("log", ["silent", "forbidden"])
-def test_a_job_that_had_claimed_when_it_was_adopted_is_not_given_up(log, adopt, server, namespace):
+def test_a_job_that_had_claimed_when_it_was_adopted_is_not_given_up(log, adopt, server, namespace, clock):
     """Its first step may take long, or its log may be out of reach: the claim is older than this launcher."""
     if log == "forbidden":
         server.fail("GET", "/log", 403, times=float("inf"))
-    one = adopt(start_timeout_seconds=0.5)
+    one = adopt(start_timeout_seconds=60)
     one.wait_for("Rendezvous")
+    clock.sleep(61.0)
     one.wait_for("Training")
-    time.sleep(0.6)
+    clock.sleep(61.0)
+    one.settle(namespace)
     namespace.finish(JOB)
     assert one.finish() == 0
 
 
-def test_the_claim_of_an_attempt_that_was_over_does_not_help_its_successor(adopt):
+def test_the_claim_of_an_attempt_that_was_over_does_not_help_its_successor(adopt, clock):
     """The pods that are there have never met."""
+    one = adopt(age_seconds=60.0, start_timeout_seconds=60)
+    one.wait_for("Rendezvous")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="Rendezvous for longer than"):
-        adopt(age_seconds=60.0, start_timeout_seconds=0.5).finish()
+        one.finish()
 
 
 @pytest.mark.parametrize("reads", ["attempts", "checkpoints"])
@@ -213,7 +212,7 @@ def test_storage_that_is_away_while_a_job_is_adopted_ends_nothing(reads, adopt, 
     namespace.step(JOB, 1, 20)
     one.wait_for("Training")
     wait_until(lambda: len(attempted) == 3)
-    settle(one, namespace)
+    one.settle(namespace)
     namespace.finish(JOB)
     assert one.finish() == 0
 
@@ -255,10 +254,10 @@ def test_memory_that_only_the_watch_has_seen_is_diagnosed(training, namespace):
     """The pod is replaced within the same moment, and its peers only say that they lost a connection."""
     storage.publish_json(training.paths.error, RetryableError("lost a peer").to_dict())
     namespace.write(WORKERS[1], "allocating everything")
-    settle(training, namespace)
+    training.settle(namespace)
     for _ in range(2):
         fail(namespace, WORKERS[1], 137, reason="OOMKilled")
-        settle(training, namespace)
+        training.settle(namespace)
     with pytest.raises(LaunchError, match="at last: r-train-worker-1 was killed: it used more memory than its limit"):
         training.finish()
     failure = storage.read_json(training.paths.failure)
@@ -268,15 +267,15 @@ def test_memory_that_only_the_watch_has_seen_is_diagnosed(training, namespace):
     assert storage.read_json(training.paths.error)["line"] == failure["line"]
 
 
-def test_what_happened_long_ago_explains_nothing_any_more(launch, namespace, monkeypatch):
+def test_what_happened_long_ago_explains_nothing_any_more(launch, namespace, clock):
     """A worker ran out of memory, training went on; much later another one crashes."""
-    monkeypatch.setattr(watcher, "NOTICE_SECONDS", 0.0)
-    one = launch("train", "launch.timeout_seconds=0.3", "launch.max_restarts_without_progress=5")
+    one = launch("train", "launch.timeout_seconds=60", "launch.max_restarts_without_progress=5")
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
-    fail(namespace, WORKERS[1], 137, reason="OOMKilled")
-    settle(one, namespace)
-    time.sleep(0.4)
+    namespace.end_pod(WORKERS[1], 137, reason="OOMKilled")
+    one.settle(namespace)
+    namespace.recreate(WORKERS[1])
+    clock.sleep(61.0 + watcher.NOTICE_SECONDS)
     namespace.end_pod(WORKERS[0], 139)
     namespace.condition(JOB, "Failed")
     assert one.finish() == 139
@@ -286,11 +285,11 @@ def test_what_happened_long_ago_explains_nothing_any_more(launch, namespace, mon
 def test_of_each_worker_the_last_ending_counts(training, namespace):
     """The first attempt ran out of memory, the second one meets something else."""
     fail(namespace, WORKERS[1], 137, reason="OOMKilled")
-    settle(training, namespace)
+    training.settle(namespace)
     with namespace.changed:
         fail(namespace, WORKERS[0], 139)
         fail(namespace, WORKERS[1], RetryableError.exit_code)
-    settle(training, namespace)
+    training.settle(namespace)
     with pytest.raises(LaunchError, match="at last: r-train-worker-0 ended with 139"):
         training.finish()
 
@@ -309,7 +308,7 @@ def test_a_command_that_is_not_in_the_image_is_named_as_such(training, namespace
     """Kubernetes ends it with 128, which the operator takes for retryable."""
     for _ in range(2):
         fail(namespace, code=128, reason="StartError", message='exec: "kftrain": not found')
-        settle(training, namespace)
+        training.settle(namespace)
     with pytest.raises(LaunchError, match='exec: "kftrain": not found'):
         training.finish()
     assert storage.read_json(training.paths.failure)["failure_class"] == "image"

@@ -1,7 +1,9 @@
-"""Why a job waits: said once per change, with what no time mends ended at once and the rest at its timeout."""
+"""Why a job waits: said once per change, with what no time mends ended at once and the rest at its timeout.
+
+The clock that limits are measured by stands still until a test turns it.
+"""
 
 import dataclasses
-import time
 
 import pytest
 from helpers.kube_namespace import time_stamp
@@ -47,16 +49,18 @@ REASONS = {
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_fault_61_a_reason_is_said_once_and_in_the_error_at_the_timeout(case, launch, namespace):
+def test_fault_61_a_reason_is_said_once_and_in_the_error_at_the_timeout(case, launch, namespace, clock):
     known, said, failure_class = REASONS[case]
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     for name in namespace.make_pods(JOB):
         namespace.set_pod(name, **known)
+    one.wait_for(f"{JOB}: {said}\n")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError) as caught:
         one.finish()
     state, _, reason = said.partition(": ")
-    assert f"{state} for longer than launch.kubernetes.start_timeout_seconds = 1 s" in caught.value.line
+    assert f"{state} for longer than launch.kubernetes.start_timeout_seconds = 60 s" in caught.value.line
     assert f"0 of 2 workers run: {reason}" in caught.value.line
     assert one.output.count(f"{JOB}: {said}\n") == 1
     failure = storage.read_json(one.paths.failure)
@@ -89,41 +93,48 @@ def test_reasons_follow_each_other_within_two_looks(launch, namespace, monkeypat
         assert said[word] - looks <= 2
 
 
-def test_fault_39_a_worker_that_never_joins_is_named(launch, namespace):
+def test_fault_39_a_worker_that_never_joins_is_named(launch, namespace, clock):
     """One of two runs: the job does not train, whatever its condition says."""
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.make_pods(JOB)
     namespace.run_pod(WORKERS[0])
     namespace.condition(JOB, "Running")
     namespace.set_pod(WORKERS[1], **unschedulable("0/2 nodes are available"))
+    one.wait_for("Unschedulable")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="1 of 2 workers run: Unschedulable: 0/2 nodes are available"):
         one.finish()
 
 
-def test_workers_that_never_meet_are_given_up(launch, namespace):
-    one = launch(start_timeout_seconds=1)
+def test_workers_that_never_meet_are_given_up(launch, namespace, clock):
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
+    one.wait_for("Rendezvous")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match=r"Rendezvous for longer than .* 2 of 2 workers run"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == "deadline"
 
 
-def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(launch, namespace):
-    one = launch(start_timeout_seconds=1)
+def test_a_start_that_takes_long_because_the_data_is_verified_is_not_given_up(launch, namespace, clock):
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
     attempts.claim(one.paths, 0, 2)
+    one.wait_for("Rendezvous")
+    clock.sleep(61.0)
     one.wait_for("Training")
-    time.sleep(2.0)
+    clock.sleep(120.0)
+    one.settle(namespace)
     namespace.finish(JOB)
     assert one.finish() == 0
 
 
-def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkeypatch):
+def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkeypatch, clock):
     """Pods come and go while storage is away, here too; afterwards the start has all its time again."""
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     list_names, looks = storage.list_names, []
 
@@ -134,7 +145,11 @@ def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkey
     with monkeypatch.context() as patched:
         patched.setattr(storage, "list_names", away)
         namespace.make_pods(JOB)
-        wait_until(lambda: len(looks) > 3)
+        for _ in range(3):
+            clock.sleep(61.0)
+            seen = len(looks)
+            wait_until(lambda seen=seen: len(looks) > seen + 3)
+        one.settle(namespace)
     namespace.run_pods(JOB)
     namespace.step(JOB, 1, 20)
     one.wait_for("Training")
@@ -143,8 +158,8 @@ def test_a_start_that_storage_holds_up_is_not_given_up(launch, namespace, monkey
     assert storage.list_names is list_names
 
 
-def test_a_volume_that_cannot_be_mounted_is_known_from_an_event_only(launch, namespace):
-    one = launch(start_timeout_seconds=1)
+def test_a_volume_that_cannot_be_mounted_is_known_from_an_event_only(launch, namespace, clock):
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     for name in namespace.make_pods(JOB):
         namespace.set_pod(name, **waiting("ContainerCreating"))
@@ -152,6 +167,7 @@ def test_a_volume_that_cannot_be_mounted_is_known_from_an_event_only(launch, nam
     namespace.warn("uid-of-another-pod", "FailedMount", "not ours")
     namespace.warn(uid, "FailedMount", 'MountVolume.SetUp failed: configmap "nope" not found')
     one.wait_for('Pulling: FailedMount: MountVolume.SetUp failed: configmap "nope" not found')
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="FailedMount"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == "volume" and "not ours" not in one.output
@@ -166,25 +182,27 @@ def test_a_volume_that_cannot_be_mounted_is_known_from_an_event_only(launch, nam
 )
 @pytest.mark.parametrize("num_made", [0, 1])
 def test_pods_that_cannot_be_created_are_known_from_events_of_the_job(
-    num_made, message, failure_class, launch, namespace
+    num_made, message, failure_class, launch, namespace, clock
 ):
     """The job itself has no status then, for ever; a quota may let some of its pods through."""
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     if num_made:
         namespace.run_pods(JOB)
         namespace.delete("pods", WORKERS[1])
     namespace.warn(namespace.get("pytorchjobs", JOB)["metadata"]["uid"], "FailedCreatePod", message)
     one.wait_for(f"Scheduling: FailedCreatePod: {message}")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="FailedCreatePod"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == failure_class
 
 
-def test_an_operator_that_does_nothing_is_named(launch, namespace, monkeypatch):
+def test_an_operator_that_does_nothing_is_named(launch, namespace, monkeypatch, clock):
     monkeypatch.setattr(states, "SILENT_SECONDS", 0.0)
-    one = launch(start_timeout_seconds=2)
+    one = launch(start_timeout_seconds=60)
     one.wait_for("Scheduling: the training operator has not looked at it for 0 s: is it running?")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="the training operator has not looked at it"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == "training operator"
@@ -199,12 +217,13 @@ def test_fault_62_an_operator_that_does_not_notice_the_end_is_named(training, na
     assert training.finish() == 0
 
 
-def test_a_scheduler_that_is_not_there_is_named(launch, namespace, monkeypatch):
+def test_a_scheduler_that_is_not_there_is_named(launch, namespace, monkeypatch, clock):
     monkeypatch.setattr(states, "UNSEEN_SECONDS", 0.0)
-    one = launch(start_timeout_seconds=1.5)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.make_pods(JOB)
     one.wait_for("no scheduler has looked at it: is there one called default-scheduler?")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError):
         one.finish()
 
@@ -234,13 +253,17 @@ NEVER = [
 
 
 @pytest.mark.parametrize("message", WAITS)
-def test_fault_61_a_queue_is_waited_for_with_its_reason(message, queued, namespace):
-    one = queued(start_timeout_seconds=0.2, queue_timeout_seconds=1)
+def test_fault_61_a_queue_is_waited_for_with_its_reason(message, queued, namespace, clock):
+    one = queued(start_timeout_seconds=20, queue_timeout_seconds=60)
     namespace.queue(JOB, message)
     one.wait_for(f"Queued: Pending: {message}")
+    clock.sleep(30.0)
+    one.settle(namespace)
+    assert one.is_running
+    clock.sleep(31.0)
     with pytest.raises(LaunchError) as caught:
         one.finish()
-    assert "Queued for longer than launch.kubernetes.queue_timeout_seconds = 1 s" in caught.value.line
+    assert "Queued for longer than launch.kubernetes.queue_timeout_seconds = 60 s" in caught.value.line
     assert message in caught.value.line
     assert storage.read_json(one.paths.failure)["failure_class"] == "quota"
 
@@ -296,19 +319,20 @@ def test_a_missing_workload_is_not_named_where_workloads_are_forbidden(queued, n
     server.fail("GET", "/workloads", 403, times=float("inf"))
     one = queued()
     one.wait_for("may not list workloads.kueue.x-k8s.io")
-    time.sleep(0.2)
+    one.settle(namespace)
     assert "no Workload" not in one.output
     namespace.suspend(JOB, False)
     namespace.finish(JOB)
     assert one.finish() == 0
 
 
-def test_fault_59_time_in_a_queue_is_no_time_of_training(queued, namespace):
+def test_fault_59_time_in_a_queue_is_no_time_of_training(queued, namespace, clock):
     """Queued longer than it may start or train, preempted, queued again: neither limit is reached."""
-    one = queued(start_timeout_seconds=1.5, training_timeout_seconds=1.5)
+    one = queued(start_timeout_seconds=60, training_timeout_seconds=60)
     namespace.queue(JOB, QUOTA)
     one.wait_for("Queued")
-    time.sleep(1.7)
+    clock.sleep(61.0)
+    one.settle(namespace)
     namespace.queue(JOB, Admitted=("True", "Admitted"))
     one.wait_for("Admitted")
     namespace.suspend(JOB, False)
@@ -318,31 +342,36 @@ def test_fault_59_time_in_a_queue_is_no_time_of_training(queued, namespace):
     namespace.queue(JOB, Evicted=("True", "Preempted"))
     namespace.suspend(JOB)
     one.wait_for("Queued: Preempted: Preempted it is")
-    time.sleep(1.7)
+    clock.sleep(61.0)
+    one.settle(namespace)
     namespace.suspend(JOB, False)
     namespace.finish(JOB)
     assert one.finish() == 0
 
 
-def test_fault_59_a_training_that_takes_too_long_is_ended(launch, namespace):
-    one = launch(training_timeout_seconds=0.5)
+def test_fault_59_a_training_that_takes_too_long_is_ended(launch, namespace, clock):
+    one = launch(training_timeout_seconds=60)
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)
     namespace.step(JOB, 1, 20)
+    one.wait_for("Training")
+    clock.sleep(61.0)
     with pytest.raises(LaunchError, match="Training for longer than launch"):
         one.finish()
     assert storage.read_json(one.paths.failure)["failure_class"] == "deadline"
 
 
-def test_a_start_that_was_just_in_time_is_not_given_up(launch, namespace):
+def test_a_start_that_was_just_in_time_is_not_given_up(launch, server, namespace, clock):
     """What counts is what a look finds: an outage of the API server may have hidden it for a while."""
-    one = launch(start_timeout_seconds=1)
+    one = launch(start_timeout_seconds=60)
     wait_until(namespace.jobs)
     one.wait_for("Scheduling")
     with namespace.changed:  # nobody gets an answer meanwhile
+        asked = len(server.requests)
+        wait_until(lambda: any(path.endswith(f"/{JOB}") for _, path in server.requests[asked:]))  # the next look waits
         namespace.run_pods(JOB)
         namespace.step(JOB, 1, 20)
-        time.sleep(1.2)
+        clock.sleep(61.0)
         attempts.claim(one.paths, 0, 4)
     one.wait_for("Training")
     namespace.finish(JOB)
@@ -393,7 +422,7 @@ def test_where_that_is_forbidden_the_pod_is_only_named(forbidden, training, serv
     namespace.get("pods", WORKERS[1])["metadata"]["deletionTimestamp"] = time_stamp(-61)
     training.wait_for("or when somebody force-deletes the pod")
     training.wait_for(f"may not {forbidden}")
-    time.sleep(0.2)
+    training.settle(namespace)
     assert namespace.forced == [] and training.output.count("may not") == 1
     namespace.holds_pods = False
     namespace.release_pods()
@@ -407,7 +436,7 @@ def test_a_pod_on_a_node_that_answers_is_never_force_deleted(training, namespace
     namespace.delete("pods", WORKERS[1])
     namespace.get("pods", WORKERS[1])["metadata"]["deletionTimestamp"] = time_stamp(-61)
     training.wait_for("cannot end because node node-2 does not answer")
-    time.sleep(0.2)
+    training.settle(namespace)
     assert namespace.forced == []
     namespace.holds_pods = False
     namespace.release_pods()

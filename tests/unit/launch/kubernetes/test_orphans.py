@@ -232,6 +232,9 @@ class NoThread:
     def join(self, timeout=None):
         pass
 
+    def is_alive(self):
+        return False
+
 
 @pytest.fixture
 def worlds(tmp_path, monkeypatch, make_job):
