@@ -176,19 +176,19 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
 
     Raises LaunchError where the run takes longer than `timeout_seconds`, or nobody answers for OUTAGE_SECONDS.
     """
-    start = answered = time.monotonic()
-    before, silent = RunState("PENDING"), False
+    start = time.monotonic()
+    before, silent_since = RunState("PENDING"), None
     while True:
         try:
             now = read()
         except UnavailableError as error:
-            if time.monotonic() - answered > OUTAGE_SECONDS:
-                raise _gone(error, url) from error
-            if not silent:
+            if silent_since is None:  # not when it answered last: this machine may have slept since
+                silent_since = time.monotonic()
                 echo(f"no answer, trying again: {error.what}", err=True)
-            silent = True
+            if time.monotonic() - silent_since > OUTAGE_SECONDS:
+                raise _gone(error, url) from error
         else:
-            answered, silent = time.monotonic(), False
+            silent_since = None
             for line in changes(before, now):
                 echo(line, err=True)
             if now.ended:

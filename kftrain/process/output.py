@@ -9,12 +9,12 @@ disk costs the files and a console that nobody reads costs its lines, never the 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import selectors
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,10 @@ LOOK_SECONDS = 0.1
 """How long the end of the processes may go unnoticed by the reading thread."""
 
 DRAIN_SECONDS = 5.0
-"""How long what is still in the pipes is read, if something that outlived its process goes on writing."""
+"""How long a console has to take the last lines; counted in slices, so that a machine that pauses loses none."""
+
+PIPE_BYTES = 1 << 16
+"""What a pipe holds, where the system does not say it."""
 
 
 def redirect() -> None:
@@ -97,16 +100,13 @@ class Output:
     def _run(self) -> None:
         while not self._ended.is_set():
             self._read(LOOK_SECONDS)
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._read(0.0) and time.monotonic() < deadline:
-            pass
+        for source in self._sources:
+            source.drain()
 
-    def _read(self, timeout_seconds: float) -> bool:
-        """Takes what is in the pipes, waiting for it if need be; whether there was anything."""
-        ready = self._selector.select(timeout_seconds)
-        for key, _ in ready:
+    def _read(self, timeout_seconds: float) -> None:
+        """Takes what is in the pipes, waiting for it if need be."""
+        for key, _ in self._selector.select(timeout_seconds):
             key.data.read()
-        return bool(ready)
 
 
 class _Source:
@@ -121,7 +121,15 @@ class _Source:
         self._console = console
         self._begun = b""
 
-    def read(self) -> None:
+    def drain(self) -> None:
+        """Takes what the process has left in the pipe; no more, as what outlives it may go on writing."""
+        left = fcntl.fcntl(self.pipe, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else PIPE_BYTES
+        with contextlib.suppress(BlockingIOError):
+            while left > 0:
+                left -= self.read()
+
+    def read(self) -> int:
+        """Takes some of it; how many bytes. Raises BlockingIOError where there are none."""
         data = os.read(self.pipe, READ_BYTES)
         self._log.write(data)
         *lines, self._begun = (self._begun + data).split(b"\n")
@@ -129,6 +137,7 @@ class _Source:
             lines.append(self._begun)
             self._begun = b""
         self._show(lines)
+        return len(data)
 
     def close(self) -> None:
         os.close(self.pipe)
@@ -169,7 +178,8 @@ class _Console:
             self._add_note()
             self._closed = True
             self._changed.notify()
-        self._thread.join(DRAIN_SECONDS)
+        for _ in range(round(DRAIN_SECONDS / LOOK_SECONDS)):
+            self._thread.join(LOOK_SECONDS)
 
     def _add_note(self) -> None:
         if self._num_left_out:

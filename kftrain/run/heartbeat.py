@@ -24,6 +24,9 @@ INTERVAL_SECONDS = 60.0
 LOOKS_PER_TIMEOUT = 20
 """How often a watch looks within its timeout."""
 
+LATE = 2.0
+"""A look that comes so many intervals after the one before has been held up."""
+
 MISSING = b""
 """Stands for the content of a file that is not there: a launcher that never wrote is silent too."""
 
@@ -107,16 +110,18 @@ class Silence:
     read_at: float | None = None
     """When that was; None: the last look failed, and the time since the one before does not count."""
 
-    def after(self, content: bytes | None, start: float, end: float) -> Silence:
+    def after(self, content: bytes | None, start: float, end: float, most_seconds: float = float("inf")) -> Silence:
         """After one more look, which lasted from `start` to `end`; None: the file could not be read.
 
-        The time that a look takes does not count either: a mount may hang for an hour and then show old content.
+        The time that a look takes does not count either: a mount may hang for an hour and then show old content. Nor
+        what is more than `most_seconds` since the look before: the watch itself was held up, and on the same machine
+        the launcher was, too.
         """
         if content is None:
             return replace(self, read_at=None)
         if content != self.content:
             return Silence(0.0, content, end)
-        passed = 0.0 if self.read_at is None else start - self.read_at
+        passed = 0.0 if self.read_at is None else min(start - self.read_at, most_seconds)
         return Silence(self.seconds + passed, content, end)
 
 
@@ -138,7 +143,7 @@ class LauncherWatch:
         """Looks once; whether the launcher has been silent for the timeout."""
         start = self._clock()
         content = self._read()
-        self._silence = self._silence.after(content, start, self._clock())
+        self._silence = self._silence.after(content, start, self._clock(), LATE * self.interval_seconds)
         return self._silence.seconds >= self.timeout_seconds
 
     def _read(self) -> bytes | None:

@@ -32,7 +32,7 @@ from kftrain.run.best_effort import best_effort, retryable
 from kftrain.run.completion import is_complete
 from kftrain.run.config import read_job_config
 from kftrain.run.error import ErrorDocument, read_error
-from kftrain.run.heartbeat import LauncherWatch
+from kftrain.run.heartbeat import LOOKS_PER_TIMEOUT, LauncherWatch
 from kftrain.run.logs import logs_uri, next_attempt, publish_log
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec, first_node_answers
@@ -186,7 +186,8 @@ class Supervisor:
     def _watch_launcher(self, watch: LauncherWatch) -> None:
         """Asks the job to stop when its launcher has been silent for too long, and ends it if it does not.
 
-        What there is to commit gets as long again. Killing the agent is enough: its ranks die with it.
+        What there is to commit gets as long again, counted in slices: a machine that pauses has not worked meanwhile.
+        Killing the agent is enough: its ranks die with it.
         """
         while not watch.poll():
             if self._ended.wait(watch.interval_seconds):
@@ -194,9 +195,11 @@ class Supervisor:
         to_log(f"the launcher has been silent for {watch.timeout_seconds:g} s: stopping")
         self._stop.silent_seconds = watch.timeout_seconds  # before the ranks end: that ends with the reason for it
         self._ask_to_stop()
-        if not self._ended.wait(watch.timeout_seconds):
-            self._stop.killed = True
-            self._agent.kill()
+        for _ in range(LOOKS_PER_TIMEOUT):
+            if self._ended.wait(watch.interval_seconds):
+                return
+        self._stop.killed = True
+        self._agent.kill()
 
     def _watch_ranks(self, watchdog: Watchdog, error_file: Path) -> None:
         """Ends the processes where they hang. Two looks must find it: a beat may be written while it is read."""

@@ -16,7 +16,7 @@ def paths(tmp_path):
 
 
 def until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.005)
@@ -53,7 +53,7 @@ def test_a_write_that_fails_is_said_and_tried_again(paths, monkeypatch, capsys):
 
     monkeypatch.setattr(storage, "publish_json", sometimes)
     with Heartbeat(paths, interval_seconds=0.01):
-        until(lambda: sequence(paths) == 3)
+        until(lambda: sequence(paths) >= 3)
     assert "heartbeat could not be written: OSError: no route to the store" in capsys.readouterr().out
 
 
@@ -97,7 +97,7 @@ def test_leaving_the_block_does_not_wait_for_the_interval_and_passes_errors(path
     start = time.monotonic()
     with pytest.raises(KeyError), Heartbeat(paths, interval_seconds=3600):
         raise KeyError
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 300
 
 
 def seen(looks):
@@ -148,12 +148,16 @@ def test_a_watch_reports_a_launcher_that_is_silent_for_the_timeout(paths):
     storage.publish_json(paths.launcher, {"sequence": 1})
 
     def after(seconds):
-        clock.now += seconds
-        return watch.poll()
+        """What the last of the looks says, one a second."""
+        for _ in range(seconds):
+            clock.now += 1.0
+            silent = watch.poll()
+        return silent
 
-    assert [after(0), after(60), after(39)] == [False, False, False]
+    assert not watch.poll()
+    assert [after(60), after(39)] == [False, False]
     storage.publish_json(paths.launcher, {"sequence": 2})
-    assert [after(60), after(60), after(39), after(1)] == [False, False, False, True]
+    assert [after(1), after(60), after(39), after(1)] == [False, False, False, True]
     assert watch.interval_seconds == 100.0 / heartbeat.LOOKS_PER_TIMEOUT
 
 
@@ -177,5 +181,19 @@ def test_storage_that_is_down_never_ends_a_training(paths, monkeypatch, capsys):
         "could not be read: storage cannot be reached: ConnectionError: the store does not answer"
         in capsys.readouterr().out
     )
-    clock.now += 100.0
-    assert watch.poll()
+    for second in range(100):
+        clock.now += 1.0
+        assert watch.poll() is (second == 99)
+
+
+def test_a_watch_that_was_held_up_counts_none_of_that(paths):
+    """A machine that was paused for hours goes on: its launcher has not beaten either."""
+    clock = Clock()
+    watch = LauncherWatch(paths, 100.0, clock)
+    storage.publish_json(paths.launcher, {"sequence": 1})
+    assert not watch.poll()
+    for _ in range(9):
+        clock.now += 3600.0
+        assert not watch.poll()
+    clock.now += 3600.0
+    assert watch.poll(), "each look counts as two intervals: one that is always late is not without end"

@@ -22,6 +22,9 @@ from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
 from kftrain.worker.root_cause import LOST_PEER
 
+LIMIT_SECONDS = 200
+"""For what takes a moment on a machine that does not pause."""
+
 SUPERVISOR = """
 import os, sys
 from kftrain.process import termination
@@ -74,7 +77,7 @@ def run(tmp_path):
     yield paths, resolved
     for process in started:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT_SECONDS)
     started.clear()
 
 
@@ -99,7 +102,7 @@ def start(run, agent, task="train", nodes=1, **environment):
 
 def ended(process):
     """(exit code, output)."""
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=LIMIT_SECONDS)[0]
     return process.returncode, output
 
 
@@ -208,7 +211,7 @@ def test_ending_with_0_without_the_proof_is_no_success(run, task):
 @pytest.fixture
 def first_node():
     """Where rank 0 of the first node listens; closing it is its end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:  # nobody takes who asks whether it is there
         yield server
 
 
@@ -274,26 +277,26 @@ def test_sigterm_is_not_for_what_a_process_has_forked(run):
     assert code == 143 and output.count("asked") == 2, output
 
 
-def test_processes_that_have_failed_and_do_not_end_are_ended(run):
+def test_processes_that_have_failed_and_do_not_end_are_ended(run, tmp_path):
     """A thread of the user's goes on, on every process: the agent would wait for ever."""
     hangs = RANK.replace("while not signals", "while True")
     error = json.dumps({**UserCodeError("no such label").to_dict(), "rank": 1})
-    agent = f"import os; open(os.environ['KFTRAIN_ERROR_FILE'], 'w').write({error!r})\n" + RANKS.replace(
-        repr(RANK), repr(hangs)
-    )
+    fail = f"while not os.path.exists({str(tmp_path / 'all have started')!r}): time.sleep(0.05)\n"
+    fail += f"open(os.environ['KFTRAIN_ERROR_FILE'], 'w').write({error!r})\n"
+    agent = RANKS.replace(repr(RANK), repr(hangs)).replace("sys.exit(max", f"{fail}sys.exit(max")
     process = start(run, agent, ENDING_SECONDS="3")
+    wait_for_ranks(process, 0, 1)
+    (tmp_path / "all have started").touch()
     code, output = ended(process)
-    assert code == 16 and output.count("started") == 2, output
+    assert code == 16, output
     assert storage.read_json(run[0].error)["kind"] == "UserCodeError"
 
 
 def test_sigterm_before_there_are_processes_ends_the_agent_itself(run):
-    process = start(run, "import time; print('rendezvous', flush=True); time.sleep(60)")
+    process = start(run, "import time; print('rendezvous', flush=True); time.sleep(600)")
     jobs.wait_for_line(process, "rendezvous")
     process.terminate()
-    start_time = time.monotonic()
     assert ended(process)[0] == 143
-    assert time.monotonic() - start_time < 30
     assert "stopped before the first step: there was nothing to commit" in storage.read_json(run[0].error)["line"]
 
 
@@ -307,7 +310,7 @@ def test_sigterm_finds_processes_that_start_later(run):
 
 
 def test_a_job_that_is_stopped_when_it_was_complete_has_succeeded(run):
-    process = start(run, "import time; print('last', flush=True); time.sleep(60)")
+    process = start(run, "import time; print('last', flush=True); time.sleep(600)")
     jobs.wait_for_line(process, "last")
     complete(run)
     process.terminate()
@@ -317,26 +320,27 @@ def test_a_job_that_is_stopped_when_it_was_complete_has_succeeded(run):
 def test_a_silent_launcher_ends_the_job_for_good_and_a_beating_one_does_not(run, tmp_path):
     paths, _ = run
     with Heartbeat(paths, interval_seconds=0.1):
-        process = start(run, RANKS, **{LAUNCHER_TIMEOUT_ENV: "1.5"})
+        process = start(run, RANKS, **{LAUNCHER_TIMEOUT_ENV: "4"})
         wait_for_ranks(process, 0, 1)
-        time.sleep(3)
+        time.sleep(6)
         assert process.poll() is None
     code, output = ended(process)
     document = storage.read_json(paths.error)
     assert code == document["exit_code"] == 18
     assert document["kind"] == "LauncherGoneError"
     assert said_in((tmp_path / "termination-log").read_text()).line == document["line"]
-    assert "kftrain| the launcher has been silent for 1.5 s: stopping" in output
+    assert "kftrain| the launcher has been silent for 4 s: stopping" in output
 
 
 def test_processes_that_do_not_stop_for_a_silent_launcher_are_killed(run):
     hanging = RANKS.replace("while not signals", "while True")
-    process = start(run, hanging, **{LAUNCHER_TIMEOUT_ENV: "1.5"})
-    wait_for_ranks(process, 0, 1)
+    with Heartbeat(run[0], interval_seconds=0.1):
+        process = start(run, hanging, **{LAUNCHER_TIMEOUT_ENV: "4"})
+        wait_for_ranks(process, 0, 1)
     below = jobs.tree_of(process)[1:]
     assert ended(process)[0] == 18
     assert "did not stop and were killed" in storage.read_json(run[0].error)["line"]
-    assert not psutil.wait_procs(below, timeout=10)[1]
+    assert not psutil.wait_procs(below, timeout=LIMIT_SECONDS)[1]
 
 
 def test_only_the_first_node_watches(run):
@@ -348,17 +352,25 @@ def test_only_the_first_node_watches(run):
     assert ended(process)[0] == 143
 
 
+def start_asked(run, ending):
+    """An agent whose launcher falls silent, and that does this once it is asked to stop."""
+    agent = "import signal, time\nasked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+    agent += "print('ready', flush=True)\nwhile not asked: time.sleep(0.05)\n"
+    with Heartbeat(run[0], interval_seconds=0.1):
+        process = start(run, agent + ending, **{LAUNCHER_TIMEOUT_ENV: "4"})
+        jobs.wait_for_line(process, "ready")
+    return process
+
+
 def test_a_job_that_completes_although_its_launcher_is_silent_is_complete(run):
-    agent = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('x', flush=True); time.sleep(3)"
-    process = start(run, agent, **{LAUNCHER_TIMEOUT_ENV: "2"})
+    process = start_asked(run, f"import os\nwhile not os.path.exists({run[0].complete!r}): time.sleep(0.05)")
     jobs.wait_for_line(process, "silent for")
     complete(run)
     assert ended(process)[0] == 0
 
 
 def test_another_error_wins_over_the_silent_launcher(run):
-    agent = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3)\n"
-    code, output = ended(start(run, agent + leaving(ConfigError("wrong"), 10), **{LAUNCHER_TIMEOUT_ENV: "2"}))
+    code, output = ended(start_asked(run, leaving(ConfigError("wrong"), 10)))
     assert "silent for" in output
     assert code == storage.read_json(run[0].error)["exit_code"] == 10
 
@@ -395,5 +407,5 @@ def test_the_workers_die_with_the_supervisor_while_it_reads_their_output(run):
     wait_for_ranks(process, 0, 1)
     below = jobs.tree_of(process)[1:]
     os.kill(process.pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(below, timeout=10)
+    gone, alive = psutil.wait_procs(below, timeout=LIMIT_SECONDS)
     assert len(gone) == 3 and not alive
