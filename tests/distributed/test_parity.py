@@ -190,7 +190,8 @@ def fail(world):
 
 
 def test_a_job_that_hangs_or_fails_on_one_process_ends_and_the_next_one_has_new_processes(pools):
-    done, silent = pools.run(2, hang, seconds=3)
+    pools.run(2, sum_of_ranks)  # starts them, which takes its time
+    done, silent = pools.run(2, hang, seconds=10)
     assert (done.kind, silent.kind) == ("done", "silent")
     waits, failed = pools.run(2, fail)
     assert (waits.kind, failed.kind) == ("silent", "failed") and "scripted" in failed.value

@@ -1,11 +1,12 @@
 """The groups in which processes agree, with two real processes."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from kftrain.process import store_socket
 
 pytestmark = pytest.mark.slow
 
@@ -13,45 +14,59 @@ SCRIPT = """
 import os, sys, time
 from kftrain.parallel.world import join_world
 
-case, rank = sys.argv[1], int(os.environ["RANK"])
-with join_world(timeout_seconds=3.0) as world:
+case, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+
+
+def await_file(name, seconds=120.0):
+    until = time.monotonic() + seconds
+    while not os.path.exists(f"{folder}/{name}") and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+open(f"{folder}/{rank}", "w").close()
+await_file(1 - rank)  # torch is read by both, however long that takes
+with join_world(timeout_seconds=10.0) as world:
     if rank == 1 and case == "dies":
         os._exit(7)
-    time.sleep(8.0 * rank)
+    if rank == 1 and case == "slow":
+        time.sleep(20.0)
+    if rank == 1 and case == "quick":
+        await_file("lost")
     gather = world.gather if case == "quick" else world.gather_slowly
-    start = time.monotonic()
     try:
         print(gather(rank * 10), flush=True)
     except RuntimeError:
-        print("lost before the peer came" if time.monotonic() - start < 7.0 else "lost late", flush=True)
+        print("lost before the peer came", flush=True)
+        open(f"{folder}/lost", "w").close()
 """
 
 
-def outputs_of(case):
+def outputs_of(case, folder):
     """What each of two processes prints."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, case],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    return [process.communicate(timeout=100)[0].strip() for process in processes]
+    with store_socket.listen(2) as listener:
+        shared["MASTER_PORT"] = str(listener.getsockname()[1])
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, case, str(folder)],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **given},
+                pass_fds=[int(descriptor) for descriptor in given.values()],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, given in enumerate([{store_socket.STORE_ENV: str(listener.fileno())}, {}])
+        ]
+    return [process.communicate(timeout=400)[0].strip() for process in processes]
 
 
-def test_what_takes_long_on_one_process_is_waited_for():
+def test_what_takes_long_on_one_process_is_waited_for(tmp_path):
     """Hashing a checkpoint's largest file may take longer than a collective operation of the training may."""
-    assert outputs_of("slow") == ["[0, 10]", "[0, 10]"]
+    assert outputs_of("slow", tmp_path) == ["[0, 10]", "[0, 10]"]
 
 
-def test_training_does_not_wait_longer_than_its_timeout():
-    assert outputs_of("quick")[0] == "lost before the peer came"
+def test_training_does_not_wait_longer_than_its_timeout(tmp_path):
+    assert outputs_of("quick", tmp_path)[0] == "lost before the peer came"
 
 
-def test_a_peer_that_dies_is_noticed_at_once_also_by_who_is_patient():
-    assert outputs_of("dies") == ["lost before the peer came", ""]
+def test_a_peer_that_dies_is_noticed_at_once_also_by_who_is_patient(tmp_path):
+    assert outputs_of("dies", tmp_path) == ["lost before the peer came", ""]

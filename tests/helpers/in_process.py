@@ -2,12 +2,12 @@
 
 import contextlib
 import random
-import socket
 
 import numpy as np
 import torch
 
 from kftrain.parallel.world import join_world
+from kftrain.process import store_socket
 from kftrain.process.stop_request import StopRequest
 from kftrain.train import session
 
@@ -28,9 +28,9 @@ def world(monkeypatch):
 @contextlib.contextmanager
 def alone(monkeypatch):
     """The environment of the only rank of a job; torch's random state and threads are as before afterwards."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    listener = store_socket.listen(1)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    names |= {"MASTER_PORT": str(listener.getsockname()[1]), store_socket.STORE_ENV: str(listener.detach())}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     before = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads()

@@ -2,10 +2,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+
+from helpers import ports
 
 from kftrain.errors import TrackingError
 from kftrain.tracking import endpoint
@@ -17,9 +18,8 @@ class Server:
     """An MLflow server on a port of its own, with all its child processes; may be stopped and started again."""
 
     def __init__(self, folder, host="127.0.0.1", listen="127.0.0.1"):
-        with socket.socket() as free:
-            free.bind((listen, 0))
-            self._port = free.getsockname()[1]
+        self._held = ports.held(listen)
+        self._port = self._held.getsockname()[1]
         self._folder = folder
         self._listen = listen
         self._process = None

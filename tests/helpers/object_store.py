@@ -1,12 +1,12 @@
 """A real S3 server process for tests."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
 import s3fs
+from helpers import ports
 
 BUCKET = "kftrain-tests"
 
@@ -15,9 +15,8 @@ class ObjectStore:
     """moto's S3 server on a port of its own, with one bucket; `environment` is what a client needs."""
 
     def __init__(self, host="127.0.0.1", listen="127.0.0.1"):
-        with socket.socket() as free:
-            free.bind((listen, 0))
-            port = free.getsockname()[1]
+        self._held = ports.held(listen)
+        port = self._held.getsockname()[1]
         self.environment = {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
@@ -32,7 +31,7 @@ class ObjectStore:
         s3fs.S3FileSystem.clear_instance_cache()
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         script = f"import s3fs; s3fs.S3FileSystem().mkdir({BUCKET!r})"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             done = subprocess.run(
                 [sys.executable, "-c", script], env={**os.environ, **self.environment}, capture_output=True, check=False

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from dataclasses import dataclass
 
@@ -11,14 +10,15 @@ import torch
 
 from kftrain.errors import KftrainError
 from kftrain.parallel.world import join_world
+from kftrain.process import store_socket
 
 SERVER = multiprocessing.get_context("forkserver")
 """It has imported torch once, and has no threads: what is forked from it starts in a moment."""
 
 COLLECTIVE_SECONDS = 600.0
-JOB_SECONDS = 120
+JOB_SECONDS = 300
 """Counted in slices, so that a pause of the whole machine is not taken for a hang."""
-GRACE_SECONDS = 5
+GRACE_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,16 @@ class Pool:
 
     def _start(self):
         SERVER.set_forkserver_preload(["torch", "kftrain.train.session", "torch._dynamo", "pytest"])
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with store_socket.listen(self.size) as listener:
             port = listener.getsockname()[1]
-        for rank in range(self.size):
-            pipe, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(self._names(rank, port), theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(pipe)
+            for rank in range(self.size):
+                pipe, theirs = SERVER.Pipe()
+                arguments = (self._names(rank, port), theirs, None if rank else listener)
+                process = SERVER.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(pipe)
 
     def _names(self, rank, port):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
@@ -109,8 +110,10 @@ class Pools:
             pool.close()
 
 
-def _serve(environment, pipe):
+def _serve(environment, pipe, listener):
     os.environ.update(environment)
+    if listener is not None:
+        os.environ[store_socket.STORE_ENV] = str(listener.detach())
     torch.set_num_threads(1)
     with join_world(COLLECTIVE_SECONDS) as world, contextlib.suppress(EOFError):
         while True:

@@ -25,10 +25,9 @@ def test_databases_and_servers_are_accepted(uri):
 
 
 def test_an_unreachable_server_is_reported_without_credentials():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(TrackingError) as caught:
+    with socket.socket() as mute, pytest.raises(TrackingError) as caught:
+        mute.bind(("127.0.0.1", 0))
+        port = mute.getsockname()[1]
         tracking.check(f"http://user:canary@127.0.0.1:{port}")
     assert "canary" not in caught.value.line and f"127.0.0.1:{port}" in caught.value.line
 
