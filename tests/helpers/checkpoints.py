@@ -9,7 +9,7 @@ import torch.distributed as dist
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.parallel.world import World
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=600)
 """Of the collectives."""
 
 

@@ -1,12 +1,12 @@
 """What an export is made of, and when it counts as one; a checkpoint of one tensor, no process group."""
 
-import multiprocessing
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.pool import SERVER
 
 from kftrain import storage
 from kftrain.checkpoint import chunks, export, exporting
@@ -102,9 +102,6 @@ def test_others_can_read_every_file_of_an_export(paths, checkpoint_uri):
     assert set(modes) > {"model.safetensors", "manifest.json"} and set(modes.values()) == {"0o644"}
 
 
-FORK = multiprocessing.get_context("fork")
-
-
 def hang(*arguments):
     time.sleep(600)
 
@@ -123,14 +120,12 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_an_export_whose_process_was_killed_counts_as_none_and_is_written_again(
-    paths, checkpoint_uri, monkeypatch, phase
-):
+def test_an_export_whose_process_was_killed_counts_as_none_and_is_written_again(paths, checkpoint_uri, phase):
     uri = paths.export(commit.read_checkpoint_manifest(checkpoint_uri)[1])
-    process = FORK.Process(target=export_until, args=(paths, checkpoint_uri, PHASES[phase], reached := FORK.Event()))
+    process = SERVER.Process(target=export_until, args=(paths, checkpoint_uri, phase, reached := SERVER.Event()))
     process.start()
     try:
-        assert reached.wait(60)
+        assert reached.wait(240)
     finally:
         process.kill()
         process.join()
@@ -139,7 +134,7 @@ def test_an_export_whose_process_was_killed_counts_as_none_and_is_written_again(
 
 
 def export_until(paths, checkpoint_uri, phase, reached):
-    owner, name, instead = phase
+    owner, name, instead = PHASES[phase]
 
     def stop(*arguments):
         reached.set()

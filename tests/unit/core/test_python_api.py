@@ -112,7 +112,7 @@ def test_a_run_is_submitted_and_followed(server, tmp_path, capfd):
 
     submit.POLL_SECONDS, before = 0.01, submit.POLL_SECONDS
     try:
-        run.wait(timeout_seconds=60)
+        run.wait(timeout_seconds=600)
     finally:
         submit.POLL_SECONDS = before
     assert capfd.readouterr().err.splitlines()[-1] == "the run succeeded"

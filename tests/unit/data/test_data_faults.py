@@ -88,7 +88,7 @@ def late(monkeypatch):
     written, hash_file, write = threading.Event(), storage.sha256_file, CheckpointWriter._write_files
 
     def hash_late(uri):
-        assert not uri.endswith(".tar") or written.wait(60)
+        assert not uri.endswith(".tar") or written.wait(240)
         return hash_file(uri)
 
     def write_first(*arguments):

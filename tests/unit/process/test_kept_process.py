@@ -53,7 +53,7 @@ def test_a_process_that_was_killed_is_started_again(process, tmp_path):
     assert run(process, tmp_path, "0") == 0
     assert [tasks for _, tasks, _, _ in seen(tmp_path)] == ["1", "1"]
     process.kill()  # between two tasks
-    process._process.wait(20)
+    process._process.wait(120)
     assert run(process, tmp_path, "5") == 5
 
 
@@ -65,11 +65,11 @@ def test_it_ends_with_whoever_keeps_it_and_with_close(process, tmp_path):
     assert run(process, tmp_path, "1") == 1
     child = psutil.Process(process.pid)
     process._process.stdin.close()  # as the kernel does for a process that dies
-    assert child.wait(20) == 99
+    assert child.wait(120) == 99
 
 
 def test_without_a_keeper_the_first_task_is_the_only_one(tmp_path, monkeypatch):
     monkeypatch.delenv(REPORT_ENV, raising=False)
     environment = {**os.environ, "DO": "3", "SEEN": str(tmp_path / "seen")}
-    assert subprocess.run([sys.executable, "-c", PROGRAM], env=environment, timeout=60, check=False).returncode == 99
+    assert subprocess.run([sys.executable, "-c", PROGRAM], env=environment, timeout=120, check=False).returncode == 99
     assert len(seen(tmp_path)) == 1

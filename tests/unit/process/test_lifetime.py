@@ -11,13 +11,16 @@ import pytest
 
 from kftrain.process.stage_lifetime import PARENT_VARIABLE
 
+LIMIT_SECONDS = 100
+"""For what takes a moment on a machine that does not pause."""
+
 STAGE = """
 import subprocess, sys, time
 from kftrain.process import stage_lifetime as lifetime
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 lifetime.end_with_parent()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -28,8 +31,8 @@ def start_stage(parent_pid):
     )
 
 
-def wait_until_gone(pid, seconds=10):
-    for _ in range(int(seconds / 0.05)):
+def wait_until_gone(pid):
+    for _ in range(int(LIMIT_SECONDS / 0.05)):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return
@@ -40,13 +43,13 @@ def wait_until_gone(pid, seconds=10):
 
 
 def test_sigkill_of_the_parent_ends_the_stage_and_its_children():
-    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with start_stage(str(parent.pid)) as stage:
         child = int(stage.stdout.readline())
         assert stage.poll() is None
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        assert stage.wait(10) == -signal.SIGKILL
+        assert stage.wait(LIMIT_SECONDS) == -signal.SIGKILL
         wait_until_gone(child)
 
 
@@ -54,7 +57,7 @@ def test_a_parent_that_is_gone_already_ends_the_stage_at_once():
     parent = subprocess.Popen([sys.executable, "-c", ""])
     parent.wait()
     with start_stage(str(parent.pid)) as stage:
-        assert stage.wait(10) == -signal.SIGKILL
+        assert stage.wait(LIMIT_SECONDS) == -signal.SIGKILL
 
 
 def test_a_stage_without_such_a_parent_lives_on():
@@ -62,14 +65,14 @@ def test_a_stage_without_such_a_parent_lives_on():
         child = int(stage.stdout.readline())
         assert stage.poll() is None
         os.killpg(stage.pid, signal.SIGKILL)
-        stage.wait(10)
+        stage.wait(LIMIT_SECONDS)
         wait_until_gone(child)
 
 
 def test_any_program_can_be_made_to_end_with_who_started_it():
-    program = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    program = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
     command = [sys.executable, "-m", "kftrain.process.parent_death", *program]
-    source = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(60)"
+    source = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         assert psutil.Process(child).is_running()

@@ -45,7 +45,7 @@ def test_imports_are_kept_and_what_came_later_is_closed_and_collected(tmp_path):
     path = tmp_path / "written.gz"
     (tmp_path / "late.py").write_text(LATE)
     command = [sys.executable, "-c", EARLY, str(path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (17, "logged\ncollected ", "")
     assert gzip.decompress(path.read_bytes()) == b"thread"
 

@@ -13,6 +13,7 @@ from kftrain.process.signals import HANGUP, INTERRUPT, STOP, handled, shell_code
 def unchanged():
     """Other tests find the handlers that this one found."""
     before = {number: signal.getsignal(number) for number in (INTERRUPT, *STOP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it would be ignored
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

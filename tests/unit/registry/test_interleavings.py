@@ -42,7 +42,7 @@ class World:
         with self.lock:
             self.waiting.add(me)
             self.draw()
-            self.lock.wait_for(lambda: self.chosen is me, timeout=60)
+            self.lock.wait_for(lambda: self.chosen is me, timeout=600)
             self.waiting.discard(me)
             self.chosen = None
         if self.random.random() < self.kills:
@@ -132,7 +132,7 @@ def play(tmp_path, monkeypatch, seed, edits, kills):
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(600)
         assert [process.problem for process in processes] == [None, None]
     return world, book
 

@@ -101,7 +101,7 @@ def test_processes_that_register_the_same_export_at_once_agree_on_one_version(co
     create = client.create_version
 
     def together(*arguments):
-        barrier.wait(60)
+        barrier.wait(240)
         return create(*arguments)
 
     monkeypatch.setattr(client, "create_version", together)
@@ -110,7 +110,7 @@ def test_processes_that_register_the_same_export_at_once_agree_on_one_version(co
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
     assert answers == [1, 1, 1]
     assert [version.version for version in versions(config)] == [1]
 

@@ -102,7 +102,7 @@ def test_challengers_at_once_have_different_numbers(tmp_path):
     barrier = threading.Barrier(8)
 
     def contend(name):
-        barrier.wait(60)
+        barrier.wait(240)
         for _ in range(2):
             book.counted(name, name, 1, lambda number: (Decision(False, str(number)), 0.95))
         found.append(int(book.counted(name, name, 1, lambda number: (Decision(False, str(number)), 0.95)).reason))
@@ -111,7 +111,7 @@ def test_challengers_at_once_have_different_numbers(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
     assert sorted(found) == list(range(1, 9)) == [each.number for each in book.read()]
 
 

@@ -59,11 +59,12 @@ def test_an_outage_of_the_server_neither_blocks_nor_loses_nor_repeats_a_point(se
     with pytest.raises(TrackingError, match=r"start it, or check tracking\.uri"):
         registry.champion(config)
     tracker.close(0.5)
+    tracker._thread.join(240)  # what it has is on the disk
     assert (tmp_path / "spool.jsonl").stat().st_size > 0
     server.start()
     resumed = tracking.open_tracker(server.uri, run_id, tmp_path / "spool.jsonl")
     for step in range(2500, 3200):
         resumed.log_metrics({"loss": step / 2}, step)
-    resumed.close(120)
+    resumed.close(400)
     assert history(server.uri, run_id, "loss") == [(step, step / 2) for step in range(3200)]
     assert tracker.num_dropped == resumed.num_dropped == 0

@@ -57,11 +57,11 @@ def test_a_process_that_user_code_forks_dies_of_sigterm_and_this_one_only_notes_
     context = multiprocessing.get_context("fork")
     with StopRequest().on_sigterm() as stop:
         for seconds in (0.0, 0.5):
-            child = context.Process(target=time.sleep, args=(60,), daemon=True)
+            child = context.Process(target=time.sleep, args=(600,), daemon=True)
             child.start()
             time.sleep(seconds)
             child.terminate()
-            child.join(20)
+            child.join(120)
             assert child.exitcode == -signal.SIGTERM
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)

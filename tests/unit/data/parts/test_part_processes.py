@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -130,12 +131,13 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": path})
     while len(pids := [int(each.name[4:]) for each in tmp_path.glob("pid-*")]) < 2:
         assert parent.poll() is None
+        time.sleep(0.05)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert parent.pid not in pids
     for pid in pids:
         while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-            pass
+            time.sleep(0.05)
 
 
 def test_an_object_store_gets_the_same_parts_and_what_describes_one_last(tmp_path, monkeypatch):

@@ -190,16 +190,16 @@ def test_of_two_processes_one_fetches(tmp_path, store, monkeypatch):
     def slow(file, part):
         fetched.append(file.uri)
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(240)
         return download(file, part)
 
     monkeypatch.setattr(caches, "_download", slow)
     first = threading.Thread(target=lambda: cache_of(tmp_path).fetch(file))
     first.start()
-    assert begun.wait(30)
+    assert begun.wait(240)
     assert cache_of(tmp_path).fetch(file) is None
     goes_on.set()
-    first.join(30)
+    first.join(240)
     assert cache_of(tmp_path).fetch(file) is True and len(fetched) == 1
 
 

@@ -97,16 +97,16 @@ def test_what_one_of_two_at_once_is_hashing_the_other_waits_for(tmp_path, memory
         hashed.append(uri)
         if uri == file.uri:
             begun.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(240)
         return original(uri)
 
     monkeypatch.setattr(storage, "sha256_file", slow)
     first, second = FirstUse(memory), FirstUse(memory)
     first.begin(file)
-    assert begun.wait(30)
+    assert begun.wait(240)
     second.begin(file)
     second.begin(other)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while other.uri not in hashed and time.monotonic() < deadline:
         time.sleep(0.01)
     assert hashed == [file.uri, other.uri], "it does something else meanwhile"
@@ -188,7 +188,7 @@ def test_who_publishes_waits_for_what_was_read_before_and_for_no_more(tmp_path, 
     goes_on, original = {first.uri: threading.Event(), later.uri: threading.Event()}, storage.sha256_file
 
     def slow(uri):
-        assert goes_on[uri].wait(30)
+        assert goes_on[uri].wait(240)
         return original(uri)
 
     monkeypatch.setattr(storage, "sha256_file", slow)
@@ -201,14 +201,14 @@ def test_who_publishes_waits_for_what_was_read_before_and_for_no_more(tmp_path, 
     waiting.join(0.2)
     assert waiting.is_alive()
     goes_on[first.uri].set()
-    waiting.join(30)
+    waiting.join(240)
     assert not waiting.is_alive()
     goes_on[later.uri].set()
     first_use.require_verified()
 
 
 def test_a_file_that_does_not_come_to_its_end_is_named(tmp_path, memory, monkeypatch):
-    monkeypatch.setattr(storage, "sha256_file", lambda uri: threading.Event().wait(60))
+    monkeypatch.setattr(storage, "sha256_file", lambda uri: threading.Event().wait(600))
     monkeypatch.setattr(remote, "deadline", remote.Deadline(0.1, 0.1, 1e9))
     with pytest.raises(StorageError, match=r"train-000007\.tar: it was not read within") as caught:
         verify(memory, file_of(tmp_path / "train-000007.tar"))
