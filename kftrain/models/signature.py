@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kftrain.errors import ConfigError
 from kftrain.models.options import Taken
 from kftrain.models.registry import BUILT_IN
 from kftrain.models.settings import ModelConfig
-from kftrain.models.sizes import SIZES
+from kftrain.models.sizes import SIZES, SPLITS
 from kftrain.plugins import search_current_folder
 from kftrain.settings import section
 
@@ -40,8 +40,7 @@ def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = Non
         config: The model.
         arguments: What the task tells the model; None where that is not known, and nothing is said of it.
     """
-    tree = _source(BUILT_IN.get(config.kind, config.kind).partition(":")[0])
-    constructor = _constructor(tree, config.kind) if tree else None
+    tree, constructor = _source_of(config.kind)
     if tree is None or constructor is None:
         return
     taken, options = _taken(constructor.args), config.options()
@@ -50,9 +49,33 @@ def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = Non
     else:
         taken.check("model", options, arguments)
     if config.kind in BUILT_IN:
-        names, annotations = _aliases(tree), _annotations(constructor.args)
-        values = {name: _checked(name, value, _evaluated(annotations[name], names)) for name, value in options.items()}
-        _check_sizes(config.kind, {**_defaults(constructor.args), **values, **(arguments or {})})
+        _ask(SIZES, config.kind, {**_values(tree, constructor, options), **(arguments or {})})
+
+
+def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Option -> size that the processes which split the matrices of a built-in model must divide.
+
+    Empty for a user's model, and where what the task tells the model is not known. After `check_options`.
+    """
+    tree, constructor = _source_of(config.kind)
+    if config.kind not in BUILT_IN or arguments is None or tree is None or constructor is None:
+        return {}
+    found: dict[str, int] | None = _ask(
+        SPLITS, config.kind, {**_values(tree, constructor, config.options()), **arguments}
+    )
+    return found or {}
+
+
+def _values(tree: ast.Module, constructor: ast.FunctionDef, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a constructor of ours gets: its defaults, and the options as their annotations want them."""
+    names, annotations = _aliases(tree), _annotations(constructor.args)
+    given = {name: _checked(name, value, _evaluated(annotations[name], names)) for name, value in options.items()}
+    return {**_defaults(constructor.args), **given}
+
+
+def _source_of(kind: str) -> tuple[ast.Module | None, ast.FunctionDef | None]:
+    tree = _source(BUILT_IN.get(kind, kind).partition(":")[0])
+    return tree, _constructor(tree, kind) if tree else None
 
 
 def _taken(arguments: ast.arguments) -> Taken:
@@ -83,12 +106,13 @@ def _literal(node: ast.expr) -> Any:
         return node
 
 
-def _check_sizes(kind: str, values: Mapping[str, Any]) -> None:
-    """Asks what the constructor asks, if all of it is known. Raises ConfigError."""
-    check = SIZES.get(kind)
-    wanted = inspect.signature(check).parameters if check else {}
-    if check is not None and all(name in values for name in wanted):
-        check(**{name: values[name] for name in wanted})
+def _ask(questions: Mapping[str, Callable[..., Any]], kind: str, values: Mapping[str, Any]) -> Any:
+    """What the function of a kind says of these values; None where not all that it wants is known."""
+    question = questions.get(kind)
+    wanted = inspect.signature(question).parameters if question else {}
+    if question is None or not all(name in values for name in wanted):
+        return None
+    return question(**{name: values[name] for name in wanted})
 
 
 def _checked(name: str, value: Any, annotation: Any) -> Any:

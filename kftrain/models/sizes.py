@@ -45,11 +45,50 @@ def of_vision_transformer(*, image_size: int, patch_size: int, dim: int, num_hea
     return (image_size // patch_size) ** 2
 
 
+FFN_MULTIPLE = 64
+"""A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""
+
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of `dim`, so that three matrices are as large as the classic two at 4 * dim, rounded up."""
+    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+def splits_of_transformer(
+    *, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, vocab_size: int, sequence_length: int
+) -> dict[str, int]:
+    """Option -> size that the processes which split the matrices must divide."""
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads or num_heads,
+        "ffn_dim": ffn_dim or default_ffn_dim(dim),
+        "vocab_size": vocab_size,
+        "sequence_length": sequence_length,
+    }
+
+
+def splits_of_vision_transformer(
+    *, image_size: int, patch_size: int, dim: int, num_heads: int, mlp_ratio: int
+) -> dict[str, int]:
+    """The same; each patch is a place of a sequence."""
+    return {
+        "num_heads": num_heads,
+        "mlp_ratio * dim": mlp_ratio * dim,
+        "sequence_length": (image_size // patch_size) ** 2,
+    }
+
+
 SIZES: Mapping[str, Callable[..., Any]] = {
     "transformer": of_transformer,
     "vision_transformer": of_vision_transformer,
 }
 """Kind -> what checks the sizes of a model of that kind."""
+
+SPLITS: Mapping[str, Callable[..., dict[str, int]]] = {
+    "transformer": splits_of_transformer,
+    "vision_transformer": splits_of_vision_transformer,
+}
+"""Kind -> what tells the sizes that the processes of the axis `tensor` must divide."""
 
 
 def _head_dim(dim: int, num_heads: int) -> int:

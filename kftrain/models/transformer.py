@@ -29,9 +29,6 @@ from kftrain.models import sizes
 from kftrain.models.base import draw_weights
 from kftrain.settings.section import Amount, Count
 
-FFN_MULTIPLE = 64
-"""A derived `ffn_dim` is rounded up to a multiple of this, for whole tiles in matrix products."""
-
 Positive = Annotated[float, Field(gt=0.0)]
 RotaryTables = tuple[Tensor, Tensor]
 
@@ -78,7 +75,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.head_dim = sizes.of_transformer(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         num_kv_heads = num_kv_heads or num_heads
-        ffn_dim = ffn_dim or default_ffn_dim(dim)
+        ffn_dim = ffn_dim or sizes.default_ffn_dim(dim)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.ffn_dim = ffn_dim
@@ -149,13 +146,14 @@ class Transformer(nn.Module):
 
     def tensor_sizes(self) -> dict[str, int]:
         """What the processes that split its matrices must divide."""
-        return {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "ffn_dim": self.ffn_dim,
-            "vocab_size": self.model.embed_tokens.num_embeddings,
-            "sequence_length": self.sequence_length,
-        }
+        return sizes.splits_of_transformer(
+            dim=self.model.embed_tokens.embedding_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            ffn_dim=self.ffn_dim,
+            vocab_size=self.model.embed_tokens.num_embeddings,
+            sequence_length=self.sequence_length,
+        )
 
     def num_flops(self, num_rows: int) -> int:
         """Floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
@@ -301,8 +299,3 @@ def rotate(heads: Tensor, rotary: RotaryTables) -> Tensor:
     cosines, sines = rotary
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines
-
-
-def default_ffn_dim(dim: int) -> int:
-    """8/3 of `dim`, so that three matrices are as large as the classic two at 4 * dim, rounded up."""
-    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -109,12 +109,13 @@ class VisionTransformer(nn.Module):
 
     def tensor_sizes(self) -> dict[str, int]:
         """What the processes that split its matrices must divide."""
-        dim = self.head.in_features
-        return {
-            "num_heads": self.num_heads,
-            "mlp_ratio * dim": self.mlp_ratio * dim,
-            "sequence_length": self.num_patches,
-        }
+        return sizes.splits_of_vision_transformer(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            dim=self.head.in_features,
+            num_heads=self.num_heads,
+            mlp_ratio=self.mlp_ratio,
+        )
 
     def num_flops(self, num_rows: int) -> int:
         """Floating-point operations of a forward and backward pass, counted as in PaLM (appendix B)."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.equal_parts import require_equal_sizes
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy
 from kftrain.plain import MAX_INTEGER
@@ -87,6 +89,10 @@ class ParallelConfig(Section):
                 fix=f"set parallel.{changed}, or change launch.nodes and launch.processes_per_node",
             )
         return Shape(replicate=replicate, shard=shard, tensor=tensor)
+
+    def require_fitting(self, sizes: Mapping[str, int]) -> None:
+        """Raises ConfigError where `tensor` does not divide a size of the model: option -> size."""
+        require_equal_sizes(sizes, self.tensor, self.sequence_parallel)
 
 
 class PrecisionConfig(Section):

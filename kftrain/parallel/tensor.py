@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from kftrain.errors import ConfigError
 from kftrain.parallel.initialize import Places, places_of, put, put_all
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
-from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of
+from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
 from kftrain.parallel.vocabulary import SplitLogits, look_up
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _require_equal(name: str, own: torch.Tensor, mean: torch.Tensor) -> None:
 def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitModule], mesh: Any) -> None:
     """Makes each parameter a distributed tensor, wherever it stands."""
     for name, slots in places.items():
-        found = {_split_dim(plan.get(names[id(module)]), key) for module, key in slots}
+        found = {split_dim(plan.get(names[id(module)]), key) for module, key in slots}
         if len(found) > 1:
             raise ConfigError(
                 "a parameter that several modules share is split in one of them only",
@@ -152,15 +152,6 @@ def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitMo
         assert old is not None
         value = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
         put_all(slots, nn.Parameter(value, old.requires_grad))
-
-
-def _split_dim(part: SplitModule | None, key: str) -> int | None:
-    """Along which dim a parameter of a module is split; None: each process has a copy."""
-    if part is None or part.kind not in ("column", "row", "vocabulary", "logits"):
-        return None
-    if part.kind == "row":
-        return 1 if key == "weight" else None
-    return 0
 
 
 def _is_partial(names: Mapping[int, str], slots: Any, plan: Mapping[str, SplitModule], in_parts: bool) -> bool:

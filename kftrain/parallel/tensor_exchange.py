@@ -182,11 +182,14 @@ class Regrouped:
 
     def _routes(self) -> tuple[torch.Tensor, list[int], list[int]]:
         """This process's rows in order of whom they go to, how many go to each, and come from each."""
-        rows = torch.arange(self.num_rows)
-        keeper = rows // (self.num_rows // self.peers.size)
-        height = self.num_rows // self.num_matrices
-        user = rows % height // (height // self.peers.size)
+        keeper, user = keepers_and_users(self.num_rows, self.num_matrices, self.peers.size)
         order = user[keeper == self.peers.rank].sort(stable=True).indices
         sent = user[keeper == self.peers.rank].bincount(minlength=self.peers.size)
         received = keeper[user == self.peers.rank].bincount(minlength=self.peers.size)
         return order, sent.tolist(), received.tolist()
+
+
+def keepers_and_users(num_rows: int, num_matrices: int, num_processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of several matrices in one: which process keeps it, and which one computes with it."""
+    rows, height = torch.arange(num_rows), num_rows // num_matrices
+    return rows // (num_rows // num_processes), rows % height // (height // num_processes)

@@ -21,7 +21,6 @@ model need not have, gives the sizes that the number of processes must divide, b
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,10 +30,10 @@ from typing import Any
 from torch import nn
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.equal_parts import require_equal_parts, require_equal_sizes
 
 METHOD = "tensor_plan"
 SIZES = "tensor_sizes"
-SEQUENCE_LENGTH = "sequence_length"
 KINDS = ("column", "row", "vocabulary", "logits", "gather", "sequence", "random", "split", "whole")
 
 _KIND = re.compile(rf"({'|'.join(KINDS)})|column/([2-9])")
@@ -88,6 +87,15 @@ def is_gathered(name: str, plan: Mapping[str, SplitModule]) -> bool:
     return any(part.kind == "gather" and name.startswith(f"{other}.") for other, part in plan.items())
 
 
+def split_dim(part: SplitModule | None, key: str) -> int | None:
+    """Along which dim a parameter of a module is split; None: each process has a copy."""
+    if part is None or part.kind not in ("column", "row", "vocabulary", "logits"):
+        return None
+    if part.kind == "row":
+        return 1 if key == "weight" else None
+    return 0
+
+
 def _part(pattern: str, kind: Any) -> SplitModule:
     fitting = _KIND.fullmatch(kind) if isinstance(kind, str) else None
     if fitting is None:
@@ -108,29 +116,13 @@ def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes:
         height, rest = divmod(module.weight.shape[dim], part.num_matrices)
         if rest:
             raise _error(f"has no {part.num_matrices} matrices of equal size", name, "name it column")
-        _require_equal_parts(f"{name}.weight", height, num_processes)
+        require_equal_parts(f"{name}.weight", height, num_processes)
 
 
 def _require_divisible(model: nn.Module, num_processes: int, sequence_parallel: bool) -> None:
     method: Any = getattr(model, SIZES, None)
     sizes: Mapping[str, int] = method() if callable(method) else {}
-    for name, size in sizes.items():
-        if name != SEQUENCE_LENGTH:
-            _require_equal_parts(name, size, num_processes)
-        elif sequence_parallel:
-            _require_equal_parts(name, size, num_processes, " or parallel.sequence_parallel: false")
-
-
-def _require_equal_parts(name: str, size: int, count: int, more: str = "") -> None:
-    """Raises ConfigError with the numbers that would do."""
-    if size % count:
-        raise ConfigError(
-            f"has no {count} equal parts, as parallel.tensor asks for",
-            where=f"model {name}",
-            value=size,
-            fix=f"use a multiple of {count} such as {-(-size // count) * count}, or parallel.tensor: "
-            f"{math.gcd(size, count)}{more}",
-        )
+    require_equal_sizes(sizes, num_processes, sequence_parallel)
 
 
 def _error(what: str, value: Any, fix: str) -> ConfigError:

@@ -11,8 +11,12 @@ summed and k micro batches:
     fsdp                             (S - 1) / S (2 k P + G)        + 2 (R - 1) / R G / S
     fsdp, exchange: micro_batch      (S - 1) / S (2 k P + k G)      + 2 (R - 1) / R G / S
 
-A process of T along `tensor` has 1 / T of P and G; each block sends activations there, four sums of A bytes for each
-micro batch, two forward and two backward: 4 x 2 (T - 1) / T k A a block.
+Along `tensor` T processes have 1 / T of each matrix that is split, and copies of the rest: P and G are what one of them
+has. For each micro batch of n places they exchange f numbers a place forward, and backward again (`tensor_traffic`),
+in the format of the computation, and three sums in fp32 for a cross-entropy that is split; gradients of the c copied
+parameters are summed once a step, in fp32:
+
+    tensor                           2 (T - 1) / T (k n (f bytes + 4 x 3) + 4 c / S)
 """
 
 from __future__ import annotations
@@ -22,8 +26,22 @@ from dataclasses import dataclass
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy, sharding_of
 
-SUMS_OF_A_BLOCK = 4
-"""Of its activations, along `tensor`: two in the forward pass, two in the backward pass."""
+SUM_BYTES = 4
+"""Of a number that is summed over `tensor`: of a gradient, and of a cross-entropy."""
+
+
+@dataclass(frozen=True)
+class AlongTensor:
+    """What the processes of `tensor` exchange for a model that is split over them."""
+
+    num_features: float
+    """Numbers of a place that are exchanged both ways; what is gathered or summed into parts one way only is half."""
+    num_sums: int
+    """Numbers of a place that are summed, in fp32, so that all have the sum; in one way."""
+    num_copied: int
+    """Parameters that are trained and that each process has a copy of."""
+    num_moved: float = 0.0
+    """Numbers of matrices that a process sends for a micro batch."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +49,24 @@ class Step:
     """What a step moves."""
 
     parameter_bytes: float
-    """Of the whole model, in the format of the computation."""
+    """Of all that a process of `tensor` has of the model, in the format of the computation."""
     gradient_bytes: float
-    """The same in the format of the reduction."""
+    """The same of what is trained, in the format of the reduction."""
     num_micro_batches: int = 1
-    activation_bytes: float = 0.0
-    """Of one process's micro batch, between two blocks."""
-    num_blocks: int = 0
+    split: AlongTensor | None = None
+    """None where nothing is split, or not known."""
+    num_places: float = 0.0
+    """Of a micro batch: rows, times the length of a sequence."""
+    compute_bytes: int = 4
+    """Of a number in the format of the computation."""
 
 
 def bytes_sent(shape: Shape, strategy: Strategy, exchange: Exchange, step: Step) -> dict[str, float]:
     """Axis -> bytes that a process sends along it in a step; axes of one process are left out."""
-    parts = shape.shard * shape.tensor
     found = {
-        "shard": _part(shape.shard) * _gathered(strategy, exchange, step) / shape.tensor,
-        "replicate": 2 * _part(shape.replicate) * step.gradient_bytes / parts,
-        "tensor": 2 * _part(shape.tensor) * _activations(step),
+        "shard": _part(shape.shard) * _gathered(strategy, exchange, step),
+        "replicate": 2 * _part(shape.replicate) * step.gradient_bytes / shape.shard,
+        "tensor": _along_tensor(shape, step, step.split) if step.split else 0.0,
     }
     return {axis: amount for axis, amount in found.items() if getattr(shape, axis) > 1}
 
@@ -59,8 +79,10 @@ def _gathered(strategy: Strategy, exchange: Exchange, step: Step) -> float:
     return num_gathers * step.parameter_bytes + num_exchanges * step.gradient_bytes
 
 
-def _activations(step: Step) -> float:
-    return SUMS_OF_A_BLOCK * step.num_blocks * step.num_micro_batches * step.activation_bytes
+def _along_tensor(shape: Shape, step: Step, split: AlongTensor) -> float:
+    places = step.num_places * (step.compute_bytes * split.num_features + SUM_BYTES * split.num_sums)
+    summed = step.num_micro_batches * places + SUM_BYTES * split.num_copied / shape.shard
+    return 2 * _part(shape.tensor) * summed + step.num_micro_batches * step.compute_bytes * split.num_moved
 
 
 def _part(size: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
 from kftrain.errors import ConfigError
-from kftrain.models.signature import check_options
+from kftrain.models.signature import check_options, splits_of
 from kftrain.tasks import build_task
 from kftrain.tasks.registry import BUILT_IN as TASKS
 from kftrain.tracking.endpoint import require_private_credentials
@@ -34,7 +34,9 @@ def check_model(config: Config) -> None:
     What a user's task requires of the model is asked where torch is: its code may need it.
     """
     is_ours = config.task.kind in TASKS
-    check_options(config.model, build_task(config.task).model_arguments() if is_ours else None)
+    arguments = build_task(config.task).model_arguments() if is_ours else None
+    check_options(config.model, arguments)
+    config.parallel.require_fitting(splits_of(config.model, arguments))
 
 
 def check_batch(config: Config) -> None:

@@ -40,10 +40,8 @@ from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.topology import contradictions
 from kftrain.parallel.transforms import distribute, strategy_of
-from kftrain.parallel.wire import Step, bytes_sent
 from kftrain.parallel.world import World, join_world
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
@@ -69,6 +67,7 @@ from kftrain.train.reading import Training, batch_plan_of, new_loader, read_trai
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
 from kftrain.train.step import terms_of
+from kftrain.train.traffic import bytes_of_step
 from kftrain.worker.error_report import leave
 
 T = TypeVar("T")
@@ -202,32 +201,24 @@ def build(
     names, calls = _probe(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
     recompute = config.train.activation_checkpointing == "blocks"
     plan = batch_plan_of(config, mesh.num_data_ranks)
-    half = config.precision.compute == "bf16"
+    half, reads_parts = config.precision.compute == "bf16", task_reads_parts(task)
     parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
-    if world.places and world.is_main:
-        _warn_of_topology(mesh, parallel, config.precision, model, plan.num_micro_batches)
+    if world.places:  # on all processes alike: it may refuse
+        recomputed = names if recompute else []
+        sent = bytes_of_step(mesh.shape, parallel, config.precision, model, plan, reads_parts, recomputed)
+        for line in contradictions(mesh.shape, world.places, sent) if world.is_main else []:
+            to_log(f"warning: {line}")
     statistics.require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
-    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, task_reads_parts(task))
+    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)
     distributed = distribute(model, strategy, mesh, names)
     distributed.norms = norms
     del weights  # whoever has built a whole model that is not used lets go of it
     start.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
-
-
-def _warn_of_topology(
-    mesh: Mesh, parallel: ParallelConfig, precision: PrecisionConfig, model: nn.Module, num_micro_batches: int
-) -> None:
-    """Says which axes of the mesh leave their nodes, and what they send there. `model`: before it is spread."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    step = Step(DTYPES[precision.compute].itemsize * size, DTYPES[precision.reduce].itemsize * size, num_micro_batches)
-    sent = bytes_sent(mesh.shape, parallel.stage, parallel.exchange, step)
-    for line in contradictions(mesh.shape, mesh.world.places, sent):
-        to_log(f"warning: {line}")
 
 
 def _probe(

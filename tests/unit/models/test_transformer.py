@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kftrain.errors import ConfigError
-from kftrain.models.transformer import Transformer, default_ffn_dim
+from kftrain.models.sizes import default_ffn_dim
+from kftrain.models.transformer import Transformer
 
 SIZES = {"vocab_size": 320, "sequence_length": 64, "document_token": 256, "dim": 48, "num_layers": 3, "num_heads": 6}
 

@@ -28,7 +28,13 @@ def test_bytes_of_the_data_axes(strategy, exchange, shape, num_micro, expected):
     assert found == pytest.approx({axis: float(units * UNIT) for axis, units in expected.items()})
 
 
-def test_parts_of_matrices_are_gathered_by_themselves_and_activations_travel_instead():
-    step = wire.Step(UNIT, UNIT / 2, 2, activation_bytes=1000, num_blocks=3)
+def test_along_tensor_activations_travel_and_gradients_of_copies():
+    split = wire.AlongTensor(num_features=100, num_sums=3, num_copied=60, num_moved=7)
+    step = wire.Step(UNIT, UNIT / 2, 2, split, num_places=10, compute_bytes=2)
     found = wire.bytes_sent(Shape(shard=2, tensor=4), "fsdp", "step", step)
-    assert found == {"shard": (4 * UNIT + UNIT / 2) / 2 / 4, "tensor": 4 * 3 * 2 * 1000 * 2 * 3 / 4}
+    by_hand = 2 * 3 / 4 * (2 * 10 * (2 * 100 + 4 * 3) + 4 * 60 / 2) + 2 * 2 * 7
+    assert found == {"shard": (4 * UNIT + UNIT / 2) / 2, "tensor": by_hand}
+
+
+def test_what_is_split_in_a_way_that_is_not_known_has_no_number():
+    assert wire.bytes_sent(Shape(tensor=2), "fsdp", "step", wire.Step(UNIT, UNIT)) == {"tensor": 0.0}

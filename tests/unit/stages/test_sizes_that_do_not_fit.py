@@ -10,6 +10,7 @@ from kftrain import config, launch, storage, tracking
 from kftrain.data import sharding
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import build_model
+from kftrain.parallel.tensor_plan import plan_of
 from kftrain.run.error import read_error
 from kftrain.stages import dry_run
 from kftrain.stages.shard import shard
@@ -44,6 +45,15 @@ REFUSED = {
     "missing": ("task: {kind: image_classification, num_classes: 3}", "task.image_size: a required option is missing"),
 }
 
+SPLIT = {
+    "heads": (TEXT + "model: {dim: 60, num_heads: 3}", "num_heads"),
+    "key-value heads": (TEXT + "model: {num_kv_heads: 3}", "num_kv_heads"),
+    "inner width": (TEXT + "model: {ffn_dim: 33}", "ffn_dim"),
+    "text": ("task: {kind: language_modeling, sequence_length: 33}", "sequence_length"),
+    "patches": (IMAGES + f"model: {{{VISION} patch_size: 8}}", "sequence_length"),
+}
+"""What the processes that split the matrices do not divide."""
+
 
 @pytest.fixture
 def no_data(monkeypatch):
@@ -71,6 +81,26 @@ def test_the_worker_that_builds_the_model_says_the_same(case):
     with pytest.raises(ConfigError) as caught:
         build_model(resolved.model, build_task(resolved.task).model_arguments())
     assert caught.value.line.startswith(line)
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_sizes_that_cannot_be_split_are_refused_before_any_job_as_in_the_worker(case):
+    text, name = SPLIT[case]
+    resolved = config.parse(f"{text}\nparallel: {{tensor: 2}}\nlaunch: {{processes_per_node: 2}}")
+    with pytest.raises(
+        ConfigError, match=f"^model {name}: has no 2 equal parts, as parallel.tensor asks for"
+    ) as caught:
+        dry_run.jobs_of_new_run(resolved)
+    with pytest.raises(ConfigError) as again:
+        plan_of(build_model(resolved.model, build_task(resolved.task).model_arguments()), 2, True)
+    assert again.value.line == caught.value.line and caught.value.exit_code == 10
+
+
+@pytest.mark.parametrize("kind", ["transformer", "no_such_module:Model"])
+def test_sizes_that_can_be_split_or_are_not_known_pass(kind):
+    more = "\nparallel: {tensor: 2, sequence_parallel: false}\nlaunch: {processes_per_node: 2}"
+    text = f"task: {{kind: language_modeling, sequence_length: 33}}\nmodel: {{kind: '{kind}'}}"
+    assert "train" in dry_run.jobs_of_new_run(config.parse(text + more))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +144,7 @@ def test_a_users_model_is_told_what_the_task_gives_it(tmp_path, monkeypatch):
 def test_the_check_imports_no_torch():
     code = (
         "import sys; from kftrain import config; from kftrain.stages import preflight; "
-        "preflight.check_model(config.parse('')); sys.exit('torch' in sys.modules)"
+        "preflight.check_model(config.parse('parallel: {tensor: 2}')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
