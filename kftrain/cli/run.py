@@ -163,7 +163,9 @@ def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: P
 
     A run that is resumed without --config keeps the configuration that it has.
     """
-    return placed(configuration.load(config_file, overrides), overrides, folder, resume, keep=not config_file)
+    keep = not config_file
+    first = resolve.of_place(overrides) if resume and keep else overrides
+    return placed(configuration.load(config_file, first), overrides, folder, resume, keep)
 
 
 def placed(config: Config, overrides: Sequence[str], folder: Path, resume: str, keep: bool) -> tuple[Config, str]:

@@ -19,9 +19,19 @@ def is_opened(paths: RunPaths) -> bool:
     return storage.exists(paths.config)
 
 
-def keep_config(paths: RunPaths, config: Config) -> None:
-    """Makes it the run's configuration."""
+def keep_config(paths: RunPaths, config: Config, before: Config | None = None) -> None:
+    """Makes it the run's configuration. `before`: the one whose place it takes, for `restore_config`."""
+    if before is not None and before != config:
+        storage.publish(paths.config_before(config.digest()), before.to_yaml())
     storage.publish(paths.config, config.to_yaml())
+
+
+def restore_config(paths: RunPaths, config: Config) -> bool:
+    """Puts back what the run had before this configuration, which was refused; False where it is not known."""
+    before = _parsed(paths.config_before(config.digest()))
+    if before is not None:
+        storage.publish(paths.config, before.to_yaml())
+    return before is not None
 
 
 def keep_job_config(paths: RunPaths, config: Config) -> None:

@@ -4,6 +4,7 @@
 <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
 <root>/runs/<run>/config.yaml                                       launcher      -> workers
 <root>/runs/<run>/configs/<config digest>.yaml                      launcher      -> workers of one job
+<root>/runs/<run>/configs/<config digest>-before.yaml                launcher      -> launcher (if that is refused)
 <root>/runs/<run>/launcher.json                                     launcher      -> workers (its heartbeat)
 <root>/runs/<run>/attempts/<n>.json                                 rank 0's claim
 <root>/runs/<run>/checkpoints/step-<n>-a<attempt>/                  train         -> train (checkpoint/)
@@ -55,6 +56,10 @@ class RunPaths:
     def job_config(self, config_digest: str) -> str:
         """The configuration that one job was started for."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}.yaml")
+
+    def config_before(self, config_digest: str) -> str:
+        """The run's configuration before the one with this digest took its place."""
+        return storage.join(self.uri, "configs", f"{config_digest[:16]}-before.yaml")
 
     @property
     def shards(self) -> str:

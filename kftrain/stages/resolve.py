@@ -20,7 +20,7 @@ from kftrain import credentials, storage
 from kftrain.config import Config
 from kftrain.data.sources.resolve_source import BUILT_IN
 from kftrain.data.sources.webdataset import is_shard_pattern
-from kftrain.errors import ConfigError, OtherTrainingError
+from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.plugins import is_plugin
 from kftrain.run import attempts, commit
 from kftrain.run.commit import differences, refuse_old_order
@@ -86,10 +86,19 @@ def resolve_run(
         parameters.require_small(text, above)
     layers = {parameters.OBJECT: above} if above else {}
     content, where = parameters.text_of(text)
+    if resume_run and not text.strip():
+        place = {where: {"run": values["run"]} for where, values in layers.items() if "run" in values}
+        config = anchored(configuration.parse("", of_place(overrides), where, place), base)
+        return resumed(config, overrides, resume_run, base, keep=True, above=layers)
     config = anchored(configuration.parse(content, overrides, where, layers), base)
     if not resume_run:
         return config, ""
-    return resumed(config, overrides, resume_run, base, keep=not text.strip(), above=layers)
+    return resumed(config, overrides, resume_run, base, keep=False, above=layers)
+
+
+def of_place(overrides: Sequence[str]) -> list[str]:
+    """Those that say where runs are; the others may fit only what the run to resume was configured with."""
+    return [override for override in overrides if override.startswith("run.")]
 
 
 def resumed(
@@ -196,7 +205,7 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     previous = read_config(paths) if is_opened(paths) else None
     if previous is None and must_exist:
         raise _no_such_run(config, run_id)
-    if previous is not None and has_trained(paths):
+    if previous is not None and has_trained(paths) and not _is_of_checkpoints(paths, config):
         require_same_training(previous, config, paths.uri)
     if not storage.exists(paths.complete):
         refuse_old_order(config.training_identity(""), paths.uri)
@@ -210,7 +219,7 @@ def keep(run: OpenedRun, job_id: str = "") -> None:
     """
     if job_id:
         storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
-    keep_config(run.paths, run.config)
+    keep_config(run.paths, run.config, run.previous)
 
 
 def is_opened_by(paths: RunPaths, job_id: str) -> bool:
@@ -225,6 +234,16 @@ def _opener(paths: RunPaths, job_id: str) -> str:
 def has_trained(paths: RunPaths) -> bool:
     """Whether a checkpoint was ever committed: from then on the run is one training, which cannot become another."""
     return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
+
+
+def _is_of_checkpoints(paths: RunPaths, config: Config) -> bool:
+    """Whether the newest checkpoint is of this training, whatever the folder's configuration says meanwhile."""
+    uris = [storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths)[:1]]
+    try:
+        found = [commit.read_checkpoint_manifest(uri)[0].training_identity for uri in uris]
+    except CheckpointError:  # damaged, or retired this moment
+        return False
+    return [{**each, "dataset": ""} for each in found] == [config.training_identity("")]
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:

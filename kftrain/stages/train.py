@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
+from kftrain.errors import OtherJobError, OtherTrainingError
 from kftrain.progress import Progress, to_log
+from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import refuse_old_order
 from kftrain.run.completion import find_completion
-from kftrain.run.config import read_config
+from kftrain.run.config import read_config, restore_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.stages import backfill, failure, firing, pods, tracked
@@ -26,8 +30,10 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
         nothing_to_do = firing.skipped_outcome(paths, progress)
         if nothing_to_do is not None:
             return nothing_to_do
-        config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
-        completion = find_completion(paths, config)  # what is complete stays as it is where another training is refused
+        kept = read_config(paths)
+        config = pods.apply(kept, paths, task_config)
+        with _restored_if_refused(paths, kept, progress):  # what is complete stays as it is, too
+            completion = find_completion(paths, config)
         if completion is None:
             refuse_old_order(config.training_identity(""), paths.uri)
     with failure.reported("train", paths, config, progress):
@@ -35,11 +41,26 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
         skipped = completion is not None
         if completion is None:
             require_usable(shards, manifest, config)
-            with tracked.restored_if_refused(paths, config, progress):
+            with _restored_if_refused(paths, kept, progress), tracked.restored_if_refused(paths, config, progress):
                 start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
                 completion = launch.run_training(paths, config, start)
         backfill.complete(paths, config, progress)
         return _outcome(paths, config, completion, skipped, progress)
+
+
+@contextlib.contextmanager
+def _restored_if_refused(paths: RunPaths, kept: Config, progress: Progress) -> Iterator[None]:
+    """Around a launch: where the run turns out to be another training, or another job holds it, it keeps its settings.
+
+    They were changed when it was opened, before it could be seen that its job had committed a checkpoint.
+    """
+    try:
+        yield
+    except (OtherTrainingError, OtherJobError):
+        with best_effort("the configuration of before could not be put back"):
+            if restore_config(paths, kept):
+                progress("the run has its configuration of before again")
+        raise
 
 
 def read_history(paths: RunPaths) -> list[dict[str, Any]]:

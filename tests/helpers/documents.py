@@ -121,9 +121,16 @@ def finished_run(root, *overrides):
     return paths, resolved
 
 
-def publish_commit(paths, step=10):
-    """A committed checkpoint as `commit.committed` sees it: the run has trained."""
-    storage.publish(f"{paths.checkpoints}/step-{step:08d}-a1/COMMITTED", "0" * 64)
+def publish_commit(paths, step=10, identity=None):
+    """A committed checkpoint as `commit.committed` sees it: the run has trained. With an identity it has a manifest."""
+    folder, digest = f"{paths.checkpoints}/step-{step:08d}-a1", "0" * 64
+    if identity is not None:
+        numbers = {"step": step, "samples_consumed": 1, "attempt": 1, "world_size": 1, "files": {}}
+        digests = {"dataset_digest": "d", "training_digest": "t", "training_identity": identity}
+        content = json.dumps({"schema_version": 1, **numbers, **digests})
+        digest = storage.sha256_text(content)
+        storage.publish(f"{folder}/manifest.json", content)
+    storage.publish(f"{folder}/COMMITTED", digest)
 
 
 def publish_export(uri):

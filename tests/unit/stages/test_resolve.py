@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain import config, storage
+from kftrain.cli import run as cli_run
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.run import attempts
-from kftrain.run.config import read_config
+from kftrain.run.config import keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
 
@@ -181,3 +182,27 @@ def test_a_saved_configuration_that_is_no_text_is_refused(tmp_path):
     storage.publish(paths.config, b"run: {seed: 1}\xff")
     with pytest.raises(ConfigError, match=r"config\.yaml: damaged"):
         read_config(paths)
+
+
+def test_what_fits_the_run_only_may_be_set_when_it_is_resumed(tmp_path):
+    """`momentum` is of sgd, which the run has and the defaults have not."""
+    paths = opened(tmp_path, "optimizer.kind=sgd", "checkpoint.keep_best=loss", "evaluate.interval_steps=5").paths
+    further = ["train.stop_after_no_improvement=4", "optimizer.momentum=0.5", f"run.storage_root={tmp_path}"]
+    found, _ = cli_run.resolved((), tuple(further), tmp_path, "r-1")
+    assert (found.optimizer.momentum, found.train.stop_after_no_improvement) == (0.5, 4)
+    values = {"run": {"storage_root": str(tmp_path)}, "optimizer": {"momentum": 0.25}}
+    found, run_id = resolve.resolve_run("", {"steps": 7}, "r-1", values=values)
+    assert (found.optimizer.momentum, found.train.steps, run_id) == (0.25, 7, paths.run_id)
+    with pytest.raises(ConfigError, match="no_such_key"):
+        cli_run.resolved((), (f"run.storage_root={tmp_path}", "optimizer.no_such_key=1"), tmp_path, "r-1")
+
+
+def test_a_configuration_that_is_not_of_the_checkpoints_can_be_set_back(tmp_path):
+    before = opened(tmp_path, "optimizer.learning_rate=0.5")
+    identity = before.config.training_identity("d")
+    publish_commit(before.paths, identity=identity)
+    keep_config(before.paths, config.parse("", [f"run.storage_root={tmp_path}", "optimizer.learning_rate=0.25"]))
+    with pytest.raises(OtherTrainingError, match=r"0\.25 -> 0\.125"):
+        opened(tmp_path, "optimizer.learning_rate=0.125")
+    opened(tmp_path, "optimizer.learning_rate=0.5")
+    assert read_config(before.paths).optimizer.learning_rate == 0.5

@@ -25,6 +25,7 @@ from kftrain.errors import (
     FencedError,
     LaunchError,
     OtherJobError,
+    OtherTrainingError,
     TrackingError,
 )
 from kftrain.registry import Champion
@@ -478,3 +479,44 @@ def test_the_exit_handler_survives_a_configuration_that_nobody_could_read(tmp_pa
 def test_the_exit_handler_of_a_run_that_was_never_opened_creates_nothing(tmp_path, calls):
     finish_of(tmp_path, "FAILED", calls, job_id="99")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("error", [OtherJobError, OtherTrainingError])
+def test_a_run_that_is_refused_when_its_job_is_started_has_its_configuration_of_before(
+    tmp_path, calls, monkeypatch, error
+):
+    """Its job had not committed anything yet when the run was opened."""
+    config = digits_config(tmp_path)
+    paths = RunPaths(shard(config, "r-1", progress=calls.lines.append).run_uri)
+    before = storage.read_text(paths.config)
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"learning_rate": 0.5})})
+    for _ in range(2):
+        shard(changed, "r-1", must_exist=True, progress=calls.lines.append)
+        assert read_config(paths).optimizer.learning_rate == 0.5
+
+    def refused(paths, config):
+        raise error("refused")
+
+    train_with(monkeypatch, calls, refused)
+    with pytest.raises(error):
+        train(paths.uri, calls.lines.append)
+    assert storage.read_text(paths.config) == before
+    assert "the run has its configuration of before again" in calls.lines
+    with pytest.raises(error):
+        train(paths.uri, calls.lines.append)
+    assert storage.read_text(paths.config) == before, "there is nothing to put back"
+
+
+def test_any_other_failure_leaves_the_configuration_that_it_was_opened_with(tmp_path, calls, monkeypatch):
+    config = digits_config(tmp_path)
+    paths = RunPaths(shard(config, "r-1", progress=calls.lines.append).run_uri)
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"learning_rate": 0.5})})
+    shard(changed, "r-1", must_exist=True, progress=calls.lines.append)
+
+    def failed(paths, config):
+        raise LaunchError("failed")
+
+    train_with(monkeypatch, calls, failed)
+    with pytest.raises(LaunchError):
+        train(paths.uri, calls.lines.append)
+    assert read_config(paths).optimizer.learning_rate == 0.5
