@@ -1,5 +1,6 @@
 """The best checkpoint and early stopping on two processes that are killed, against a training that was not."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,18 @@ def expected(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("line", ["step 12/120", "step 31/120", "step 55/120", "without improvement"])
-def test_killed_at_any_moment_it_comes_to_the_same_best_one_and_the_same_end(tmp_path, expected, line):
+@pytest.mark.parametrize(
+    ("line", "hold"),
+    [
+        ("step 12/120", {"step": 13}),
+        ("step 31/120", {"step": 32}),
+        ("step 55/120", {"step": 56}),
+        ("without improvement", {"export": True}),
+    ],
+)
+def test_killed_at_any_moment_it_comes_to_the_same_best_one_and_the_same_end(tmp_path, expected, line, hold):
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, EARLY)
-    process = jobs.start_worker(paths, resolved)
+    process = jobs.start_worker(paths, resolved, HOLD=json.dumps(hold))
     jobs.wait_for_line(process, line)
     jobs.kill_tree(process)
     done = jobs.run_worker(paths, resolved)
@@ -47,7 +56,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_best_one_and_the_same_end(tmp
 
 def test_another_number_of_processes_goes_on_to_the_same_step(tmp_path, expected):
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, EARLY)
-    process = jobs.start_worker(paths, resolved, processes=3)
+    process = jobs.start_worker(paths, resolved, processes=3, HOLD=json.dumps({"step": 36}))
     jobs.wait_for_line(process, "step 35/120")
     jobs.kill_tree(process)
     done = jobs.run_worker(paths, resolved, processes=1)

@@ -91,10 +91,10 @@ def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_
     storage.publish_json(
         paths.evaluation_request, EvaluationRequest(evaluation_digest=digest, targets=[target]).to_dict()
     )
-    process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=json.dumps({"statistics_seconds": 60}))
+    process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=json.dumps({"statistics_seconds": 600}))
     jobs.wait_for_line(process, "slow statistics")
     jobs.ranks_of(process)[0].kill()
-    output = process.communicate(timeout=150)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode >= 128, output
     assert storage.list_names(target.output_uri) == []
     assert evaluate(job, target.output_uri, 1) == undisturbed

@@ -19,7 +19,7 @@ SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(jobs.TESTS))
-    return jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.asynchronous=false", "launch.timeout_seconds=8"])
+    return jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.asynchronous=false"])
 
 
 def node(number):
@@ -41,9 +41,10 @@ def test_fault_19_a_rank_that_crashes_is_named_and_the_next_attempt_gives_the_sa
     assert jobs.losses(paths) == two_processes[1]
 
 
-def test_fault_21_a_collective_operation_that_one_rank_calls_alone_is_named(run):
+def test_fault_21_a_collective_operation_that_one_rank_calls_alone_is_named(tmp_path):
     """Both ranks have begun equally many, and each would wait for the other for ever."""
-    paths, resolved = run
+    overrides = [SCRIPTED, "checkpoint.asynchronous=false", "launch.timeout_seconds=20"]
+    paths, resolved = jobs.make_run(tmp_path, overrides)
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"rank": 1, "step": 7, "do": "call_alone"}))
     error = storage.read_json(paths.error)
     assert done.returncode == error["exit_code"] == 140, done.stdout + done.stderr
@@ -52,9 +53,10 @@ def test_fault_21_a_collective_operation_that_one_rank_calls_alone_is_named(run)
     assert "in call_alone" in storage.read_text(storage.join(paths.logs, "attempt-1", "rank-1.log"))
 
 
-def test_fault_24_a_node_that_was_paused_and_comes_back_changes_nothing(run, two_processes):
+def test_fault_24_a_node_that_was_paused_and_comes_back_changes_nothing(run, two_processes, tmp_path):
     paths, resolved = run
-    paused = jobs.start_worker(paths, resolved)
+    script = {"step": 8, "do": "await_file", "with": [str(tmp_path / "go on")]}
+    paused = jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script))
     jobs.wait_for_line(paused, "step 7/20")
     members = jobs.tree_of(paused)
     for member in members:
@@ -62,9 +64,10 @@ def test_fault_24_a_node_that_was_paused_and_comes_back_changes_nothing(run, two
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     before = contents(paths)
+    (tmp_path / "go on").touch()
     for member in members:
         member.resume()
-    output = paused.communicate(timeout=150)[0]
+    output = paused.communicate(timeout=600)[0]
     assert paused.returncode in (17, 138, 140), output
     after = contents(paths)
     assert {path: after.get(path) for path in before} == before
@@ -81,10 +84,18 @@ def contents(paths):
     return {path.relative_to(root): path.read_bytes() for path in files}
 
 
-def test_fault_25_of_two_groups_that_train_at_once_one_completes_and_the_other_says_why_not(run, two_processes):
+def test_fault_25_of_two_groups_that_train_at_once_one_completes_and_the_other_says_why_not(
+    run, two_processes, tmp_path
+):
     paths, resolved = run
-    both = [jobs.start_worker(paths, resolved) for _ in range(2)]
-    outputs = [process.communicate(timeout=240)[0] for process in both]
+    script = {"step": 2, "do": "await_file", "with": [str(tmp_path / "go on")]}
+    both = [jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script)) for _ in range(2)]
+    deadline = time.monotonic() + 240
+    while attempts.last_attempt(paths) < 2:
+        assert time.monotonic() < deadline, "the second group has not begun"
+        time.sleep(0.1)
+    (tmp_path / "go on").touch()
+    outputs = [process.communicate(timeout=600)[0] for process in both]
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 17], outputs
     assert "a newer attempt holds this run" in outputs[codes.index(17)]
@@ -93,11 +104,11 @@ def test_fault_25_of_two_groups_that_train_at_once_one_completes_and_the_other_s
 
 def test_fault_32_a_stop_while_a_rank_waits_for_another_is_heard_when_the_step_ends(run):
     paths, resolved = run
-    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"rank": 1, "step": 7, "do": "be_late"}))
+    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"rank": 1, "step": 7, "do": "await_stop"}))
     jobs.wait_for_line(process, "late")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=150)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
     assert 5 < commit.last_step(paths) < 10
     assert "everything up to it is committed" in storage.read_json(paths.error)["line"]
@@ -107,11 +118,11 @@ def test_fault_32_a_stop_while_a_rank_waits_for_another_is_heard_when_the_step_e
 @pytest.mark.parametrize("number", [0, 1])
 def test_fault_34_a_stop_that_reaches_one_node_stops_both_at_the_same_step(run, number):
     paths, resolved = run
-    script = json.dumps({"step_seconds": 0.5})
+    script = json.dumps({"rank": number, "step": 5, "do": "await_stop"})
     nodes = [jobs.start_worker(paths, resolved, SCRIPT=script, **node(each)) for each in (0, 1)]
     jobs.wait_for_line(nodes[0], "step 3/20")
     nodes[number].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=150)[0] for process in nodes]
+    outputs = [process.communicate(timeout=600)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [143, 143], outputs
     error = storage.read_json(paths.error)
     step = commit.last_step(paths)

@@ -11,7 +11,8 @@ from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_SECONDS = 8
+TIMEOUT_SECONDS = 20
+"""A collective operation that a pause of the machine makes longer ends the run before what the test is about."""
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_ddp_whose_operations_end_in_another_order_blames_nobody_else(tmp_path, 
 def test_an_error_is_kept_while_a_checkpoint_is_still_being_written(run):
     """The process that failed waits for its save, and the others for the process."""
     paths, resolved = run
-    script = {"step": 6, "rank": 1, "do": "fail", "commit_seconds": 16}
+    script = {"step": 6, "rank": 1, "do": "fail", "commit_seconds": 2 * TIMEOUT_SECONDS}
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps(script))
     assert done.returncode == 16, done.stdout + done.stderr
     error = storage.read_json(paths.error)
@@ -88,10 +89,10 @@ def test_an_error_is_kept_while_a_checkpoint_is_still_being_written(run):
 
 def test_fault_12_a_storage_that_hangs_while_a_checkpoint_is_written_ends_the_attempt_retryably(tmp_path, script):
     """And the processes end, although the thread that writes never does."""
-    paths, resolved = jobs.make_run(tmp_path, [*script, "train.steps=500", "checkpoint.timeout_seconds=5"])
+    paths, resolved = jobs.make_run(tmp_path, [*script, "train.steps=500", "checkpoint.timeout_seconds=20"])
     done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 0.1, "commit_seconds": 600}))
     assert done.returncode == 138, done.stdout + done.stderr
-    assert "checkpoint at step 5 was not written within 5 s" in storage.read_json(paths.error)["line"]
+    assert "checkpoint at step 5 was not written within 20 s" in storage.read_json(paths.error)["line"]
     assert "checkpoint at step 10 skipped" in done.stdout
 
 
@@ -101,7 +102,7 @@ def test_a_process_alone_on_its_node_is_named_too(run):
     script = json.dumps({"step": 7, "rank": 1, "do": "hang"})
     settings = [{"nodes": 2, "processes": 1, NODE_RANK_ENV: str(number), ADDRESS_ENV: "127.0.0.1"} for number in (0, 1)]
     first, second = (jobs.start_worker(paths, resolved, SCRIPT=script, **one) for one in settings)
-    outputs = [process.communicate(timeout=150)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=600)[0] for process in (first, second)]
     error = storage.read_json(paths.error)
     assert error["kind"] == "HangError", outputs
     assert {first.returncode, second.returncode} <= {138, 140}
@@ -112,5 +113,5 @@ def test_what_is_only_slow_is_left_alone(run):
     paths, resolved = run
     resolved = config.parse(resolved.to_yaml(), ["train.steps=5", "optimizer.warmup_steps=1"])
     storage.publish(paths.config, resolved.to_yaml())
-    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 3}))
+    done = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 8}))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ def test_killed_and_resumed_it_sees_the_same_parts_of_the_same_images(photos, tm
     assert done.returncode == 0, done.stdout + done.stderr
     paths, resolved = prepare(tmp_path / "killed", photos)
     process = jobs.start_worker(paths, resolved)
-    jobs.wait_for_line(process, "step 7/12")
+    jobs.wait_for_line(process, "step 5/12")
     jobs.kill_tree(process)
     assert not storage.exists(paths.complete)
     resumed = jobs.run_worker(paths, resolved)

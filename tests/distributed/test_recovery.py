@@ -1,5 +1,6 @@
 """Training that is killed, stopped or damaged, against the oracle: the same training, uninterrupted."""
 
+import json
 import signal
 
 import psutil
@@ -11,12 +12,22 @@ from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow
 
+SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
+"""The same training as the oracle's, which stands still where it is told to: who kills it there needs not be quick."""
+
+
+def start(paths, resolved, step, do="hang", processes=2):
+    """A node whose training has taken this step, and stands still in the one after the next."""
+    script = json.dumps({"step": step + 1, "do": do})
+    process = jobs.start_worker(paths, resolved, processes=processes, SCRIPT=script)
+    jobs.wait_for_line(process, f"step {step}/20")
+    return process
+
 
 @pytest.mark.parametrize("kill_after", [3, 8, 14])
 def test_killed_at_any_step_and_resumed_gives_the_same_losses_bit_by_bit(tmp_path, two_processes, kill_after):
-    paths, resolved = jobs.make_run(tmp_path)
-    process = jobs.start_worker(paths, resolved)
-    jobs.wait_for_line(process, f"step {kill_after}/20")
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED])
+    process = start(paths, resolved, kill_after)
     jobs.kill_tree(process)
     assert not storage.exists(paths.complete)
     done = jobs.run_worker(paths, resolved)
@@ -26,11 +37,10 @@ def test_killed_at_any_step_and_resumed_gives_the_same_losses_bit_by_bit(tmp_pat
 
 
 def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes):
-    paths, resolved = jobs.make_run(tmp_path, ["checkpoint.interval_steps=20", "train.steps=20"])
-    process = jobs.start_worker(paths, resolved)
-    jobs.wait_for_line(process, "step 7/20")
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.interval_steps=20", "train.steps=20"])
+    process = start(paths, resolved, 7, "await_stop")
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=150)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
     step = commit.last_step(paths)
     assert 7 <= step < 20
@@ -42,9 +52,8 @@ def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes
 
 
 def test_resumed_on_another_number_of_processes_the_curve_stays_within_rounding(tmp_path, reference):
-    paths, resolved = jobs.make_run(tmp_path)
-    process = jobs.start_worker(paths, resolved, processes=3)
-    jobs.wait_for_line(process, "step 12/20")
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED])
+    process = start(paths, resolved, 12, processes=3)
     jobs.kill_tree(process)
     done = jobs.run_worker(paths, resolved, processes=1)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,9 +61,8 @@ def test_resumed_on_another_number_of_processes_the_curve_stays_within_rounding(
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, two_processes):
-    paths, resolved = jobs.make_run(tmp_path, ["checkpoint.asynchronous=false"])
-    process = jobs.start_worker(paths, resolved)
-    jobs.wait_for_line(process, "step 13/20")
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.asynchronous=false"])
+    process = start(paths, resolved, 13)
     jobs.kill_tree(process)
     newest = commit.committed(paths)[0]
     victim = storage.local_path(storage.join(paths.checkpoints, str(newest), "__1_0.distcp"))
@@ -69,11 +77,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, two_pr
 
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, two_processes):
-    paths, resolved = jobs.make_run(tmp_path, ["checkpoint.asynchronous=false"])
-    process = jobs.start_worker(paths, resolved)
-    jobs.wait_for_line(process, "step 7/20")
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED, "checkpoint.asynchronous=false"])
+    process = start(paths, resolved, 7)
     jobs.kill_tree(process)
-    paths, other = jobs.make_run(tmp_path, ["optimizer.learning_rate=0.1"])
+    paths, other = jobs.make_run(tmp_path, [SCRIPTED, "optimizer.learning_rate=0.1"])
     done = jobs.run_worker(paths, other)
     assert done.returncode == 12
     assert "optimizer.learning_rate: 0.003 -> 0.1" in storage.read_json(paths.error)["line"]
@@ -97,7 +104,7 @@ def test_one_killed_process_takes_the_others_down_and_the_code_is_retryable(tmp_
     ranks = jobs.ranks_of(process)
     assert len(ranks) == 2
     ranks[1].kill()
-    process.communicate(timeout=150)
+    process.communicate(timeout=600)
     assert process.returncode in (137, 138)
     assert storage.read_json(paths.error)["exit_code"] == process.returncode
 
@@ -108,6 +115,6 @@ def test_the_workers_die_with_the_supervisor(tmp_path):
     jobs.wait_for_line(process, "step 2/2000")
     below = jobs.tree_of(process)[1:]
     process.kill()
-    process.communicate(timeout=150)
-    gone, alive = psutil.wait_procs(below, timeout=10)
+    process.communicate(timeout=600)
+    gone, alive = psutil.wait_procs(below, timeout=120)
     assert not alive and len(gone) >= 3

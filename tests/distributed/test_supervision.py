@@ -36,16 +36,17 @@ def node(number):
 @pytest.mark.usefixtures("rendezvous")
 def test_a_job_of_two_nodes_whose_launcher_falls_silent_commits_and_ends_for_good(run, two_processes):
     paths, resolved = run
-    environment = {"SCRIPT": json.dumps({"step_seconds": 0.5}), LAUNCHER_TIMEOUT_ENV: "3"}
+    script = {"step_seconds": 1, "step": 9, "do": "await_stop"}
+    environment = {"SCRIPT": json.dumps(script), LAUNCHER_TIMEOUT_ENV: "6"}
     with Heartbeat(paths, interval_seconds=0.2):
         first, second = (jobs.start_worker(paths, resolved, **node(number), **environment) for number in (0, 1))
-        jobs.wait_for_line(first, "step 3/20")  # it was watched for longer than 3 s until here
-    outputs = [process.communicate(timeout=150)[0] for process in (first, second)]
+        jobs.wait_for_line(first, "step 7/20")  # it was watched for longer than 6 s until here
+    outputs = [process.communicate(timeout=600)[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (18, 143), outputs
     error = storage.read_json(paths.error)
     assert (error["kind"], error["exit_code"], error["node_rank"]) == ("LauncherGoneError", 18, 0)
     step = commit.last_step(paths)
-    assert 3 <= step < 20
+    assert 7 <= step < 20
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"going on after step {step}" in done.stdout
@@ -56,10 +57,9 @@ def test_a_job_of_two_nodes_whose_launcher_falls_silent_commits_and_ends_for_goo
 def test_a_node_that_is_started_again_at_the_very_end_ends_alone(two_processes, number):
     paths, _ = two_processes
     resolved = config.parse(storage.read_text(paths.config))
-    start = time.monotonic()
     done = jobs.run_worker(paths, resolved, **node(number))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - start < 30
+    assert "already complete: nothing to do" in done.stdout, "it waits for nobody"
 
 
 def test_every_process_has_its_complete_log_and_is_named_on_the_console(run):
@@ -129,7 +129,7 @@ def test_sigterm_while_the_processes_start_harms_nothing(run):
 
 def test_a_second_sigterm_does_not_disturb_the_commit(run, two_processes):
     paths, resolved = run
-    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"step_seconds": 0.3}))
+    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"step": 5, "do": "await_stop"}))
     jobs.wait_for_line(process, "step 4/20")
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -141,23 +141,28 @@ def test_a_second_sigterm_does_not_disturb_the_commit(run, two_processes):
     assert jobs.losses(paths) == two_processes[1]
 
 
-def test_sigterm_during_the_export_does_not_keep_the_job_from_completing(run):
-    paths, resolved = run
-    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"export_seconds": 3}))
-    jobs.wait_for_line(process, "checkpoint at step 20 committed")
-    time.sleep(1.0)
+def start_late_export(run, path, **environment):
+    """A node that has begun its export, which waits for a file."""
+    process = jobs.start_worker(*run, SCRIPT=json.dumps({"export_after": str(path)}), **environment)
+    jobs.wait_for_line(process, "export begins")
+    return process
+
+
+def test_sigterm_during_the_export_does_not_keep_the_job_from_completing(run, tmp_path):
+    paths, _ = run
+    process = start_late_export(run, tmp_path / "go on")
     assert not storage.exists(paths.complete)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=150)[0]
+    time.sleep(1.0)  # it reaches the processes
+    (tmp_path / "go on").touch()
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     assert documents.read(Completion, paths.complete).step == 20
 
 
-def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(run, two_processes):
+def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(run, two_processes, tmp_path):
     paths, resolved = run
-    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps({"export_seconds": 30}))
-    jobs.wait_for_line(process, "checkpoint at step 20 committed")
-    time.sleep(1.0)
+    process = start_late_export(run, tmp_path / "never")
     jobs.kill_tree(process)
     assert not storage.exists(paths.complete)
     done = jobs.run_worker(paths, resolved)
@@ -167,18 +172,17 @@ def test_a_job_that_is_killed_during_the_export_completes_in_the_next_attempt(ru
 
 
 @pytest.mark.usefixtures("rendezvous")
-def test_a_first_node_that_is_lost_during_the_export_takes_the_other_one_along(run, two_processes):
+def test_a_first_node_that_is_lost_during_the_export_takes_the_other_one_along(run, two_processes, tmp_path):
     paths, resolved = run
-    script = {"SCRIPT": json.dumps({"export_seconds": 60})}
-    first, second = (jobs.start_worker(paths, resolved, **node(number), **script) for number in (0, 1))
-    jobs.wait_for_line(first, "checkpoint at step 20 committed")
+    second = jobs.start_worker(paths, resolved, **node(1))
+    first = start_late_export(run, tmp_path / "never", **node(0))
     time.sleep(2.0)
     assert second.poll() is None
     jobs.kill_tree(first)
-    output = second.communicate(timeout=150)[0]
+    output = second.communicate(timeout=600)[0]
     assert second.returncode == 138, output
     again = [jobs.start_worker(paths, resolved, **node(number)) for number in (0, 1)]
-    outputs = [process.communicate(timeout=150)[0] for process in again]
+    outputs = [process.communicate(timeout=600)[0] for process in again]
     assert [process.returncode for process in again] == [0, 0], outputs
     assert jobs.losses(paths) == two_processes[1]
 
@@ -187,14 +191,14 @@ def test_sigterm_ends_an_evaluation_at_once_and_what_is_evaluated_needs_no_peers
     paths, resolved = run
     assert jobs.run_worker(paths, resolved).returncode == 0
     jobs.request_evaluation(paths)
-    slow = json.dumps({"statistics_seconds": 60})
+    slow = json.dumps({"statistics_seconds": 600})
     process = jobs.start_worker(paths, resolved, task="evaluate", SCRIPT=slow)
     jobs.wait_for_line(process, "slow statistics")
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=150)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 300
     done = jobs.run_worker(paths, resolved, "evaluate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert storage.list_names(storage.join(paths.logs, "evaluation")) == ["rank-0.log", "rank-1.log"]
@@ -209,14 +213,14 @@ def is_rank(process):
 
 
 def until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 
 
 def assert_preempted(process, paths):
-    output = process.communicate(timeout=150)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
     assert storage.read_json(paths.error)["kind"] == "Preempted"
     assert not storage.exists(paths.complete)

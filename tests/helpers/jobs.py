@@ -25,7 +25,7 @@ optimizer: {learning_rate: 3.0e-3, warmup_steps: 4}
 train: {steps: 20, global_batch_size: 8, log_interval_steps: 1}
 checkpoint: {interval_steps: 5}
 evaluate: {interval_steps: 0, num_bootstrap: 100}
-launch: {processes_per_node: 2, timeout_seconds: 60}
+launch: {processes_per_node: 2, timeout_seconds: 300}
 """
 
 TESTS = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ def run_worker(paths, resolved, task="train", processes=2, nodes=1, **environmen
         env=worker_environment(environment),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -131,8 +131,8 @@ def kill_tree(process):
     members = tree_of(process)
     for member in members:
         member.kill()
-    process.communicate(timeout=20)
-    psutil.wait_procs(members[1:], timeout=20)
+    process.communicate(timeout=120)
+    psutil.wait_procs(members[1:], timeout=120)
 
 
 def losses(paths):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from helpers import holding
 from torch import nn
 
 from kftrain.data.schema import Field, SampleSchema
@@ -24,10 +25,17 @@ class Regression(Task):
 
     targets = ("y",)
 
+    def __init__(self):
+        super().__init__()
+        self._num_losses = 0
+        holding.before_export()
+
     def schema(self):
         return SampleSchema((Field("x", "float32", (NUM_FEATURES,)), Field("y", "float32")))
 
     def loss(self, output, batch, weight):
+        holding.before_loss(self._num_losses)
+        self._num_losses += 1
         return ((output.float() - batch["y"]).square() * weight).sum()
 
     def statistics(self, output, batch):
@@ -79,6 +87,6 @@ train: {steps: 120, global_batch_size: 20, log_interval_steps: 10, gradient_clip
 checkpoint: {interval_steps: 25, keep_last: 1}
 evaluate: {interval_steps: 10, num_bootstrap: 100}
 registry: {metric: mse}
-launch: {processes_per_node: 2, timeout_seconds: 60}
+launch: {processes_per_node: 2, timeout_seconds: 300}
 """
 """Twenty rows to train on, all in each step."""

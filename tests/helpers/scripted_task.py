@@ -23,16 +23,16 @@ class ScriptedTask(LanguageModeling):
         self.num_losses = 0
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
-        if "export_seconds" in self.script:
-            slow = functools.partial(slowly, exporting.export_checkpoint, self.script["export_seconds"])
-            exporting.export_checkpoint = slow
+        if "export_after" in self.script:
+            late = functools.partial(after, exporting.export_checkpoint, self.script["export_after"])
+            exporting.export_checkpoint = late
 
     def loss(self, output, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))
         if self.script.get("chatter"):
             chatter(self.num_losses)
         if self.script.get("rank", 0) == int(os.environ["RANK"]) and self.script.get("step") == self.num_losses:
-            globals()[self.script["do"]]()
+            globals()[self.script["do"]](*self.script.get("with", ()))
         self.num_losses += 1
         return super().loss(output, batch, weight)
 
@@ -47,6 +47,13 @@ class ScriptedTask(LanguageModeling):
 
 def slowly(function, seconds, *arguments):
     time.sleep(seconds)
+    return function(*arguments)
+
+
+def after(function, path, *arguments):
+    """Once a file is there."""
+    print("export begins")
+    await_file(path)
     return function(*arguments)
 
 
@@ -72,9 +79,17 @@ def abort():
     os.abort()
 
 
-def be_late():
+def await_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.02)
+
+
+def await_stop():
+    """Until this process was asked to stop, and has noted it."""
     print("late")
-    time.sleep(8)
+    while not signal.getsignal(signal.SIGTERM).__self__.requested:
+        time.sleep(0.02)
+    time.sleep(1)
 
 
 def call_alone():

@@ -14,7 +14,7 @@ from helpers.object_store import BUCKET, ObjectStore
 
 from kftrain import storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 USER, PASSWORD = "me", "caNAry@1/2 x"
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "secretCANary/1+2", "AWS_SESSION_TOKEN": "tokenCAnary=="}

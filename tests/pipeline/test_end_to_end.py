@@ -25,11 +25,11 @@ def kftrain(folder, *arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp_path):
     (tmp_path / "c.yaml").write_text(DIGITS)
     failed = kftrain(tmp_path, "run", "--config", "c.yaml", *SMALL, "--set", "registry.metric=accurracy")

@@ -28,7 +28,7 @@ def run_cells(notebook, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_comparison_runs(tmp_path):
     lines = run_cells(COMPARISON, tmp_path).stdout.splitlines()
     assert re.match(r"Version \d .* version \d", lines[0])

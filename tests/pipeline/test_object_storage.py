@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers import ports
 from helpers.documents import DIGITS
 from helpers.jobs import losses
 from helpers.object_store import BUCKET, ObjectStore
@@ -21,7 +21,7 @@ from kftrain.run import commit
 from kftrain.run.documents import Registration, read
 from kftrain.run.paths import RunPaths
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = f"s3://{BUCKET}/root"
 OTHER = ["--set", "registry.model_name=other"]
@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_from_the_object_store_and_equals_one_that_was_left
     assert uri.startswith(ROOT) and not storage.exists(paths.complete)
 
     second = kftrain(tmp_path, "run", "--resume", uri)
-    output = second.communicate(timeout=400)[0]
+    output = second.communicate(timeout=900)[0]
     assert second.returncode == 0, output
     assert "going on after step" in output
     assert read(Registration, paths.registration).promoted
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_from_the_object_store_and_equals_one_that_was_left
     reference = kftrain(
         tmp_path, "run", "--config", "c.yaml", *options, "--set", f"run.storage_root={tmp_path}/local", *OTHER
     )
-    output = reference.communicate(timeout=400)[0]
+    output = reference.communicate(timeout=900)[0]
     assert reference.returncode == 0, output
     (uninterrupted,) = (tmp_path / "local" / "runs").iterdir()
     assert losses(paths) == losses(RunPaths(str(uninterrupted)))
@@ -114,7 +114,7 @@ def test_a_version_whose_weights_lie_in_the_object_store_is_loaded_and_served(st
     run = kftrain(
         tmp_path, "run", "--config", "c.yaml", *(part for override in overrides for part in ("--set", override))
     )
-    output = run.communicate(timeout=400)[0]
+    output = run.communicate(timeout=900)[0]
     assert run.returncode == 0, output
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking)
@@ -127,7 +127,7 @@ def test_a_version_whose_weights_lie_in_the_object_store_is_loaded_and_served(st
     assert sum(answer[0].values()) == pytest.approx(1.0, abs=1e-5)
     with served(tmp_path / "elsewhere") as url:
         headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, request.encode(), headers), timeout=60) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, request.encode(), headers), timeout=200) as reply:
             [row] = json.load(reply)["predictions"]
     assert row == pytest.approx(answer[0], abs=1e-6)
 
@@ -135,9 +135,8 @@ def test_a_version_whose_weights_lie_in_the_object_store_is_loaded_and_served(st
 @contextlib.contextmanager
 def served(folder):
     """`mlflow models serve` with the packages that are here; its address, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = ports.held()
+    port = held.getsockname()[1]
     options = ["-m", MODEL, "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
     command = [sys.executable, "-P", "-m", "mlflow", "models", "serve", *options]
     with (folder / "log").open("w") as log:
@@ -155,3 +154,4 @@ def served(folder):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        held.close()

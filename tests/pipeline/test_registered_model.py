@@ -17,7 +17,7 @@ from kftrain.run import documents
 from kftrain.run.documents import Evaluation
 from kftrain.run.paths import RunPaths
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PREDICT = """
 import json, sys, mlflow, pandas
@@ -36,7 +36,7 @@ def run_pipeline(folder, text, *overrides):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     uri = next(line.split(" in ")[1] for line in done.stderr.splitlines() if line.startswith("run ") and " in " in line)

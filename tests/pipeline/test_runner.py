@@ -112,7 +112,7 @@ def test_a_run_was_created_when_it_is_started(tmp_path):
     assert abs(datetime.now(timezone.utc) - found) < timedelta(hours=1)
 
 
-def alive_in_session(leader, patience_seconds=5.0):
+def alive_in_session(leader, patience_seconds=120.0):
     """Processes that the runner's session still has; a SIGKILL takes a moment, and zombies do not count."""
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -12,7 +12,7 @@ from kftrain.run import documents
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.paths import RunPaths
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 HERE = {
@@ -64,7 +64,7 @@ def test_a_shrunk_example_runs_from_raw_data_to_a_registered_model(name, tmp_pat
     overrides = [part for key, value in pairs.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "kftrain", "run", "--config", ROOT / f"examples/{name}.yaml", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "store/runs").iterdir()
     paths = RunPaths(str(run))

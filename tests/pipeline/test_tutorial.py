@@ -32,7 +32,7 @@ def shell_of(language, text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_whole_page_runs(tmp_path):
     script = "set -eo pipefail\n" + "".join(shell_of(*block) for block in blocks())
     folder = os.path.dirname(sys.executable)
