@@ -1,12 +1,14 @@
 """What an optimizer must know of tensors that are spread over processes: local parts, and what needs all of them.
 
 What is computed for each number by itself needs only the local parts, and a sum over a tensor is that of its parts.
-What needs a matrix as a whole (`on_whole`) one process computes for each matrix, where matrices are cut by rows.
+What needs a matrix as a whole (`on_whole`) one process computes for each matrix, however matrices are cut or copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -56,37 +58,134 @@ def sum_over_parts(values: Sequence[torch.Tensor], like: Sequence[torch.Tensor])
     return sums
 
 
+@dataclass(frozen=True)
+class Team:
+    """Processes that would compute the same, and share it: each number of a job is done by one of them."""
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """Of this process, one for each axis along which they stand."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return math.prod(group.size() for group in self.groups)
+
+    @property
+    def place(self) -> int:
+        """Of this process among them."""
+        found = 0
+        for group in self.groups:
+            found = found * group.size() + group.rank()
+        return found
+
+    def hand_round(self, tensor: torch.Tensor, place: int) -> None:
+        """Gives all of them what the one at a place has, axis by axis. `tensor`: contiguous. Collective."""
+        starts: list[int] = []
+        for group in reversed(self.groups):
+            starts.insert(0, place % group.size())
+            place //= group.size()
+        content = tensor.reshape(-1).view(torch.uint8)  # gloo does not know bf16
+        for axis in reversed(range(len(starts))):
+            if all(group.rank() == start for group, start in zip(self.groups[:axis], starts[:axis], strict=True)):
+                dist.broadcast(content, group=self.groups[axis], group_src=starts[axis])
+
+
+ALONE = Team()
+
+
 def on_whole(
-    parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]
+    parts: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
+    work: Callable[[torch.Tensor], torch.Tensor],
+    replicas: Team = ALONE,
 ) -> list[torch.Tensor]:
     """This process's parts of what `work` makes of whole matrices, each of the same shape and type as before.
 
-    `like`: tensors that are cut as the matrices are. Matrices that are cut by rows along one axis are computed by one
-    of its processes each; of any other cut each process computes all. Collective.
+    `like`: tensors that are cut as the matrices are; `replicas`: the processes that have the same ones of those that
+    are no distributed tensors. Each matrix is computed by one process, which gets all of its parts, and gives back
+    what it made. Collective.
     """
-    done: list[torch.Tensor] = list(parts)
     by_rows: dict[tuple[DeviceMesh, int], list[int]] = {}
-    for place, tensor in enumerate(like):
+    others: dict[Team, list[int]] = {}
+    for place in sorted(range(len(like)), key=lambda place: like[place].numel()):  # neighbours take equally long
+        tensor = like[place]
         axes = cut_axes(tensor)
-        if not isinstance(tensor, DTensor) or not axes:
-            done[place] = work(parts[place])
-        elif [tensor.placements[axis] for axis in axes] == [Shard(0)]:
+        if isinstance(tensor, DTensor) and [tensor.placements[axis] for axis in axes] == [Shard(0)]:
             by_rows.setdefault((tensor.device_mesh, axes[0]), []).append(place)
         else:
-            done[place] = work(_whole(parts[place], tensor))[index_of(tensor)]
+            others.setdefault(_team_of(tensor, replicas), []).append(place)
+    done = list(parts)
     for (mesh, axis), places in by_rows.items():
-        group = mesh.get_group(axis)
-        places.sort(key=lambda place: like[place].numel())  # those of one exchange take about equally long
-        for start in range(0, len(places), group.size()):
-            batch = places[start : start + group.size()]
-            results = _in_turn([parts[place] for place in batch], [like[place].shape for place in batch], group, work)
-            for place, result in zip(batch, results, strict=True):
-                done[place] = result
+        _row_by_row(done, like, work, places, mesh.get_group(axis), _team(mesh, without=axis))
+    for team, places in others.items():
+        _whole_by_whole(done, like, work, places, team)
     return done
 
 
-def _whole(part: torch.Tensor, like: DTensor) -> torch.Tensor:
+def _team_of(tensor: torch.Tensor, replicas: Team) -> Team:
+    return _team(tensor.device_mesh) if isinstance(tensor, DTensor) else replicas
+
+
+def _team(mesh: DeviceMesh, without: int = -1) -> Team:
+    """All processes of a mesh, or those at the same place of one axis."""
+    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1 and axis != without]
+    return Team(tuple(mesh.get_group(axis) for axis in axes))
+
+
+def _row_by_row(
+    done: list[torch.Tensor],
+    like: Sequence[torch.Tensor],
+    work: Callable[[torch.Tensor], torch.Tensor],
+    places: list[int],
+    group: dist.ProcessGroup,
+    team: Team,
+) -> None:
+    """Of matrices that are cut by rows over a group; groups that have the same ones take turns."""
+    batches = [places[start : start + group.size()] for start in range(0, len(places), group.size())]
+    for start in range(0, len(batches), team.size):
+        turn = list(enumerate(batches[start : start + team.size]))
+        for number, batch in turn:
+            if number == team.place:
+                shapes = [like[place].shape for place in batch]
+                results = _in_turn([done[place] for place in batch], shapes, group, work)
+                for place, result in zip(batch, results, strict=True):
+                    done[place] = result
+            else:
+                for place in batch:
+                    done[place] = torch.empty_like(done[place], memory_format=torch.contiguous_format)
+        for number, batch in turn:
+            for place in batch:
+                team.hand_round(done[place], number)
+
+
+def _whole_by_whole(
+    done: list[torch.Tensor],
+    like: Sequence[torch.Tensor],
+    work: Callable[[torch.Tensor], torch.Tensor],
+    places: list[int],
+    team: Team,
+) -> None:
+    """Of matrices of any other cut, or of none: at most two wholes are here at a time."""
+    for start in range(0, len(places), team.size):
+        batch = list(enumerate(places[start : start + team.size]))
+        own = None
+        for number, place in batch:
+            whole = _whole(done[place], like[place])
+            if number == team.place:
+                own = whole
+        del whole
+        made = None if own is None else work(own).contiguous()
+        for number, place in batch:
+            result = done[place].new_empty(like[place].shape) if made is None or number != team.place else made
+            team.hand_round(result, number)
+            part = result[index_of(like[place])]
+            done[place] = part if part.shape == result.shape else part.clone()
+
+
+def _whole(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """All parts together, on each process."""
+    if not isinstance(like, DTensor) or not cut_axes(like):
+        return part
     shape, stride = like.shape, like.stride()
     distributed = DTensor.from_local(part.float(), like.device_mesh, like.placements, shape=shape, stride=stride)
     return distributed.full_tensor().to(part.dtype)

@@ -31,6 +31,7 @@ from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
+from kftrain.parallel.sharded import ALONE, Team
 from kftrain.parallel.strategies import Sharding, sharding_of
 from kftrain.parallel.tensor import SplitTensors
 
@@ -63,6 +64,11 @@ class Distributed:
     def num_averaged(self) -> int:
         """Of so many processes the gradients come back as the mean."""
         return self.mesh.num_data_ranks if self.is_sharded or self.replicas else 1
+
+    @property
+    def team(self) -> Team:
+        """The processes that have the same of what is no distributed tensor. Collective when first asked."""
+        return Team((self.mesh.group(["replicate"]),)) if self.replicas else ALONE
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Around all forward and backward passes of a step, or an evaluation."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.sharded import ALONE, Team
 from kftrain.train.groups import OTHERS, assigned, names_of
 from kftrain.train.optimizer_adafactor import Adafactor
 from kftrain.train.optimizer_adamw import AdamW
@@ -57,17 +58,21 @@ class Optimizer:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, blocks: Collection[str] = (), compute: torch.dtype = torch.float32
+    model: nn.Module,
+    config: OptimizerConfig,
+    blocks: Collection[str] = (),
+    compute: torch.dtype = torch.float32,
+    replicas: Team = ALONE,
 ) -> Optimizer:
     """The optimizer of the model's parameters that have a gradient.
 
     Weight decay is on tensors of two and more dims only, where a group of the configuration does not say otherwise.
-    `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation. Raises
-    ConfigError.
+    `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation;
+    `replicas`: the processes that have the same of what is not spread. Raises ConfigError.
     """
     groups = {each: group for each, group in assigned(model, config.groups).items() if each.requires_grad}
     if config.kind != "muon":
-        return Optimizer(dict([_member(config.kind, groups, config, compute)]))
+        return Optimizer(dict([_member(config.kind, groups, config, compute, replicas)]))
     hidden = _hidden(model, blocks)
     chosen = {each: group for each, group in groups.items() if _is_muons(each, group, hidden)}
     if not chosen:
@@ -79,7 +84,7 @@ def build_optimizer(
         )
     others = {each: group for each, group in groups.items() if each not in chosen}
     kinds = {"muon": chosen, "adamw": others}
-    return Optimizer(dict(_member(kind, each, config, compute) for kind, each in kinds.items() if each))
+    return Optimizer(dict(_member(kind, each, config, compute, replicas) for kind, each in kinds.items() if each))
 
 
 def _hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
@@ -98,7 +103,7 @@ def _is_muons(parameter: nn.Parameter, group: ParameterGroup, hidden: set[nn.Par
 
 
 def _member(
-    kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype
+    kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype, replicas: Team
 ) -> tuple[Member, list[float]]:
     """An optimizer of these parameters, and the multiples of the learning rate of its groups."""
     groups: list[Group] = []
@@ -109,7 +114,7 @@ def _member(
             if members:
                 groups.append({"params": members, "weight_decay": decay, "lr": config.learning_rate})
                 scales.append(group.learning_rate_scale)
-    return _of_kind(kind, groups, config, compute), scales
+    return _of_kind(kind, groups, config, compute, replicas), scales
 
 
 def _by_decay(
@@ -123,13 +128,14 @@ def _by_decay(
     ]
 
 
-def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype) -> Member:
+def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype, replicas: Team) -> Member:
     rate = config.learning_rate
     if kind == "sgd":
         return Sgd(groups, rate, 0.9 if config.momentum is None else config.momentum, bool(config.nesterov))
     if kind == "muon":
         momentum = 0.95 if config.momentum is None else config.momentum
-        return Muon(groups, rate, momentum, config.nesterov is not False, config.muon_scale or MATCHING, compute)
+        scale = config.muon_scale or MATCHING
+        return Muon(groups, rate, momentum, config.nesterov is not False, scale, compute, replicas)
     if kind == "adafactor":
         return Adafactor(groups, rate)
     return AdamW(groups, rate, (config.beta1, config.beta2), config.epsilon)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from kftrain.parallel.sharded import local, on_whole
+from kftrain.parallel.sharded import ALONE, Team, local, on_whole
 from kftrain.train.optimizer_base import Group, SkippingOptimizer, zero, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -27,7 +27,7 @@ MATCHING: Scale = "match_rms_adamw"
 
 
 class Muon(SkippingOptimizer):
-    """Of matrices. `compute`: the format of the iteration."""
+    """Of matrices. `compute`: the format of the iteration; `replicas`: who has the same plain tensors."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Muon(SkippingOptimizer):
         nesterov: bool,
         scale: Scale,
         compute: torch.dtype,
+        replicas: Team = ALONE,
     ) -> None:
         defaults = {
             "lr": learning_rate,
@@ -47,6 +48,7 @@ class Muon(SkippingOptimizer):
         }
         super().__init__(groups, defaults)
         self._compute = compute
+        self._replicas = replicas
         self.begin_all()
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,7 +68,8 @@ class Muon(SkippingOptimizer):
                 gradient.lerp_(buffer, momentum)
             else:
                 gradient.copy_(buffer)
-        directions = on_whole([each.to(self._compute) for each in gradients], parameters, orthogonal)
+        casts = [each.to(self._compute) for each in gradients]
+        directions = on_whole(casts, parameters, orthogonal, self._replicas)
         for parameter, direction in zip(parameters, directions, strict=True):
             weights, rate = local(parameter), group["lr"] * _factor(group["scale"], parameter.shape)
             weights.mul_(1 - group["lr"] * group["weight_decay"] * counts)

@@ -217,7 +217,7 @@ def build(
     distributed.norms = norms
     del weights  # whoever has built a whole model that is not used lets go of it
     start.fill(model, on_host=parallel.offload)
-    optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute])
+    optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute], distributed.team)
     return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
 
 
