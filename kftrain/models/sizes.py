@@ -55,14 +55,13 @@ def default_ffn_dim(dim: int) -> int:
 
 
 def splits_of_transformer(
-    *, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, vocab_size: int, sequence_length: int
+    *, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, sequence_length: int
 ) -> dict[str, int]:
     """Option -> size that the processes which split the matrices must divide."""
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
         "ffn_dim": ffn_dim or default_ffn_dim(dim),
-        "vocab_size": vocab_size,
         "sequence_length": sequence_length,
     }
 

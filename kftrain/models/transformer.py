@@ -151,7 +151,6 @@ class Transformer(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             ffn_dim=self.ffn_dim,
-            vocab_size=self.model.embed_tokens.num_embeddings,
             sequence_length=self.sequence_length,
         )
 

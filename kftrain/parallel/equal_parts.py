@@ -20,6 +20,17 @@ def require_equal_sizes(sizes: Mapping[str, int], num_processes: int, sequence_p
             require_equal_parts(name, size, num_processes, " or parallel.sequence_parallel: false")
 
 
+def require_parts(name: str, size: int, count: int) -> None:
+    """Raises ConfigError where the last of so many processes would have nothing, or one before it."""
+    if -(-size // count) * (count - 1) >= size:
+        raise ConfigError(
+            f"is too few for {count} processes to have a part each, as parallel.tensor asks for",
+            where=f"model {name}",
+            value=size,
+            fix=f"use a multiple of {count}, or a smaller parallel.tensor",
+        )
+
+
 def require_equal_parts(name: str, size: int, count: int, more: str = "") -> None:
     """Raises ConfigError with the numbers that would do."""
     if size % count:

@@ -27,7 +27,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.initialize import Places, places_of, put, put_all
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
 from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
-from kftrain.parallel.vocabulary import SplitLogits, look_up
+from kftrain.parallel.vocabulary import SplitLogits, first_of_part, look_up
 
 if TYPE_CHECKING:
     from kftrain.parallel.transforms import Distributed
@@ -79,12 +79,13 @@ class SplitTensors:
         if part.kind == "row":
             return lambda hidden: _plus(stream.leave(F.linear(hidden, module.weight)), module.bias)
         if part.kind == "logits":
-            return lambda hidden: self._logits(inner(enter(hidden)), stream.peers)
+            return lambda hidden: self._logits(inner(enter(hidden)), module.out_features, stream.peers)
         if part.kind == "vocabulary":
+            first = first_of_part(module.num_embeddings, stream.peers)
             return lambda values: (
-                self._logits(F.linear(enter(values), module.weight), stream.peers)
+                self._logits(F.linear(enter(values), module.weight), module.num_embeddings, stream.peers)
                 if values.is_floating_point()
-                else stream.leave(look_up(values, module.weight, stream.peers, module.padding_idx))
+                else stream.leave(look_up(values, module.weight, first, module.padding_idx))
             )
         if part.kind == "random" and stream.in_parts:
             return lambda hidden: _dropped(hidden, module, stream.peers)
@@ -93,8 +94,8 @@ class SplitTensors:
             return inner
         return lambda hidden, *others, **keywords: inner(entrance(hidden), *others, **keywords)
 
-    def _logits(self, part: torch.Tensor, peers: Peers) -> Any:
-        logits = SplitLogits(part, peers)
+    def _logits(self, part: torch.Tensor, num_classes: int, peers: Peers) -> Any:
+        logits = SplitLogits(part, peers, num_classes)
         return logits if self.split_logits else logits.whole()
 
 

@@ -13,6 +13,7 @@ A model has `tensor_plan()`, which gives patterns of names -> a kind each; of tw
     split       what enters this module is computed by all processes alike: each goes on with its part of the sequence
     whole       what enters this module, and all that comes after it, is computed by all processes alike
 
+The last process may have fewer tokens or classes than the others; all else has equal parts.
 `sequence`, `random`, `split` and `whole` tell where a process has a part of the sequence only; without sequence
 parallelism they do nothing. A module that no pattern fits is on each process as it is on one. `tensor_sizes()`, which a
 model need not have, gives the sizes that the number of processes must divide, by the names of their options;
@@ -30,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.equal_parts import require_equal_parts, require_equal_sizes
+from kftrain.parallel.equal_parts import require_equal_parts, require_equal_sizes, require_parts
 
 METHOD = "tensor_plan"
 SIZES = "tensor_sizes"
@@ -116,7 +117,10 @@ def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes:
         height, rest = divmod(module.weight.shape[dim], part.num_matrices)
         if rest:
             raise _error(f"has no {part.num_matrices} matrices of equal size", name, "name it column")
-        require_equal_parts(f"{name}.weight", height, num_processes)
+        if part.kind in ("vocabulary", "logits"):
+            require_parts(f"{name}.weight", height, num_processes)
+        else:
+            require_equal_parts(f"{name}.weight", height, num_processes)
 
 
 def _require_divisible(model: nn.Module, num_processes: int, sequence_parallel: bool) -> None:

@@ -16,6 +16,11 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from kftrain.parallel.tensor_exchange import Peers, exchange
 
 
+def first_of_part(num_classes: int, peers: Peers) -> int:
+    """Number of the first class of this process: all parts but the last are equal, as `torch.chunk` cuts them."""
+    return peers.rank * -(-num_classes // peers.size)
+
+
 class SplitLogits(NamedTuple):
     """Logits `[..., vocabulary]` of which this process has a part. All that is asked of them is collective.
 
@@ -23,33 +28,41 @@ class SplitLogits(NamedTuple):
     """
 
     part: torch.Tensor
-    """`[..., vocabulary / processes]`: the classes of this process."""
+    """`[..., vocabulary / processes]`: the classes of this process; the last one may have fewer."""
     peers: Peers
+    num_classes: int
+    """Of all processes."""
 
     def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
         """In nats, fp32, of each of `targets` `[...]`; nothing is left out or summed up."""
-        found: torch.Tensor = _CrossEntropy.apply(self.part.float(), targets, self.peers)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            self.part.float(), targets, self.peers, first_of_part(self.num_classes, self.peers)
+        )
         return found
 
     def argmax(self) -> torch.Tensor:
         """The class of the largest logit, `[...]` int64; of equal ones the first."""
         largest, index = self.part.detach().float().max(dim=-1)
         everyones = self.peers.stacked(largest)
-        indices = self.peers.stacked(index + self.peers.rank * self.part.shape[-1])
+        indices = self.peers.stacked(index + first_of_part(self.num_classes, self.peers))
         return indices.gather(0, everyones.argmax(dim=0, keepdim=True)).squeeze(0)
 
     def whole(self) -> torch.Tensor:
         """All of them, for what each process computes alike."""
-        peers = self.peers
-        return exchange(self.part, lambda part: peers.gathered(part, -1), lambda whole: peers.own_part(whole, -1))
+        peers, num_classes = self.peers, self.num_classes
+        first, count, each = first_of_part(num_classes, peers), self.part.shape[-1], -(-num_classes // peers.size)
+        return exchange(
+            self.part,
+            lambda part: peers.gathered(F.pad(part, (0, each - count)), -1)[..., :num_classes].contiguous(),
+            lambda whole: whole[..., first : first + count].contiguous(),
+        )
 
 
-def look_up(tokens: torch.Tensor, weight: torch.Tensor, peers: Peers, padding: int | None = None) -> torch.Tensor:
-    """Rows of `weight`, this process's part of a matrix, for its own among `tokens`; zeros for the others.
+def look_up(tokens: torch.Tensor, weight: torch.Tensor, first: int, padding: int | None = None) -> torch.Tensor:
+    """Rows of `weight`, a part of a matrix from row `first` on, for its own among `tokens`; zeros for the others.
 
     The sum over the processes is what they are looked up for. `padding`: the token whose row has no gradient.
     """
-    first = peers.rank * len(weight)
     local = tokens - first
     is_own = (local >= 0) & (local < len(weight))
     own_padding = padding - first if padding is not None and first <= padding < first + len(weight) else None
@@ -61,10 +74,10 @@ class _CrossEntropy(torch.autograd.Function):
     """Keeps the probabilities of this process's classes, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, peers: Peers) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, peers: Peers, first: int) -> torch.Tensor:  # type: ignore[override]
         largest = peers.total(logits.max(dim=-1).values, dist.ReduceOp.MAX)
         shifted = logits - largest.unsqueeze(-1)
-        local = targets - peers.rank * logits.shape[-1]
+        local = targets - first
         is_own = (local >= 0) & (local < logits.shape[-1])
         local = local.where(is_own, 0).unsqueeze(-1)
         own_target = shifted.gather(-1, local).squeeze(-1).masked_fill(~is_own, 0.0)
@@ -77,4 +90,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         probabilities, local, is_own = ctx.saved_tensors
         found = probabilities * gradient.unsqueeze(-1)
-        return found.scatter_add_(-1, local, -(gradient * is_own).unsqueeze(-1)), None, None
+        return found.scatter_add_(-1, local, -(gradient * is_own).unsqueeze(-1)), None, None, None

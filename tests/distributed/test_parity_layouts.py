@@ -8,7 +8,7 @@ from helpers import parity, parity_resume
 from helpers import parity_models as models
 from helpers import parity_optimizers as optimizers
 from helpers.parity import Row
-from helpers.parity_oracle import STEPS, Case, tied_llama
+from helpers.parity_oracle import STEPS, Case, one_word_more, tied_llama
 from helpers.pool import Pools
 
 STEPS_BEFORE = 7
@@ -67,7 +67,18 @@ def saved(pools, tmp_path_factory):
     return folder_of
 
 
-@pytest.mark.parametrize(("first", "second", "case"), covering())
+UNEVEN = Case("uneven vocabulary", ("model.kind=helpers.tensor_models:one_word_more",), one_word_more)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "case"),
+    [
+        *covering(),
+        pytest.param("fsdp x tensor", "uneven fsdp", UNEVEN, id="fsdp x tensor - uneven fsdp, uneven vocabulary"),
+        pytest.param("uneven fsdp", "tensor", UNEVEN, id="uneven fsdp - tensor, uneven vocabulary"),
+        pytest.param("tensor", "fsdp x tensor", UNEVEN, id="tensor - fsdp x tensor, uneven vocabulary"),
+    ],
+)
 def test_a_run_goes_on_in_another_layout(pools, saved, tmp_path, first, second, case):
     shutil.copytree(saved(first, case), tmp_path, dirs_exist_ok=True)
     size, overrides = LAYOUTS[second]

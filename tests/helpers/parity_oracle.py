@@ -133,6 +133,15 @@ def odd_llama():
     return Llama(ffn_dim=30)
 
 
+def one_word_more(tied=False):
+    """Its vocabulary has no equal parts: that of `helpers.tensor_models:one_word_more`."""
+    return Llama(vocabulary=VOCABULARY + 1, tied=tied)
+
+
+def tied_one_word_more():
+    return one_word_more(tied=True)
+
+
 def same_llama():
     """kftrain's own: in bf16 every rounding counts, and another order of operations is another curve."""
     return Transformer(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24)

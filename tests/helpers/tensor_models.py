@@ -71,3 +71,8 @@ class Mixed(nn.Module):
     def tensor_plan(self):
         plan = {"embed": "vocabulary", "norm": "sequence", "to_qkv": "column/3", "out": "row", "drop": "random"}
         return {**plan, "head": "whole"}
+
+
+def one_word_more(*, vocab_size, **options):
+    """A transformer whose vocabulary has no equal parts."""
+    return Transformer(vocab_size=vocab_size + 1, **options)
