@@ -38,6 +38,12 @@ def answers(pools, processes, *settings, text=BASE, rows=text_rows):
             "parallel.tensor: a sequence of 7 places has no 2 equal parts (got 2)",
         ),
         ("Transformer", ["task.sequence_length=7"], "model sequence_length: has no 2 equal parts, as parallel.tensor"),
+        ("Transformer", ["task.sequence_length=1"], "model sequence_length: has no 2 equal parts, as parallel.tensor"),
+        (
+            "Misspelt",
+            [],
+            "model.tensor_plan: names no module of the model (got 'model.layers.*.self_attention.q_proj')",
+        ),
         ("Planless", [], "parallel.tensor: Planless has no plan of how to split its matrices (got 2)"),
         ("Transformer", ["model.num_kv_heads=1"], "model num_kv_heads: has no 2 equal parts, as parallel.tensor asks"),
     ],

@@ -26,6 +26,13 @@ class Sizeless(Transformer):
         return {}
 
 
+class Misspelt(Transformer):
+    """Its plan names a module that there is not."""
+
+    def tensor_plan(self):
+        return {**super().tensor_plan(), "model.layers.*.self_attention.q_proj": "column"}
+
+
 class Planless(Transformer):
     tensor_plan = None
 
