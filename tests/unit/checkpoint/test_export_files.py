@@ -1,11 +1,14 @@
 """What an export is made of, and when it counts as one; a checkpoint of one tensor, no process group."""
 
+import errno
+import os
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import full_disk
 from helpers.pool import SERVER
 
 from kftrain import storage
@@ -177,3 +180,40 @@ def test_numbers_that_no_export_holds_are_refused_before_they_are_trained():
     model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(ConfigError, match=r"model phases: .*complex128"):
         exporting.require_types(model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+def test_a_disk_that_is_full_leaves_nothing_and_the_next_attempt_exports(paths, checkpoint_uri, monkeypatch, name):
+    uri, publish = paths.export(commit.read_checkpoint_manifest(checkpoint_uri)[1]), storage.publish
+    with monkeypatch.context() as patch:
+        full_disk.fill(patch, name, 1)
+        patch.setattr(
+            storage, "publish", lambda target, data: refused(target) if name in target else publish(target, data)
+        )
+        with pytest.raises(OSError, match="No space left"):
+            export_it(paths, checkpoint_uri)
+    assert not is_export(uri)
+    folder = storage.local_path(uri)
+    left = [path for path in folder.parent.iterdir() if path != folder] if folder.parent.exists() else []
+    assert left == []
+    assert export.verify_export(*export_it(paths, checkpoint_uri)).step == 10
+
+
+def refused(target):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+
+def test_two_that_export_the_same_at_once_leave_one_whole_export(paths, checkpoint_uri, monkeypatch):
+    """The second one begins, and ends, while the first one is about to write its manifest."""
+    publish = storage.publish_json
+    other = []
+
+    def meanwhile(target, document):
+        if not other:
+            other.append("")
+            other[0] = export_it(paths, checkpoint_uri)
+        publish(target, document)
+
+    monkeypatch.setattr(storage, "publish_json", meanwhile)
+    found = export_it(paths, checkpoint_uri)
+    assert found == other[0] and export.verify_export(*found).step == 10
