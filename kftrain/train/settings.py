@@ -101,6 +101,8 @@ class OptimizerConfig(Section):
         for name, having in kinds.items():
             if getattr(self, name) is not None and self.kind not in having:
                 raise ValueError(f"{name} is of {' and '.join(having)}, not of {self.kind}")
+        if self.kind != "muon" and any(group.muon is not None for group in self.groups):
+            raise ValueError(f"muon in groups is of muon, not of {self.kind}")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum")
         return self

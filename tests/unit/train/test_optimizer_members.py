@@ -210,6 +210,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(kind):
         ({"kind": "sgd", "muon_scale": "original"}, "muon_scale is of muon"),
         ({"kind": "adafactor", "nesterov": True}, "nesterov is of sgd and muon"),
         ({"kind": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov needs a momentum"),
+        ({"kind": "adamw", "groups": ({"pattern": "x", "muon": True},)}, "muon in groups is of muon"),
         ({"groups": ({"pattern": "x", "learning_rate_scale": 0.0},)}, "frozen: true"),
         ({"groups": ({"pattern": "x", "frozen": True, "weight_decay": 0.1},)}, "no other settings"),
     ],
