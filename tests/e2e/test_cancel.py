@@ -5,7 +5,7 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 from kubernetes import client
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 ONE = {"launch.nodes": 1, "launch.processes_per_node": 1}
 LONG = {**ONE, "model.dim": 192, "train.steps": 500}

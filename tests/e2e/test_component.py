@@ -10,7 +10,7 @@ from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 CHANGES = {
     "launch.kubernetes.namespace": "''",

@@ -16,7 +16,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.schedule.state import History
 from kftrain.storage import read_json
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(1500, func_only=True)
 
 RIGHTS = Path(__file__).parents[2] / "manifests" / "base" / "scheduled.yaml"
 SCHEDULE = {"name": "often", "cron": "0 */2 * * * *", "time_zone": "UTC", "skip_unchanged": False}

@@ -11,7 +11,7 @@ from kftrain.run import attempts
 from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 def start(pairs, folder):

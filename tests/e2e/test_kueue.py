@@ -10,7 +10,7 @@ from kubernetes.client.exceptions import ApiException
 from kftrain.run import attempts
 from kftrain.run.paths import RunPaths
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 KUEUE = ("kueue.x-k8s.io", "v1beta1")
 

@@ -11,7 +11,7 @@ from kftrain.run import documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1200, func_only=True)
 
 EXACT = {"precision.compute": "fp32", "train.steps": 100}
 TWO_BY_TWO = {"launch.nodes": 2, "launch.processes_per_node": 2, "parallel.strategy": "fsdp", "parallel.tensor": 2}

@@ -11,7 +11,7 @@ from e2e.namespace import wait_until
 from kftrain.run import attempts
 from kftrain.run.paths import RunPaths
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200, func_only=True)]
 
 SLOW = {"launch.nodes": 1, "launch.processes_per_node": 1, "model.dim": 256, "train.steps": 120}
 

@@ -13,7 +13,7 @@ from kftrain.run import attempts, documents
 from kftrain.run.documents import Registration
 from kftrain.run.paths import RunPaths
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1200, func_only=True)
 
 ROOT = Path(__file__).parents[2]
 TWO_NODES = {"launch.nodes": 2, "launch.processes_per_node": 2}

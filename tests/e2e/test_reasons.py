@@ -6,7 +6,7 @@ import pytest
 from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 PRINT_SECONDS = 15.0
 """From the job's creation to its reason."""

@@ -18,8 +18,8 @@ class Server:
     """An MLflow server on a port of its own, with all its child processes; may be stopped and started again."""
 
     def __init__(self, folder, host="127.0.0.1", listen="127.0.0.1"):
-        self._held = ports.held(listen)
-        self._port = self._held.getsockname()[1]
+        self._held = ports.Held(listen)
+        self._port = self._held.number
         self._folder = folder
         self._listen = listen
         self._process = None

@@ -15,8 +15,8 @@ class ObjectStore:
     """moto's S3 server on a port of its own, with one bucket; `environment` is what a client needs."""
 
     def __init__(self, host="127.0.0.1", listen="127.0.0.1"):
-        self._held = ports.held(listen)
-        port = self._held.getsockname()[1]
+        self._held = ports.Held(listen)
+        port = self._held.number
         self.environment = {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",

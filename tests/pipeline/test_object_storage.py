@@ -135,8 +135,8 @@ def test_a_version_whose_weights_lie_in_the_object_store_is_loaded_and_served(st
 @contextlib.contextmanager
 def served(folder):
     """`mlflow models serve` with the packages that are here; its address, once it answers."""
-    held = ports.held()
-    port = held.getsockname()[1]
+    held = ports.Held()
+    port = held.number
     options = ["-m", MODEL, "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
     command = [sys.executable, "-P", "-m", "mlflow", "models", "serve", *options]
     with (folder / "log").open("w") as log:
@@ -154,4 +154,4 @@ def served(folder):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-        held.close()
+        del held
