@@ -6,6 +6,7 @@ import functools
 import itertools
 from pathlib import Path
 
+import mutants
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -134,3 +135,7 @@ def test_one_attribute_per_line():
 )
 def test_what_is_crowded(code, num_crowded):
     assert len(list(crowded_in(ast.parse(code)))) == num_crowded
+
+
+def test_every_mutant_breaks_a_text_that_is_there_once():
+    assert not mutants.describe_stale(mutants.MUTANTS)
