@@ -189,12 +189,26 @@ def list_names(uri: str) -> list[str]:
 
     Files that are being written are left out.
     """
-    if is_local(uri):
-        path = local_path(uri)
-        names = os.listdir(path) if path.is_dir() else []
-    else:
-        names = RemotePath(uri).names()
+    names = _names_in(local_path(uri)) if is_local(uri) else RemotePath(uri).names()
     return sorted(name for name in names if not name.startswith(".tmp-"))
+
+
+def entries(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_result]]:
+    """What lies directly in a folder of this machine and begins with `prefix`, with the status of what links lead to.
+
+    Others may change the folder meanwhile: whatever goes, the folder too, is left out. So is a link that leads nowhere.
+    """
+    for path in (folder / name for name in _names_in(folder) if name.startswith(prefix)):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            yield path, path.stat()
+
+
+def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """`entries` of a folder and of all folders below it; links are not followed into folders."""
+    for path, status in entries(folder):
+        yield path, status
+        if stat.S_ISDIR(status.st_mode) and not path.is_symlink():
+            yield from entries_below(path)
 
 
 @retried("write")
@@ -310,6 +324,13 @@ def dump_json(document: Any) -> str:
 def digest_json(document: Any) -> str:
     """Hex sha256 of a document's canonical JSON: the digest of settings, schemas and listings."""
     return sha256_text(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def make_folder(path: Path) -> None:

@@ -751,6 +751,20 @@ MUTANTS = [
         "precision=_ratio(right[number], there[number])",
         "tests/unit/evaluate/test_curves.py -k by_class",
     ),
+    Mutant(
+        "what goes while its folder is listed is an error",
+        "kftrain/storage.py",
+        "        with contextlib.suppress(FileNotFoundError, NotADirectoryError):\n            yield path",
+        "        if True:\n            yield path",
+        "tests/unit/core/test_vanishing_entries.py",
+    ),
+    Mutant(
+        "a shard step moves away what another one has just published",
+        "kftrain/data/shards/staging.py",
+        "        if not is_good():\n            _replace(",
+        "        if True:\n            _replace(",
+        "tests/unit/core/test_vanishing_entries.py",
+    ),
 ]
 
 

@@ -71,8 +71,7 @@ class Profile(documents.Document):
 
 def read_profile(manifest_uri: str) -> Profile | None:
     """What was written for a dataset; None where nothing was. Raises DataError where it is damaged."""
-    uri = _uri(manifest_uri)
-    return documents.read(Profile, uri) if storage.exists(uri) else None
+    return documents.read_if_exists(Profile, _uri(manifest_uri))
 
 
 def write_profile(

@@ -81,8 +81,7 @@ def read_on_reference(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport
 
 def find_performance(folder: str, export_digest: str) -> Performance | None:
     """What the export costs that was evaluated into a folder; None where that was not measured, or of another one."""
-    uri = storage.join(folder, "performance.json")
-    found = documents.read(Performance, uri, EvaluationError) if storage.exists(uri) else None
+    found = documents.read_if_exists(Performance, storage.join(folder, "performance.json"), EvaluationError)
     return found if found is not None and found.export_digest == export_digest else None
 
 

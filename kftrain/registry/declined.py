@@ -42,8 +42,7 @@ class DeclinedModels:
 
     def find(self, export_digest: str) -> Declined | None:
         """Why an export was declined; None: it was not. Raises TrackingError where that is damaged."""
-        uri = self._document(export_digest)
-        return documents.read(Declined, uri, TrackingError) if storage.exists(uri) else None
+        return documents.read_if_exists(Declined, self._document(export_digest), TrackingError)
 
     def add(self, version: int, export_digest: str, reason: str) -> Declined:
         """Declines an export; where somebody has done so before, theirs is returned."""

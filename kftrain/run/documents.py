@@ -351,6 +351,15 @@ def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataErr
     return parse(kind, read_content(uri, error), uri, error)
 
 
+def read_if_exists(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType | None:
+    """`read`, or None where there is none: others may remove it at any time. Raises `error` where it is damaged."""
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError:
+        return None
+    return parse(kind, content, uri, error)
+
+
 def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
     """The bytes of a document, for `parse`. Raises `error` where it is missing."""
     try:
@@ -368,13 +377,8 @@ def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[Kftrai
     except (ValueError, RecursionError) as cause:
         raise error(f"{name} is not valid JSON", where=uri, fix="delete it and run the stage again") from cause
     try:
-        if isinstance(document, dict) and document.get("schema_version") != SCHEMA_VERSION:
-            raise error(
-                f"{name} has another schema version",
-                where=uri,
-                value=document.get("schema_version"),
-                fix=f"need {SCHEMA_VERSION}",
-            )
+        if isinstance(document, dict) and (version := document.get("schema_version")) != SCHEMA_VERSION:
+            raise error(f"{name} has another schema version", where=uri, value=version, fix=f"need {SCHEMA_VERSION}")
         return kind.model_validate(document)
     except ValidationError as cause:
         first = cause.errors()[0]

@@ -129,8 +129,7 @@ class Turn:
 
     def _read(self, number: int) -> TurnTaken | None:
         """None where there is none, or it was removed because others went on."""
-        uri = self._document(number)
-        return documents.read(TurnTaken, uri) if number and storage.exists(uri) else None
+        return documents.read_if_exists(TurnTaken, self._document(number)) if number else None
 
     def _document(self, number: int) -> str:
         return storage.join(self.uri, f"{number}.json")

@@ -43,7 +43,7 @@ def compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task, 
 def read_drift(paths: RunPaths) -> Drift | None:
     """What has changed since the dataset before a run's; None where nobody has compared them, or it is damaged."""
     try:
-        return documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
+        return documents.read_if_exists(Drift, paths.drift)
     except DataError:
         return None
 

@@ -89,9 +89,9 @@ def read(paths: RunPaths) -> RunOverview:
 
 
 def _read(paths: RunPaths, config: Config) -> RunOverview:
-    registration = _if_there(Registration, paths.registration)
+    registration = documents.read_if_exists(Registration, paths.registration)
     state, reason = _state(paths, registration)
-    completion = _if_there(Completion, paths.complete)
+    completion = documents.read_if_exists(Completion, paths.complete)
     return RunOverview(
         run_id=paths.run_id,
         uri=paths.uri,
@@ -127,7 +127,7 @@ def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str
 def _is_at_work(paths: RunPaths) -> bool:
     """Whether the process that claimed the run last is alive; only its own machine can tell."""
     number = attempts.last_attempt(paths)
-    claim = _if_there(Claim, paths.attempt(number)) if number else None
+    claim = documents.read_if_exists(Claim, paths.attempt(number)) if number else None
     if claim is None or claim.host != socket.gethostname():
         return False
     try:
@@ -144,7 +144,3 @@ def _is_champion(paths: RunPaths, registration: Registration) -> bool:
         entries = Journal.of(paths.storage_root, registration.model_name).entries()
         return champion_version(entries) == registration.version
     return False
-
-
-def _if_there(kind: type[documents.DocumentType], uri: str) -> documents.DocumentType | None:
-    return documents.read(kind, uri) if storage.exists(uri) else None

@@ -127,7 +127,7 @@ class NodeCache:
         with (self._folder / _LOCK).open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             part.truncate(0)
-            entries = [entry for path in self._folder.iterdir() if path.name != _LOCK for entry in _status(path)]
+            entries = [entry for entry in storage.entries(self._folder) if entry[0].name != _LOCK]
             too_many = sum(status.st_size for _, status in entries) + num_bytes - self._max_bytes
             oldest_first = sorted(entries, key=lambda entry: (entry[0].suffix != _PART, entry[1].st_atime_ns))
             for path, status in oldest_first:
@@ -182,13 +182,6 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     return False
-
-
-def _status(path: Path) -> list[tuple[Path, os.stat_result]]:
-    """A file with its status, unless it is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        return [(path, path.stat())]
-    return []
 
 
 def _removed(path: Path) -> bool:

@@ -58,6 +58,15 @@ def _rename(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
         _sync_file(path)
     storage.sync_folder(content)
     storage.make_folder(target.parent)
+    try:
+        os.rename(content, target)
+    except OSError:  # something is there: who reads it may not find it gone, unless it is damaged
+        if not is_good():
+            _replace(content, target, is_good)
+    storage.sync_folder(target.parent)
+
+
+def _replace(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(target, content.parent / "replaced")
     try:
@@ -65,7 +74,6 @@ def _rename(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
     except OSError:
         if not is_good():  # nobody else published it meanwhile
             raise
-    storage.sync_folder(target.parent)
 
 
 def _sync_file(path: Path) -> None:
@@ -74,14 +82,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(_PREFIX + "*"):
-        if _last_written(folder) < time.time() - ABANDONED_SECONDS:
+    for folder, status in storage.entries(parent, _PREFIX):
+        last_written = max([status.st_mtime, *(each.st_mtime for _, each in storage.entries_below(folder))])
+        if last_written < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _last_written(folder: Path) -> float:
-    times = []
-    for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=time.time())

@@ -68,8 +68,8 @@ class Memory:
             folder = above / dataset_digest[:32]
             folder.mkdir(exist_ok=True)
             os.utime(folder)
-            for other in above.iterdir():
-                if other.stat().st_mtime < time.time() - FORGOTTEN_AFTER_SECONDS:
+            for other, status in storage.entries(above):
+                if status.st_mtime < time.time() - FORGOTTEN_AFTER_SECONDS:
                     shutil.rmtree(other, ignore_errors=True)
             return cls(folder)
         return cls(None)

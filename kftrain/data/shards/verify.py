@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import os
+import stat
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +94,8 @@ def _sizes(folder: str) -> list[tuple[str, int]]:
     with reading(folder), contextlib.suppress(FileNotFoundError):
         if not storage.is_local(folder):
             return [(storage.join(folder, name), int(info["size"])) for name, info in storage.find(folder).values()]
-        with os.scandir(storage.local_path(folder)) as entries:
-            return [(f"{folder}/{entry.name}", entry.stat().st_size) for entry in entries if entry.is_file()]
+        found = storage.entries(storage.local_path(folder))
+        return [(f"{folder}/{path.name}", status.st_size) for path, status in found if stat.S_ISREG(status.st_mode)]
     return []
 
 

@@ -80,11 +80,10 @@ def _local_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Listed
     folders = [(str(root), "", frozenset({_identity(root.stat())}))]
     while folders:
         folder, prefix, above = folders.pop()
-        with os.scandir(folder) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
-                if _hidden(entry.name):
+                if _hidden(entry.name) or (status := _status(entry)) is None:
                     continue
-                status = _status(entry)
                 if not stat.S_ISDIR(status.st_mode):
                     yield from _listed(prefix + entry.name, entry.path, status)
                 elif entry.name not in skipped_folders:
@@ -97,12 +96,17 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _status(entry: os.DirEntry[str]) -> os.stat_result:
-    """Of the file or folder itself where it is a link. Raises DataError with the name of one that leads nowhere."""
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Of the file or folder itself where it is a link; None where it has just gone.
+
+    Raises DataError with the name of a link that leads nowhere.
+    """
     try:
         return entry.stat()
     except OSError as error:
         if not entry.is_symlink():
+            if isinstance(error, FileNotFoundError):
+                return None
             raise
         raise DataError(
             f"the link leads nowhere: {error.strerror}", where=entry.path, fix="correct or delete it"

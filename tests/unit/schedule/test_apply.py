@@ -86,10 +86,6 @@ class Folder:
     def join(self, uri, *parts):
         return "/".join((uri, *parts))
 
-    def exists(self, uri):
-        self.before()
-        return uri in self.files
-
     def list_names(self, uri):
         self.before()
         return sorted(name.removeprefix(f"{uri}/") for name in self.files)
@@ -104,9 +100,9 @@ class Folder:
         self.before()
         self.files.pop(uri, None)
 
-    def read(self, kind, uri):
+    def read_if_exists(self, kind, uri):
         self.before()
-        return kind.model_validate(self.files.get(uri) or turns.TurnTaken(owner="", host="", time=0).to_dict())
+        return kind.model_validate(self.files[uri]) if uri in self.files else None
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +110,7 @@ def folder(monkeypatch):
     """Where the turns of these tests are kept."""
     found = Folder()
     monkeypatch.setattr(turns, "storage", found)
-    monkeypatch.setattr(turns, "documents", SimpleNamespace(read=found.read))
+    monkeypatch.setattr(turns, "documents", SimpleNamespace(read_if_exists=found.read_if_exists))
     return found
 
 
