@@ -122,11 +122,27 @@ MUTANTS = [
         "tests/unit/train/test_step.py",
     ),
     Mutant(
-        "the gradient is not scaled by the number of processes",
-        "kftrain/train/spmd.py",
-        "(loss * num_averaged if num_averaged > 1 else loss).backward()",
-        "loss.backward()",
+        "gradients are averaged over processes",
+        "kftrain/parallel/transforms.py",
+        "set_gradient_divide_factor(1.0)",
+        "set_gradient_divide_factor(2.0)",
         "tests/unit/train/test_bare_loop.py -k two_processes",
+    ),
+    Mutant(
+        "a loss is multiplied by the number of processes, and their sum divided by it",
+        "kftrain/train/spmd.py",
+        "                loss.backward()  # type: ignore[no-untyped-call]\n",
+        "                (loss * self.mesh.world.size).backward()\n"
+        "                self._distributed.after_backward = [lambda: [each.grad.div_(self.mesh.world.size)\n"
+        "                    for each in self._parameters if each.grad is not None]]\n",
+        "tests/distributed/test_parity.py -k '3-fsdp and bf16 and not micro'",
+    ),
+    Mutant(
+        "gradients of a replica are summed in fp32, whatever the configuration says",
+        "kftrain/parallel/replicas.py",
+        "    small = buffer.to(dtype)\n",
+        "    small = buffer\n",
+        "tests/distributed/test_parity.py -k 'ddp and sums'",
     ),
     Mutant(
         "copies of a sharded state keep their gradients to themselves",

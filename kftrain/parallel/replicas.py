@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", message="find_unused_parameters=True was speci
 
 
 class Replicas:
-    """A model whose gradients are averaged over a group, from its first computation on."""
+    """A model whose gradients are summed over a group, from its first computation on."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Replicas:
         )
         self._compute = compute
         self._has_begun = False
-        if reduce != torch.float32:
-            cast(Any, model).register_comm_hook(group, _reduced_in(reduce))
+        # Without a hook they would be averaged. torch refuses annotations that are strings, as those here are.
+        cast(Any, model).register_comm_hook(group, lambda group, bucket: _summed(bucket, group, reduce))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -77,13 +77,9 @@ class Replicas:
         cast(Any, self._model).set_requires_gradient_sync(does)
 
 
-def _reduced_in(dtype: torch.dtype) -> Any:
-    """A hook of DDP: the mean of a bucket, summed in this format."""
-
-    def hook(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer: torch.Tensor = bucket.buffer()
-        small = buffer.to(dtype).div_(group.size())
-        work = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True))
-        return work.get_future().then(lambda _: buffer.copy_(small))
-
-    return hook
+def _summed(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+    """A bucket of gradients, summed over the group in this format."""
+    buffer: torch.Tensor = bucket.buffer()
+    small = buffer.to(dtype)
+    work = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True))
+    return work.get_future().then(lambda _: small if small is buffer else buffer.copy_(small))

@@ -6,7 +6,8 @@ matters: recomputing wraps the blocks first, what comes after it spreads what ca
 `FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277),
 for all stages of ZeRO (strategies.py). The mesh has two axes: sharded inside, replicated across (hybrid sharding).
 `Replicate`: `ddp`, by torch's own (replicas.py). In bf16 the weights and what enters the model or a block are cast,
-gradients come back in bf16 and are summed in `precision.reduce`; buffers stay as they are. One process alone has
+gradients come back in bf16 and are summed in `precision.reduce`; buffers stay as they are. Gradients are summed over
+processes, never averaged: of three the loss times three would be rounded otherwise than the loss. One process alone has
 nothing to share and gets no wrapper; `Formats` gives it the same numbers.
 """
 
@@ -59,11 +60,6 @@ class Distributed:
     def is_sharded(self) -> bool:
         """Whether the processes must compute the same blocks in the same order: each has a part of them only."""
         return isinstance(self.model, FSDPModule)
-
-    @property
-    def num_averaged(self) -> int:
-        """Of so many processes the gradients come back as the mean."""
-        return self.mesh.num_data_ranks if self.is_sharded or self.replicas else 1
 
     @property
     def team(self) -> Team:
@@ -201,6 +197,9 @@ class FullyShard:
         for name in blocks:
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
+        for unit in [each for each in model.modules() if isinstance(each, FSDPModule)]:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
         if shape.shard > 1 and on_cpu:
             reduce_by_exchange(model)
 

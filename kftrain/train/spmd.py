@@ -1,10 +1,9 @@
 """The engine for one program on many processes: accumulate, exchange, clip, update.
 
 The loss of a step is the sum of its terms over the count of its terms, over all processes and micro batches. The count
-is known before the first forward pass (`Task.count_terms`), so each micro batch contributes sum / count and gradients
-need no rescaling afterwards. Gradients are averaged over processes by FSDP; multiplying by the number of processes
-makes that a sum. Uneven shares and padding are therefore exact, and one process gives the same update as
-many.
+is known before the first forward pass (`Task.count_terms`), so each micro batch contributes sum / count, and gradients
+are summed over processes and need no rescaling. Uneven shares and padding are therefore exact, and one process gives
+the same update as many.
 
 A step whose gradient norm is not finite is skipped by the optimizer's kernel, so that the host need not know it.
 """
@@ -105,12 +104,12 @@ class SpmdEngine:
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
         """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""
         total: torch.Tensor | None = None
-        num_averaged, last = self._distributed.num_averaged, len(micro_batches) - 1
+        last = len(micro_batches) - 1
         with self._distributed.computing():
             for index, micro in enumerate(micro_batches):
                 self._distributed.accumulate(last=index == last)
                 loss = self._loss(micro) / max(num_terms, 1)
-                (loss * num_averaged if num_averaged > 1 else loss).backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
                 found = loss.detach().double()
                 total = found if total is None else total + found
         self._distributed.hand_over()

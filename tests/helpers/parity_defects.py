@@ -3,14 +3,15 @@
 import contextlib
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule
 
-from kftrain.parallel import clip, initialize
+from kftrain.parallel import clip, initialize, replicas
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.tensor import CopiedParameters
-from kftrain.parallel.transforms import Distributed
 
 
 @contextlib.contextmanager
@@ -43,9 +44,16 @@ def parts_of_gradients_not_summed():
     return patched(CopiedParameters, "__call__", lambda copies: None)
 
 
-def gradient_not_scaled():
+def gradient_averaged():
     """The mean over processes is taken for the sum."""
-    return patched(Distributed, "num_averaged", 1)
+    averages = contextlib.ExitStack()
+    averages.enter_context(patched(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None))
+    averages.enter_context(patched(replicas, "_summed", averaged))
+    return averages
+
+
+def averaged(bucket, group, dtype):
+    return allreduce_hook(group, bucket)
 
 
 def gradients_not_exchanged():

@@ -193,6 +193,8 @@ class Case:
     """What kftrain is told."""
     bf16: bool = False
     """Weights are rounded for forward and backward pass; each part's gradients are summed in fp32."""
+    sums_in_bf16: bool = False
+    """Their sums are rounded, too."""
 
 
 @dataclass(frozen=True)
@@ -245,5 +247,6 @@ def backward(case, network, rows, num_terms):
     rounded = {name: each.detach().bfloat16().requires_grad_() for name, each in network.named_parameters()}
     loss = case.loss(lambda *inputs: torch.func.functional_call(network, rounded, inputs), rows) / num_terms
     for parameter, found in zip(network.parameters(), torch.autograd.grad(loss, list(rounded.values())), strict=True):
-        parameter.grad = found.float() if parameter.grad is None else parameter.grad + found.float()
+        total = found.float() if parameter.grad is None else parameter.grad + found.float()
+        parameter.grad = total.bfloat16().float() if case.sums_in_bf16 else total
     return float(loss.detach())

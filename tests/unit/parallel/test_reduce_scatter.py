@@ -81,4 +81,4 @@ def test_each_unit_of_a_sharded_model_has_the_gradients_of_torchs_own_reduction(
     assert {calls for calls, _ in answers} == {3} and {calls for calls, _ in theirs} == {0}
     for (_, one), (_, other) in zip(answers, theirs, strict=True):
         for mine, its in zip(one, other, strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(its))
+            torch.testing.assert_close(torch.tensor(mine), 3 * torch.tensor(its))  # by itself torch's is the mean
