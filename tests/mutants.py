@@ -122,6 +122,27 @@ MUTANTS = [
         "tests/unit/train/test_step.py",
     ),
     Mutant(
+        "AdamW keeps the memory that its parameters had at the first step",
+        "kftrain/train/optimizer_adamw.py",
+        "            [local(each) for each in parameters],\n",
+        "            vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters]),\n",
+        "tests/unit/train/test_optimizer_adamw.py -k other_memory",
+    ),
+    Mutant(
+        "other memory of a distributed parameter is lost",
+        "kftrain/train/step.py",
+        "isinstance(arguments[0], DTensor)",
+        "False",
+        "tests/distributed/test_parity.py -k '2-fsdp and clamped'",
+    ),
+    Mutant(
+        "a sharded model does not look at what a forward does to its parameters",
+        "kftrain/parallel/gradients.py",
+        "if _memory(each) != before",
+        "if False",
+        "tests/distributed/test_parity.py -k 'refused and forward'",
+    ),
+    Mutant(
         "gradients are averaged over processes",
         "kftrain/parallel/transforms.py",
         "set_gradient_divide_factor(1.0)",

@@ -56,7 +56,8 @@ class Model(Protocol):
         """Called once after each optimizer step, without gradients, on every process. Optional.
 
         It may change buffers (the biases of a router), alike on every process: from buffers that `buffer_reductions`
-        combines, which is done before. Parameters are not whole here. A step that the optimizer skipped has none.
+        combines, which is done before. Parameters are not whole here: they may be changed number by number, such as by
+        `clamp_`, which is not possible in forward. A step that the optimizer skipped has none.
         """
         ...
 

@@ -5,6 +5,9 @@ none (its samples have reached another expert), it brings zeros. A parameter tha
 at all, as on one process: the optimizer leaves it alone, rather than to decay it.
 
 Before torch 2.13 FSDP2 cannot bring zeros. There a step whose processes have used different parameters is an error.
+
+Whole parameters are there while a unit computes. What a forward changes of them would be lost, and memory that it gives
+them is none that they are gathered into; so both are errors.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.world import World
 
 
@@ -29,10 +32,23 @@ class UsedParameters:
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._places = {name: place for place, name in enumerate(self._parameters)}
         self._used = [0.0] * len(self._parameters)
+        self._gathered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
+        """Name -> a whole parameter, and its memory and version before the first forward."""
         self._watch_units(model)
 
     def take(self) -> list[float]:
-        """1 for each parameter that this process has used since this was asked last, 0 for the others."""
+        """1 for each parameter that this process has used since this was asked last, 0 for the others.
+
+        Raises UserCodeError for one that a forward has changed.
+        """
+        changed = next((name for name, (each, before) in self._gathered.items() if _memory(each) != before), None)
+        if changed is not None:
+            raise UserCodeError(
+                "a forward changes a parameter, of which it has a copy that is thrown away",
+                where="model.forward",
+                value=changed,
+                fix="change it in the model's after_step, or compute with a changed value: weight.clamp(…)",
+            )
         used = self._used
         self._used = [0.0] * len(self._used)
         return used
@@ -55,28 +71,35 @@ class UsedParameters:
 
     def _watch_units(self, model: nn.Module) -> None:
         """Of each unit: its parameters are whole, and what autograd sees, from its first forward on."""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             assert isinstance(unit, nn.Module)
             slots = [
-                (module, key, self._places[names[id(parameter)]])
+                (module, key, names[id(parameter)])
                 for module in _own_modules(unit)
                 for key, parameter in module.named_parameters(recurse=False)
-                if parameter.requires_grad
             ]
             self._watch(unit, slots)
 
-    def _watch(self, unit: nn.Module, slots: list[tuple[nn.Module, str, int]]) -> None:
+    def _watch(self, unit: nn.Module, slots: list[tuple[nn.Module, str, str]]) -> None:
         def begin(_module: nn.Module, _inputs: object) -> None:
             handle.remove()
-            whole = {id(each): (each, place) for each, place in ((getattr(m, k), place) for m, k, place in slots)}
-            for parameter, place in whole.values():
-                parameter.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))
+            whole = {name: getattr(module, key) for module, key, name in slots}
+            for name, parameter in whole.items():
+                self._gathered[name] = parameter, _memory(parameter)
+                if name in self._places:
+                    place = self._places[name]
+                    parameter.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))
 
         handle = unit.register_forward_pre_hook(begin)
 
     def _mark(self, place: int) -> None:
         self._used[place] = 1.0
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """What is another one when `tensor.data` is set, or numbers are changed in place."""
+    return tensor.untyped_storage()._cdata, tensor._version
 
 
 def _own_modules(unit: nn.Module) -> list[nn.Module]:

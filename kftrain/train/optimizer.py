@@ -18,14 +18,11 @@ from kftrain.train.optimizer_muon import MATCHING, Muon
 from kftrain.train.optimizer_sgd import Sgd
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
 
-Member = AdamW | SkippingOptimizer
-"""What skips a step on the device: the host never learns of it."""
-
 
 class Optimizer:
     """Optimizers of torch's kind as one, each with parameters of its own."""
 
-    def __init__(self, members: Mapping[Member, list[float]]) -> None:
+    def __init__(self, members: Mapping[SkippingOptimizer, list[float]]) -> None:
         """`members`: with the learning rates of their groups as multiples of the training's."""
         self.members = list(members)
         self._scales = list(members.values())
@@ -104,7 +101,7 @@ def _is_muons(parameter: nn.Parameter, group: ParameterGroup, hidden: set[nn.Par
 
 def _member(
     kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype, replicas: Team
-) -> tuple[Member, list[float]]:
+) -> tuple[SkippingOptimizer, list[float]]:
     """An optimizer of these parameters, and the multiples of the learning rate of its groups."""
     groups: list[Group] = []
     scales: list[float] = []
@@ -128,7 +125,9 @@ def _by_decay(
     ]
 
 
-def _of_kind(kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype, replicas: Team) -> Member:
+def _of_kind(
+    kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype, replicas: Team
+) -> SkippingOptimizer:
     rate = config.learning_rate
     if kind == "sgd":
         return Sgd(groups, rate, 0.9 if config.momentum is None else config.momentum, bool(config.nesterov))

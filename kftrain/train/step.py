@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import UserCodeError
@@ -68,8 +71,20 @@ def after_step(model: nn.Module) -> None:
     """Calls the model's own `after_step`, where it has one."""
     hook = getattr(model, "after_step", None)
     if callable(hook):
-        with torch.no_grad(), user_code("model.after_step"):
+        with torch.no_grad(), user_code("model.after_step"), _DataIntoParts():
             hook()
+
+
+class _DataIntoParts(TorchFunctionMode):
+    """`parameter.data = …` changes a distributed parameter, whose memory is that of its part."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function == _SET_DATA and isinstance(arguments[0], DTensor):
+            return arguments[0].detach().copy_(arguments[1])
+        return function(*arguments, **(keywords or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:

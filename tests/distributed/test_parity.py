@@ -138,6 +138,9 @@ TABLE = [
         for case in (models.FROZEN, models.TIED, models.CHOOSY, models.AVERAGES, models.NORMED)
         for size, name, layout in LAYOUTS
     ),
+    *(Row(f"{name}, clamped", size, layout, models.CLAMPED) for size, name, layout in LAYOUTS if "zero" not in name),
+    Row("one process, clamped in forward", 1, case=models.CLAMPED_IN_FORWARD),
+    Row("ddp, clamped in forward", 2, DDP, models.CLAMPED_IN_FORWARD),
     *(Row(case.name, size, case=case, slow=size == 3) for case in optimizers.CASES for size in (1, 2, 3)),
     Row("muon, hsdp", 4, ("parallel.replicate=2",), optimizers.MUON),
     Row("adafactor, hsdp", 4, ("parallel.replicate=2",), optimizers.ADAFACTOR),
@@ -175,6 +178,8 @@ REFUSED = [
     Refused("batch norm that is recomputed", 2, RECOMPUTED, "counts its samples twice", models.NORMED),
     Refused("a weight that two blocks share", 2, (), "have the parameter .* in common", models.TIED_BLOCKS),
     Refused("a buffer that is each process's own", 2, (), "differs from process to process", models.UNDECLARED),
+    Refused("a parameter that a forward gives other memory", 2, (), "forward changes a parameter.*scale", models.CLAMPED_IN_FORWARD),
+    Refused("a parameter that a forward changes in place", 2, ZERO2, "forward changes a parameter.*scale", models.CLAMPED_IN_PLACE),
     Refused("recomputing a model without blocks", 2, RECOMPUTED, "no blocks that could be", models.WITHOUT_BLOCKS),
     Refused("tensor for a model without a plan", 2, TENSOR, "has no plan of how to split", models.FROZEN),
     Refused(

@@ -131,6 +131,38 @@ class Averages(Plain):
         return out
 
 
+class Clamped(Plain):
+    """A scale that is kept within limits by giving it other memory, after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.95))
+
+    def limit(self):
+        self.scale.data = self.scale.data.clamp(0.93, 0.97)
+
+    def after_step(self):
+        self.limit()
+
+    def forward(self, x):
+        return super().forward(x) * self.scale.exp().sum()
+
+
+class ClampedInForward(Clamped):
+    def after_step(self):
+        pass
+
+    def forward(self, x):
+        self.limit()
+        return super().forward(x)
+
+
+class ClampedInPlace(ClampedInForward):
+    def limit(self):
+        with torch.no_grad():
+            self.scale.clamp_(0.93, 0.97)
+
+
 class TiedBlocks(Plain):
     def __init__(self):
         super().__init__()
@@ -159,4 +191,5 @@ def case_of(network):
 
 
 NORMED, FROZEN, TIED, CHOOSY, AVERAGES = map(case_of, (Normed, Frozen, Tied, Choosy, Averages))
+CLAMPED, CLAMPED_IN_FORWARD, CLAMPED_IN_PLACE = map(case_of, (Clamped, ClampedInForward, ClampedInPlace))
 TIED_BLOCKS, UNDECLARED, WITHOUT_BLOCKS = map(case_of, (TiedBlocks, Undeclared, WithoutBlocks))

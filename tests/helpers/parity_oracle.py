@@ -231,6 +231,8 @@ def run(case, first_weights, parts=None):
         for group in optimizer.param_groups:
             group["lr"] = case.rate(step) * group.get("factor", 1.0)
         optimizer.step()
+        if hasattr(network, "after_step"):
+            network.after_step()
         optimizer.zero_grad()
         losses.append(total)
         norms.append(norm)

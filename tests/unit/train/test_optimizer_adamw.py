@@ -98,3 +98,12 @@ def test_a_step_that_is_skipped_is_none(number):
     for model, optimizer in ((ours, mine), (theirs, torchs)):
         take(model, optimizer, range(2, 5))
     assert_same(ours, theirs)
+
+
+def test_a_parameter_that_is_given_other_memory_goes_on_there():
+    (ours, mine), (theirs, torchs) = pair()
+    for model, optimizer in ((ours, mine), (theirs, torchs)):
+        for step in range(6):
+            take(model, optimizer, [step])
+            model.matrix.data = model.matrix.data.clamp(-0.5, 0.5)
+    assert_same(ours, theirs)

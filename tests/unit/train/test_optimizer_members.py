@@ -10,6 +10,7 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.train.groups import freeze
 from kftrain.train.optimizer import build_optimizer
+from kftrain.train.optimizer_adamw import AdamW
 from kftrain.train.settings import OptimizerConfig
 
 
@@ -107,7 +108,7 @@ def test_muon_has_the_matrices_of_blocks_and_adamw_the_rest():
     model = Net()
     hidden, rest = build_optimizer(model, config("muon"), BLOCKS).members
     assert names_in(model, hidden.param_groups) == [["blocks.0.0.weight", "blocks.1.0.weight"]]
-    assert isinstance(rest, torch.optim.AdamW)
+    assert isinstance(rest, AdamW)
     decayed, others = names_in(model, rest.param_groups)
     assert decayed == ["embed.weight", "head.weight", "kernel"] and len(others) == 6
     assert {group["weight_decay"] for group in hidden.param_groups} == {0.1}
