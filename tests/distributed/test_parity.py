@@ -30,7 +30,9 @@ UNEVEN_WORDS = Case("uneven vocabulary", (MORE,), one_word_more)
 # With the seed of the other cases one norm of one step is off by 7e-5 on one process, too.
 UNEVEN_TIED = Case("uneven tied vocabulary", (MORE, *TIED.overrides, "run.seed=4"), tied_one_word_more)
 BF16 = Case("bf16", ("precision.compute=bf16",), same_llama, bf16=True)
-BF16_EIGHT = Case("bf16, eight", (*BF16.overrides, "train.global_batch_size=8"), same_llama, batch=8, bf16=True)
+BF16_EIGHT = Case(
+    "batches of eight in bf16", (*BF16.overrides, "train.global_batch_size=8"), same_llama, batch=8, bf16=True
+)
 BF16_SUMS = Case("sums in bf16", (*BF16.overrides, "precision.reduce=bf16"), same_llama, bf16=True, sums_in_bf16=True)
 
 DDP = ("parallel.strategy=ddp",)
@@ -178,8 +180,20 @@ REFUSED = [
     Refused("batch norm that is recomputed", 2, RECOMPUTED, "counts its samples twice", models.NORMED),
     Refused("a weight that two blocks share", 2, (), "have the parameter .* in common", models.TIED_BLOCKS),
     Refused("a buffer that is each process's own", 2, (), "differs from process to process", models.UNDECLARED),
-    Refused("a parameter that a forward gives other memory", 2, (), "forward changes a parameter.*scale", models.CLAMPED_IN_FORWARD),
-    Refused("a parameter that a forward changes in place", 2, ZERO2, "forward changes a parameter.*scale", models.CLAMPED_IN_PLACE),
+    Refused(
+        "a parameter that a forward gives other memory",
+        2,
+        (),
+        "forward changes a parameter.*scale",
+        models.CLAMPED_IN_FORWARD,
+    ),
+    Refused(
+        "a parameter that a forward changes in place",
+        2,
+        ZERO2,
+        "forward changes a parameter.*scale",
+        models.CLAMPED_IN_PLACE,
+    ),
     Refused("recomputing a model without blocks", 2, RECOMPUTED, "no blocks that could be", models.WITHOUT_BLOCKS),
     Refused("tensor for a model without a plan", 2, TENSOR, "has no plan of how to split", models.FROZEN),
     Refused(

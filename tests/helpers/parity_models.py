@@ -1,6 +1,7 @@
 """Networks with what makes strategies stumble, in plain torch: both sides of the table of parity use them."""
 
 import functools
+import re
 
 import numpy as np
 import torch
@@ -183,11 +184,11 @@ class WithoutBlocks(nn.Module):
 
 
 def case_of(network):
-    name = network.__name__
+    words = re.sub("(?<!^)(?=[A-Z])", " ", network.__name__).lower()
     base = BASE.replace("{kind: language_modeling, sequence_length: 8, tokenizer: bytes}", "{kind: TASK}")
     base = base.replace("{kind: transformer, dim: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 24}", "{}")
-    kinds = (f"model.kind=helpers.parity_models:{name}", "task.kind=helpers.parity_models:Squares")
-    return Case(name.lower(), kinds, network, square_rows, square_loss, number_of_rows, base=base)
+    kinds = (f"model.kind=helpers.parity_models:{network.__name__}", "task.kind=helpers.parity_models:Squares")
+    return Case(words, kinds, network, square_rows, square_loss, number_of_rows, base=base)
 
 
 NORMED, FROZEN, TIED, CHOOSY, AVERAGES = map(case_of, (Normed, Frozen, Tied, Choosy, Averages))
