@@ -802,6 +802,13 @@ MUTANTS = [
         "        if True:\n            _replace(",
         "tests/unit/core/test_vanishing_entries.py",
     ),
+    Mutant(
+        "a process takes whoever is its parent by now for the one that started it",
+        "kftrain/process/parent_death.py",
+        "    if os.getppid() != parent:",
+        "    if os.getppid() == 0:",
+        "tests/unit/process/test_lifetime.py -k before_the_child",
+    ),
 ]
 
 

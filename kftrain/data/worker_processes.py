@@ -35,7 +35,7 @@ class WorkerCommand:
     """How a worker is started."""
 
     command: Sequence[str]
-    """To which the number of its descriptor is appended."""
+    """To which the number of its descriptor and the id of the process that starts it are appended."""
     greeting: dict[str, Any]
     """From which it knows what to read and how to decode; plain data."""
     on_opened: Callable[[list[Any]], None] = lambda opened: None
@@ -119,7 +119,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*command.command, str(theirs.fileno())],
+                [*command.command, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},  # there are as many workers as cores

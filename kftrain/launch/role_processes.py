@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from kftrain import storage
 from kftrain.errors import LostPeerError, Preempted, is_error_document
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
 from kftrain.process.output import Output
+from kftrain.process.parent_death import bind_command
 from kftrain.process.signals import named_end, shell_code
 from kftrain.run.error import ErrorDocument
 
@@ -134,7 +134,7 @@ class RoleProcesses:
         with (self._folder / str(number)).open("wb", buffering=0) as pipe:
             # A session of its own: Ctrl-C on a terminal is for the launcher, which lets the workers commit first.
             process = subprocess.Popen(
-                [sys.executable, "-m", "kftrain.process.parent_death", *self._command, *role.arguments],
+                bind_command([*self._command, *role.arguments]),
                 env={**self._environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=pipe,

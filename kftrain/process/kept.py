@@ -15,19 +15,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from kftrain.process.parent_death import die_with_parent
+
 REPORT_ENV = "KFTRAIN_REPORT_DESCRIPTOR"
-"""Descriptor on which a kept process says how a task has ended."""
+"""Descriptor on which a kept process says how a task has ended, and the process that keeps it."""
 
 
 class Reporter:
-    """The kept process's side. `kept` is False where nobody keeps it: then there is one task, at once."""
+    """The kept process's side. `kept` is False where nobody keeps it: then there is one task, at once.
+
+    A kept one dies with the process that keeps it, whenever that dies.
+    """
 
     def __init__(self) -> None:
-        descriptor = os.environ.pop(REPORT_ENV, "")
+        descriptor, _, keeper = os.environ.pop(REPORT_ENV, "").partition(",")
         self.kept = bool(descriptor)
         self._descriptor = int(descriptor) if descriptor else -1
         self._num_tasks = 0
         if self.kept:
+            die_with_parent(int(keeper))
             os.set_inheritable(self._descriptor, False)
 
     def begin(self) -> bool:
@@ -74,7 +80,7 @@ class KeptProcess:
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
             self._command,
-            env={**environment, REPORT_ENV: str(writing)},
+            env={**environment, REPORT_ENV: f"{writing},{os.getpid()}"},
             stdin=subprocess.PIPE,
             pass_fds=[writing],
             text=True,

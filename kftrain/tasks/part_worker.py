@@ -20,9 +20,9 @@ from kftrain.tasks.registry import build_task
 from kftrain.tasks.settings import TaskConfig
 
 
-def main(descriptor: int) -> None:
-    """Answers jobs that come over a socket until it is closed."""
-    die_with_parent()
+def main(descriptor: int, parent: int) -> None:
+    """Answers jobs that come over a socket until it is closed, or the process `parent` dies."""
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which then closes the socket
     connection, first = serve(descriptor)
     encoder = None

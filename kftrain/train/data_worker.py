@@ -1,4 +1,4 @@
-"""A data worker's process: `python -m kftrain.train.data_worker DESCRIPTOR`, started by a process of a training.
+"""A data worker's process: `python -m kftrain.train.data_worker DESCRIPTOR PARENT`, started by a process of a training.
 
 It reads the same samples and builds the same task as that one, without torch unless the task's module imports it. What
 ends a training is not for it: it ends when its end of the socket is closed, or with the process that has started it.
@@ -21,9 +21,9 @@ from kftrain.run.paths import RunPaths
 from kftrain.train.reading import samples_and_decoding
 
 
-def main(descriptor: int) -> int:
+def main(descriptor: int, parent: int) -> int:
     """Decodes until nobody asks any more; returns the exit code."""
-    die_with_parent()
+    die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # the one who asks may need some more batches to stop well
         signal.signal(number, signal.SIG_IGN)
     connection = WorkerConnection(socket.socket(fileno=descriptor))
@@ -44,4 +44,4 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -42,9 +42,8 @@ PR_SET_NAME = 15  # <linux/prctl.h>
 
 def main(argument: str) -> None:
     """Runs attempts until the supervisor is gone. In a rank it ends with the rank's exit code."""
-    die_with_parent()
-    node = NodeSpec.from_argument(argument)
     reporter = Reporter()
+    node = NodeSpec.from_argument(argument)
     _preload(node.task)
     while reporter.begin():
         reporter.end(_explained(wait(_start(node, reporter))))
@@ -88,9 +87,7 @@ def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
 def _become_rank(node: NodeSpec, environment: Mapping[str, str], agent: int) -> None:
     """What a fork does: it becomes a rank and ends as one."""
     os.setsid()  # a signal to the group of whoever started the job is not for it
-    die_with_parent()
-    if os.getppid() != agent:  # it was gone before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_with_parent(agent)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

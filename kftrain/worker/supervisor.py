@@ -10,6 +10,7 @@ preempted, and ends for good.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -92,7 +93,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code of this node: that of the first failure; 0 where the job is complete."""
-        die_with_parent()
+        die_with_parent(os.getppid())  # of a pod or a shell; a launcher of ours has said who it is
         with handled([signal.SIGTERM, INTERRUPT], self._on_signal):
             return self._run()
 

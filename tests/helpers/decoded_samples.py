@@ -79,7 +79,7 @@ if __name__ == "__main__":
     from kftrain.data.worker_processes import decode_rows
     from kftrain.process.parent_death import die_with_parent
 
-    die_with_parent()
+    die_with_parent(int(sys.argv[2]))
     connection = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
     greeting, _ = connection.receive()
     decode_rows(connection, InMemory(), decoding(**greeting))

@@ -3,8 +3,6 @@
 import os
 
 from kftrain.process.kept import Reporter
-from kftrain.process.parent_death import die_with_parent
 
-die_with_parent()
 Reporter().begin()
 exec(os.environ["FAKE_AGENT"])

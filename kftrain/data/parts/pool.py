@@ -59,9 +59,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         self.job: int | None = None
         """Number of the job that it works on."""
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; import {WORKER_MODULE} as worker; worker.main({theirs.fileno()})"
-        )
+        start = f"import {WORKER_MODULE} as worker; worker.main({theirs.fileno()}, {os.getpid()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )

@@ -1,6 +1,7 @@
 """That a stage's processes end with the `kftrain run` that started them, tried with real processes."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from kftrain.process.stage_lifetime import PARENT_VARIABLE
+from kftrain.worker.node import NodeSpec
 
 LIMIT_SECONDS = 100
 """For what takes a moment on a machine that does not pause."""
@@ -71,10 +73,77 @@ def test_a_stage_without_such_a_parent_lives_on():
 
 def test_any_program_can_be_made_to_end_with_who_started_it():
     program = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-    command = [sys.executable, "-m", "kftrain.process.parent_death", *program]
-    source = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(600)"
+    bound = f"from kftrain.process.parent_death import bind_command; command = bind_command({program!r})"
+    source = f"{bound}; import subprocess, time; subprocess.Popen(command); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         assert psutil.Process(child).is_running()
         parent.send_signal(signal.SIGKILL)
         wait_until_gone(child)
+
+
+HELD = """
+import os
+if "HELD" in os.environ:
+    folder = os.environ.pop("HELD")
+    with open(f"{folder}/ready", "w") as stream:
+        stream.write(str(os.getpid()))
+    open(f"{folder}/go").read()
+"""
+"""`sitecustomize`: a process stands at its very beginning until somebody lets it go on."""
+
+AGENT = """
+import sys, time
+from kftrain.worker import agent, rank
+agent._preload = lambda task: None
+rank.run = lambda *arguments: time.sleep(600)
+agent.main(sys.argv[1])
+"""
+
+KEPT = "import time; from kftrain.process.kept import Reporter; Reporter().begin(); time.sleep(600)"
+
+KEEPER = """
+import os, sys
+from kftrain.process.kept import KeptProcess
+environment = dict(os.environ)
+KeptProcess([sys.executable, "-c", *sys.argv[2:]]).start({**environment, "HELD": sys.argv[1]})
+os.read(0, 1)
+"""
+
+ROLE = """
+import os, sys
+from pathlib import Path
+from kftrain.launch.role_processes import RoleProcesses
+from kftrain.launch.spec import Role
+role = Role(name="server", replicas=1, processes_per_node=1, arguments=())
+environment = {**os.environ, "HELD": sys.argv[1]}
+with RoleProcesses([sys.executable, "-c", sys.argv[2]], [role], environment, Path(sys.argv[1]), lambda: None):
+    os.read(0, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parent", "child"),
+    [
+        (KEEPER, [AGENT, NodeSpec("train", "runs/r", "0" * 64, processes=2).to_argument()]),
+        (KEEPER, [KEPT]),
+        (ROLE, ["import time; time.sleep(600)"]),
+    ],
+    ids=["agent", "kept", "role"],
+)
+def test_sigkill_of_the_parent_before_the_child_has_begun_leaves_nobody(tmp_path, parent, child):
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    for name in ("ready", "go"):
+        os.mkfifo(tmp_path / name)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", parent, str(tmp_path), *child]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as started:
+        orphan = psutil.Process(int((tmp_path / "ready").read_text()))
+        started.kill()
+    descriptor = os.pidfd_open(orphan.pid)
+    (tmp_path / "go").write_text("")
+    ended, _, _ = select.select([descriptor], [], [], LIMIT_SECONDS)
+    os.close(descriptor)
+    for each in [] if ended else [*orphan.children(), orphan]:
+        each.kill()
+    assert ended

@@ -39,10 +39,10 @@ main()
 """
 
 RANK = """
-import signal, sys, time
+import os, signal, sys, time
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process import output
-die_with_parent()
+die_with_parent(os.getppid())
 output.redirect()
 signals = []
 signal.signal(signal.SIGTERM, lambda number, _: print("asked") or signals.append(number))
