@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
@@ -74,10 +73,9 @@ class GlobalBatchNorms:
         # A group of its own: what the wrappers of the model exchange meanwhile does not mix with it.
         self._group = dist.new_group(ranks, timeout=self._mesh.world.timeout, use_local_synchronization=True)
 
-    def begin(self, weight: np.ndarray) -> None:
-        """Before a forward pass: `[rows]`, 0 for those that do not count."""
-        if self._norms:
-            self._weight = torch.from_numpy(weight).to(self._mesh.world.device)
+    def begin(self, weight: torch.Tensor) -> None:
+        """Before a forward pass: `[rows]` on the device, 0 for those that do not count."""
+        self._weight = weight
 
     def _forward(self, module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         if not module.training:
@@ -152,7 +150,9 @@ def _keep(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> Non
     if module.running_mean is None or module.running_var is None or module.num_batches_tracked is None:
         return
     module.num_batches_tracked.add_(1)
-    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    share: Any = module.momentum
+    if share is None:  # a tensor: the host need not know the number
+        share = (1.0 / module.num_batches_tracked).to(module.running_mean.dtype)
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
     module.running_var.lerp_(variance.to(module.running_var.dtype), share)
 

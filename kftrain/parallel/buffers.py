@@ -74,36 +74,41 @@ class CombinedBuffers:
         """Before a step: notes what sums start from."""
         if self.is_needed:
             sums = {name: slot for name, slot in self._slots.items() if slot[2] == "sum"}
-            self._before = {name: _on_cpu(module._buffers[key]) for name, (module, key, _) in sums.items()}
+            self._before = {name: _copy(module._buffers[key]) for name, (module, key, _) in sums.items()}
 
     @torch.no_grad()
     def combine(self, num_samples: float, counts: bool = True) -> None:
-        """After the forward passes of a step: makes the buffers the same on all processes. Collective.
+        """After the forward passes of a step: makes the buffers the same on all processes, on the device. Collective.
 
         `num_samples`: of this process in this step. `counts`: of processes that have seen the same ones one does.
         """
         if not self.is_needed:
             return
-        share = num_samples if counts else 0.0
-        (total,) = self._world.sum([share])
-        weight = share / total if total else 1 / self._world.size
+        share = torch.full((), num_samples if counts else 0.0, dtype=torch.float64, device=self._world.device)
+        total = share.clone()
+        dist.all_reduce(total)
+        weight = torch.where(total > 0, share / total, 1 / self._world.size)
         for name, (module, key, how) in self._slots.items():
             buffer = module._buffers[key]
             assert buffer is not None, name
             if how == "first":
-                self._world.copy_from_main(buffer)
+                content = buffer.contiguous().reshape(-1).view(torch.uint8)  # which every backend knows
+                dist.broadcast(content, src=0)
+                buffer.copy_(content.view(buffer.dtype).view_as(buffer))
             else:
                 before = self._before.get(name)
-                now = _on_cpu(buffer) if counts or before is None else before
-                buffer.copy_(self._combined(how, now, before, weight))
+                now = _copy(buffer) if counts or before is None else before
+                buffer.copy_(_combined(how, now, before, weight))
 
-    def _combined(self, how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: float) -> torch.Tensor:
-        if how == "max":
-            self._world.maximum(own)
-            return own
-        part = own * weight if how == "mean" else own - cast(torch.Tensor, before)
-        dist.all_reduce(part, group=self._world.control)
-        return part if how == "mean" else cast(torch.Tensor, before) + part
+
+def _combined(how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    """Over all processes. Collective. `own`: is changed; `weight`: of this process's in a mean."""
+    if how == "max":
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        return own
+    part = own * weight if how == "mean" else own - cast(torch.Tensor, before)
+    dist.all_reduce(part)
+    return part if how == "mean" else cast(torch.Tensor, before) + part
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -112,11 +117,11 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _on_cpu(buffer: torch.Tensor | None) -> torch.Tensor:
-    """A copy in float64 or int64, in which nothing is lost on the way."""
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor:
+    """In float64 or int64, in which nothing is lost on the way."""
     assert buffer is not None
     wide = torch.float64 if buffer.is_floating_point() else torch.int64
-    return buffer.detach().to("cpu", wide, copy=True)
+    return buffer.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
 
 
 def _error(what: str, value: Any, fix: str) -> ConfigError:

@@ -15,6 +15,7 @@ others do nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,11 +166,11 @@ class Regrouped:
         return exchange(part, self._there, self._back)
 
     def _there(self, part: torch.Tensor) -> torch.Tensor:
-        order, sent, received = self._routes()
+        order, sent, received = self._routes(part.device)
         return self._send(part[order], sent, received)
 
     def _back(self, gradient: torch.Tensor) -> torch.Tensor:
-        order, sent, received = self._routes()
+        order, sent, received = self._routes(gradient.device)
         returned = self._send(gradient.contiguous(), received, sent)
         found = torch.empty_like(returned)
         found[order] = returned
@@ -180,13 +181,22 @@ class Regrouped:
         dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self.peers.group)
         return found
 
-    def _routes(self) -> tuple[torch.Tensor, list[int], list[int]]:
-        """This process's rows in order of whom they go to, how many go to each, and come from each."""
-        keeper, user = keepers_and_users(self.num_rows, self.num_matrices, self.peers.size)
-        order = user[keeper == self.peers.rank].sort(stable=True).indices
-        sent = user[keeper == self.peers.rank].bincount(minlength=self.peers.size)
-        received = keeper[user == self.peers.rank].bincount(minlength=self.peers.size)
-        return order, sent.tolist(), received.tolist()
+    def _routes(self, device: torch.device) -> Routes:
+        return _routes(self.num_rows, self.num_matrices, self.peers.size, self.peers.rank, device)
+
+
+Routes = tuple[torch.Tensor, list[int], list[int]]
+"""A process's rows in order of whom they go to, on its device; how many go to each process, and come from each."""
+
+
+@functools.cache
+def _routes(num_rows: int, num_matrices: int, size: int, rank: int, device: torch.device) -> Routes:
+    """Found out once: an index that comes from the host, and numbers that it reads, wait for the device."""
+    keeper, user = keepers_and_users(num_rows, num_matrices, size)
+    order = user[keeper == rank].sort(stable=True).indices
+    sent = user[keeper == rank].bincount(minlength=size)
+    received = keeper[user == rank].bincount(minlength=size)
+    return order.to(device), sent.tolist(), received.tolist()
 
 
 def keepers_and_users(num_rows: int, num_matrices: int, num_processes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,10 +59,6 @@ class World:
         found: list[float] = tensor.tolist()
         return found
 
-    def maximum(self, tensor: torch.Tensor) -> None:
-        """Elementwise maximum of a tensor on the CPU over all processes, in place."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in order of rank, on every process."""
         values: list[Any] = [None] * self.size

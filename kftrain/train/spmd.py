@@ -117,13 +117,12 @@ class SpmdEngine:
         return total
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
-        if self._distributed.norms is not None:
-            self._distributed.norms.begin(micro.weight)
-        if self._log is None:
-            return loss_of(self.model, self.task, micro, self.mesh.world.device)
-        self._log.take()  # what a validation has called
-        loss = loss_of(self.model, self.task, micro, self.mesh.world.device)
-        blocks.require_same_calls(self._calls, self._log.take())
+        if self._log is not None:
+            self._log.take()  # what a validation has called
+        begin = None if self.norms is None else self.norms.begin
+        loss = loss_of(self.model, self.task, micro, self.mesh.world.device, begin)
+        if self._log is not None:
+            blocks.require_same_calls(self._calls, self._log.take())
         return loss
 
     def _update(self, norm: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,22 @@ def received(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
     return sent
 
 
-def loss_of(model: nn.Module, task: Task, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+def loss_of(
+    model: nn.Module,
+    task: Task,
+    micro: MicroBatch,
+    device: torch.device,
+    begin: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     """The sum of the loss terms, fp32, auxiliary ones among them.
+
+    `begin`: is given the weight of the rows, on the device, before the forward pass.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
     tensors = received(task, micro, device)
+    if begin is not None:
+        begin(tensors.weight)
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
         found = split_output(model(*inputs), len(micro.weight))

@@ -241,6 +241,17 @@ class Statistics(Stack):
         return out
 
 
+class Normed(Stack):
+    """With a batch norm whose running statistics are plain means."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM, momentum=None)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
 class Recurrent(Stack):
     def __init__(self):
         super().__init__()

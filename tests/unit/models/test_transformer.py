@@ -151,6 +151,23 @@ def test_attention_inside_documents_gives_each_document_the_logits_that_it_has_a
     torch.testing.assert_close(packed[1, : -len(tail) - len(documents[0])], torch.cat(alone[:0:-1]))
 
 
+@pytest.mark.parametrize(
+    ("attention", "dtype", "num_key_heads"),
+    [("rows", torch.bfloat16, 2), ("rows", torch.float32, 4), ("documents", torch.bfloat16, 4)],
+)
+def test_heads_are_grouped_only_where_a_fused_kernel_of_gpus_takes_groups(monkeypatch, attention, dtype, num_key_heads):
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(query, key, value, **options):
+        calls.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    model = build(num_heads=4, num_kv_heads=2, num_layers=1, attention=attention).to(dtype)
+    model(tokens(2, 8))
+    assert calls == [(num_key_heads, num_key_heads, num_key_heads == 2)]
+
+
 def test_attention_inside_documents_needs_to_know_what_starts_one():
     with pytest.raises(ConfigError, match="starts a document"):
         Transformer(vocab_size=8, attention="documents", dim=8, num_heads=2)

@@ -38,7 +38,7 @@ def computed(world, momentum):
         x[: len(own)] = own
         x.requires_grad_()
         weight = np.r_[np.ones(len(own)), np.zeros(5 - len(own))].astype(np.float32)
-        norms.begin(weight)
+        norms.begin(torch.from_numpy(weight))
         out = module(x)
         (out[: len(own)].square().sum() * (1 + world.rank)).backward()
     found = [out[: len(own)], x.grad[: len(own)], module.weight.grad, *module.buffers()]
@@ -68,7 +68,7 @@ def test_on_one_process_a_row_that_does_not_count_is_in_no_statistic():
     norms = GlobalBatchNorms(module, ALONE)
     norms.connect(3, True)  # each micro batch by itself, as everybody does
     torch.testing.assert_close(module(ROWS), plain(ROWS))
-    norms.begin(np.array([1, 1, 1, 0, 1, 1, 1], np.float32))
+    norms.begin(torch.tensor([1, 1, 1, 0, 1, 1, 1], dtype=torch.float32))
     kept = ROWS[[0, 1, 2, 4, 5, 6]]
     torch.testing.assert_close(module(ROWS)[[0, 1, 2, 4, 5, 6]], plain(kept))
     torch.testing.assert_close(module.running_var, plain.running_var)
@@ -121,7 +121,7 @@ def test_one_value_of_each_channel_is_refused_as_torch_does():
     module = norm(None)
     norms = GlobalBatchNorms(module, ALONE)
     module(torch.ones(1, 3))  # before the first step nothing counts yet
-    norms.begin(np.ones(1, np.float32))
+    norms.begin(torch.ones(1))
     with pytest.raises(ConfigError, match="one value of each channel"):
         module(torch.ones(1, 3))
     assert module(ROWS[:1]).shape == (1, 3, 4)

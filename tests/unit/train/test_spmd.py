@@ -1,6 +1,7 @@
 """The engine: no step waits for the device, none that is not finite counts, and its state fits any layout."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,17 +16,36 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.process.stop_request import StopRequest
 from kftrain.tasks import build_task
 from kftrain.train import session
+from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
+from kftrain.train.step import terms_of
 
 STEPS = 6
+
+
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
 
 
 class NothingIsRead(TorchDispatchMode):
     """Refuses what waits for the device to give the host a number."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        assert func not in READS, f"the host waits for {func}"
         return func(*args, **(kwargs or {}))
+
+
+class NothingGoesToTheHost(NothingIsRead):
+    """Refuses that it is asked for by name, too: on the device of these tests nothing is elsewhere."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        to_host = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("cpu")
+        assert not to_host, "a tensor goes to the host"
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Poisoned(Loader):
@@ -42,8 +62,8 @@ class Poisoned(Loader):
             yield batch
 
 
-def build(world, overrides=(), bad_step=None):
-    kinds = "{task: {kind: 'helpers.odd_models:Task'}, model: {kind: 'helpers.odd_models:Stack'}}"
+def build(world, overrides=(), bad_step=None, model="Stack"):
+    kinds = f"{{task: {{kind: 'helpers.odd_models:Task'}}, model: {{kind: 'helpers.odd_models:{model}'}}}}"
     settings = ["optimizer.warmup_steps=1", "train.gradient_clip_norm=0.5", f"train.steps={STEPS}", *overrides]
     resolved = config.parse(kinds, settings)
     loader = Poisoned(world, bad_step)
@@ -84,6 +104,26 @@ def steps_without_a_read(world, overrides):
 def test_the_host_reads_no_number_within_a_step(size, overrides):
     finite = [step != 2 for step in range(STEPS)]
     assert ranks.on(size, steps_without_a_read, overrides) == [finite] * size
+
+
+def steps_with_sent_batches(world, model):
+    """As the loader's thread sends them; whatever the engine itself brings to the device would wait for it."""
+    _, engine, loader = build(world, model=model)
+    from_numpy = torch.from_numpy
+    send = Carrier.to(world.device, engine.task).send
+    for batch in loader.steps(0, 3):
+        micros = [replace(each, sent=send(each, terms_of(engine.task, each))) for each in batch.micro_batches]
+        torch.from_numpy = None
+        try:
+            with NothingGoesToTheHost():
+                engine.step(replace(batch, micro_batches=micros), ROWS, lambda used: [0.0] * len(used))
+        finally:
+            torch.from_numpy = from_numpy
+
+
+@pytest.mark.parametrize("model", ["Statistics", "Normed"])
+def test_statistics_of_all_processes_stay_on_the_device(model):
+    assert ranks.on(2, steps_with_sent_batches, model) == [None, None]
 
 
 class Quiet:
