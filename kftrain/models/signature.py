@@ -66,10 +66,21 @@ def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -
     return found or {}
 
 
+def options_of(config: ModelConfig) -> dict[str, Any]:
+    """What the constructor gets from the configuration; with the defaults of the others where its source shows them."""
+    tree, constructor = _source_of(config.kind)
+    if tree is None or constructor is None:
+        return config.options()
+    if config.kind in BUILT_IN:
+        return _values(tree, constructor, config.options())
+    shown = {name: value for name, value in _defaults(constructor.args).items() if not isinstance(value, ast.expr)}
+    return {**shown, **config.options()}
+
+
 def _values(tree: ast.Module, constructor: ast.FunctionDef, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a constructor of ours gets: its defaults, and the options as their annotations want them."""
     names, annotations = _aliases(tree), _annotations(constructor.args)
-    given = {name: _checked(name, value, _evaluated(annotations[name], names)) for name, value in options.items()}
+    given = {name: _checked(name, value, _evaluated(annotations.get(name), names)) for name, value in options.items()}
     return {**_defaults(constructor.args), **given}
 
 

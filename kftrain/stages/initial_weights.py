@@ -8,6 +8,8 @@ from kftrain import registry, storage
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
 from kftrain.errors import CheckpointError, ConfigError
+from kftrain.models.settings import ModelConfig
+from kftrain.models.signature import options_of
 from kftrain.progress import Progress
 from kftrain.registry import lineage
 from kftrain.run import documents, export
@@ -43,7 +45,8 @@ def with_initial_weights(config: Config, paths: RunPaths, progress: Progress) ->
 def require_fit(config: Config, task: Task) -> None:
     """Raises ConfigError where the weights were trained as another model, or read other files than the task does.
 
-    Shapes are compared when they are loaded. A tokenizer of another dataset would fit, and each token mean another.
+    Shapes are compared when they are loaded. A tokenizer of another dataset would fit, and each token mean another; so
+    would a model of as many heads as never trained together.
     """
     start, trust = config.train.initial_weights, Trust.of(config)
     if not start.export_uri:
@@ -56,6 +59,7 @@ def require_fit(config: Config, task: Task) -> None:
             value=config.model.kind,
             fix="configure the same model, or train from scratch",
         )
+    _require_same_options(config, recipe.model)
     files = export.read_export_manifest(start.export_uri, start.export_digest).files
     for name, content in task.assets().items():
         theirs = files[name].sha256 if name in files else "none"
@@ -66,6 +70,24 @@ def require_fit(config: Config, task: Task) -> None:
                 value=theirs[:16],
                 fix=f"name {storage.join(start.export_uri, name)} in the section task, or train from scratch",
             )
+
+
+def _require_same_options(config: Config, exported: ModelConfig) -> None:
+    """Raises ConfigError for an option that another one had, even where all shapes are the same."""
+    ours, theirs, train = options_of(config.model), options_of(exported), config.train
+    may_differ = {*TOLD_BY_SHAPES, *train.from_may_differ}
+    for name in sorted({*ours, *theirs} - may_differ):
+        if ours.get(name) != theirs.get(name) and "drop" not in name:  # whatever is dropped is so in training alone
+            raise ConfigError(
+                f"the model is not the one of {train.initial_weights.origin}, whose {name} is {theirs.get(name)}",
+                where=f"model.{name}",
+                value=ours.get(name),
+                fix="set it to that, name it in train.from_may_differ if it changes no output, or train from scratch",
+            )
+
+
+TOLD_BY_SHAPES = ("num_kv_heads", "ffn_dim")
+"""Options of built-in models of which 0 stands for a size that the tensors tell."""
 
 
 def _starting_with(config: Config, train: TrainConfig) -> Config:

@@ -1,5 +1,7 @@
 """`train.from` is looked up once, when a run is opened, and belongs to the training from then on."""
 
+import json
+
 import pytest
 from helpers.documents import digits_config, publish_commit, publish_described_export
 from helpers.toy_task import ToyTask
@@ -29,15 +31,18 @@ def champions(tmp_path, monkeypatch):
     return made
 
 
-def crown(champions, root, kind="vision_transformer"):
+SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2}
+"""What `digits_config` says."""
+
+
+def crown(champions, root, kind="vision_transformer", **options):
     number = len(champions) + 1
     uri = f"{root}/store/runs/old-{number}/export/c"
-    model = {"kind": kind, "number": number}
     description = {
         "schema_version": 1,
-        "model": model,
+        "model": {"kind": kind, **(options or SMALL)},
         "task": {"kind": "image_classification", "image_size": 8},
-        "model_arguments": {},
+        "model_arguments": {"number": number},
     }
     digest = publish_described_export(uri, description)
     champions.append(Champion(number, f"{root}/store/runs/old-{number}", "c", uri, digest))
@@ -128,6 +133,43 @@ def test_an_export_that_is_gone_and_a_model_of_another_kind_are_refused(tmp_path
     crown(champions, tmp_path, "transformer")
     with pytest.raises(ConfigError, match=r"whose model\.kind is transformer"):
         opened(tmp_path, "r-2", "train.from=champion")
+
+
+def require_fit(root, champion, model, *overrides):
+    trust = "trusted_kinds: ['helpers.odd_models:Recurrent']"
+    text = f"{{model: {json.dumps(model)}, run: {{storage_root: {root}/store}}, registry: {{{trust}}}}}"
+    resolved = config.parse(text, overrides)
+    train = resolved.train.starting_with("version 1", champion.export_uri, champion.export_digest)
+    initial_weights.require_fit(resolved.model_copy(update={"train": train}), ToyTask())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "theirs", "ours", "shown"),
+    [
+        ("vision_transformer", "num_heads", 2, None, r"model\.num_heads: .* whose num_heads is 2 \(got 4\)"),
+        ("transformer", "num_heads", 3, 2, r"whose num_heads is 3 \(got 2"),
+        ("transformer", "rope_theta", 1e4, 500.0, r"whose rope_theta is 10000\.0 \(got 500"),
+        ("transformer", "norm_eps", 1e-6, None, r"whose norm_eps is 1e-06 \(got 1e-05"),
+        ("helpers.odd_models:Recurrent", "gain", 2, 3, r"whose gain is 2 \(got 3"),
+    ],
+)
+def test_an_option_that_changes_no_shape_must_be_that_of_the_export(
+    tmp_path, champions, kind, name, theirs, ours, shown
+):
+    champion = crown(champions, tmp_path, kind, **{name: theirs})
+    model = {"kind": kind, **({} if ours is None else {name: ours})}
+    with pytest.raises(ConfigError, match=shown) as caught:
+        require_fit(tmp_path, champion, model)
+    assert "\n" not in caught.value.line
+    require_fit(tmp_path, champion, {"kind": kind, name: theirs})
+    require_fit(tmp_path, champion, model, f"train.from_may_differ=['{name}']")
+
+
+def test_what_is_dropped_in_training_and_sizes_by_another_name_may_differ(tmp_path, champions):
+    champion = crown(champions, tmp_path, dropout=0.1, dim=64)
+    require_fit(tmp_path, champion, {"kind": "vision_transformer"})
+    champion = crown(champions, tmp_path, "transformer", num_heads=4, num_kv_heads=4)
+    require_fit(tmp_path, champion, {"kind": "transformer", "num_heads": 4, "rope_theta": 10000})
 
 
 @pytest.mark.parametrize("theirs", [b"another", None])
