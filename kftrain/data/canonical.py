@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -20,6 +23,12 @@ def canonical(value: Any) -> Iterator[bytes]:
         yield from canonical(b"text " + value.encode("utf-8", "surrogatepass"))
     elif value is None or isinstance(value, bool | int | float | np.generic):
         yield f"{type(value).__name__} {value!r} ".encode()
+    elif isinstance(value, date | time):
+        yield from canonical(["time", value.isoformat()])
+    elif isinstance(value, timedelta):
+        yield from canonical(["microseconds", value // timedelta(microseconds=1)])
+    elif isinstance(value, Decimal | UUID):
+        yield from canonical([type(value).__name__, str(value)])
     elif isinstance(value, list | tuple):
         yield f"list {len(value)} ".encode()
         for item in value:

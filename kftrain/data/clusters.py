@@ -43,7 +43,9 @@ class Clusters:
 
 
 def cluster_of(task: Task, record: Record) -> str:
-    """The name of the record's cluster. Raises UserCodeError where it is no text."""
+    """The name of the record's cluster; empty: its key is. Raises UserCodeError where it is no text."""
+    if not task.names_clusters:
+        return record.unit
     name = task.cluster(record)
     if not isinstance(name, str) or not name:
         raise UserCodeError("must return a text that is not empty", where="task.cluster", value=name)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import resource
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 
@@ -174,9 +174,11 @@ class ShardedDataset:
     def group_keys(self) -> list[str]:
         """The key of each group, in the order of their ids; of a mixture below the name of its component.
 
+        A key of content that comes again in another part is counted on: `a.jsonl:1f…` becomes `a.jsonl:1f…#2`.
         Raises DataError where a shard is damaged.
         """
-        keys: list[str] = []
+        keys: dict[str, None] = {}
+        numbers = Counter[str]()
         prefixes = self._key_prefixes or [""] * len(self._shards)
         for number, (shard, prefix) in enumerate(zip(self._shards, prefixes, strict=True)):
             self._shard(number)
@@ -187,8 +189,13 @@ class ShardedDataset:
                     where=shard_uri(self._uri, shard),
                     fix=again(shard),
                 )
-            keys += [prefix + key for key in found]
-        return keys
+            for key in (prefix + each for each in found):
+                content = key.rpartition("#")[0] or key
+                while key in keys:
+                    numbers[content] += 1
+                    key = f"{content}#{numbers[content] + 1}"
+                keys[key] = None
+        return list(keys)
 
     def place_of(self, sample: int) -> str:
         """Where a sample lies, for people: the URI of its shard, and its key. Reads the shard up to there."""

@@ -88,6 +88,10 @@ class Record:
     """`train` or `validation` where the source itself decides; empty: by a hash of the key."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Extension in lower case -> the file as it came. An encoded field takes the one that its extensions name."""
+    unit: str = ""
+    """What the split's hash is of, so that it is on one side; empty: the key."""
+    place: str = ""
+    """Where it stands in its source, for people; empty: the key says it."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,8 @@ class SourcePart:
     """What its records depend on beside the pieces: the classes of all images; JSON."""
     size_bytes: int = 0
     """What is read for it, about."""
+    state: str = ""
+    """What else shows that its files have changed, and is no part of what it is known by."""
 
     def identity(self) -> list[Any]:
         """What it is made from, wherever its files lie."""

@@ -19,6 +19,9 @@ MAX_WINDOW_SAMPLES = 1 << 22
 
 DEFAULT_SOURCE = "stdlib"
 
+CONTENT_KEY = "*"
+"""As `data.key`: a record is known by all that it holds."""
+
 Weight = Annotated[float, Field(ge=0.0)]
 
 
@@ -165,6 +168,13 @@ class DataConfig(Section):
     """Of adopted shards: so many samples that lack a file of a field are left out; one more is an error."""
     text_field: str = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
+    key: str = ""
+    """Column that says which record it is; `*`: all columns, its content. Empty: lines and rows are known by their
+    content, those of a dataset that a release before has begun by their number; other records by their name."""
+    group: str = ""
+    """Column of which all records of one value are on one side of the split, and one unit of the bootstrap."""
+    stratify: str = ""
+    """Column of whose values each has the same share held out, as counted when the source is sharded first."""
     shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
     """Target size of one shard."""
     part_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
@@ -224,6 +234,11 @@ class DataConfig(Section):
         return self.model_copy(update={**changes, "mixture": (), "mixture_phases": (), "replay": ReplayConfig()})
 
     @property
+    def columns(self) -> dict[str, str]:
+        """Setting -> column, of those that say which record it is and how it is split."""
+        return {name: value for name in ("key", "group", "stratify") if (value := getattr(self, name))}
+
+    @property
     def components(self) -> tuple[ComponentConfig, ...]:
         """The datasets of the mixture, or the window and what is seen again beside it; empty for one dataset."""
         if not self._has_replay:
@@ -250,6 +265,8 @@ class DataConfig(Section):
             raise ValueError("length_group_batches and mixture exclude each other: its batches are of all components")
         if self.window.is_set and self.shards == "adopt":
             raise ValueError("a window is of written shards: leave out shards: adopt")
+        if self.columns and (self.shards == "adopt" or {"group", "stratify"} <= self.columns.keys()):
+            raise ValueError("key, group and stratify need written shards, and group and stratify exclude each other")
         steps = [phase.first_step for phase in self.mixture_phases]
         if sorted(set(steps)) != steps:
             raise ValueError("mixture_phases stand in the order of their first_step, each with another one")

@@ -35,6 +35,8 @@ from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source
+from kftrain.data.sources.keyed import KeyedSource
+from kftrain.data.sources.listing import digests_of
 from kftrain.data.sources.windowed import TIMES_FOLDER
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
@@ -81,14 +83,15 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
     sharding = _Sharding(config, task, progress)
     root = config.run.storage_root
     pointer = storage.join(root, "shards", "by-source", f"{sharding.source_digest()}.json")
-    manifest, damaged = _find(root, pointer, progress)
+    manifest, level = _find(root, pointer, sharding.state, progress)
     reused = manifest is not None
     if manifest is None:
         with storage.telling_of_disks(storage.join(root, "shards")):
-            manifest = sharding.run("sha256" if damaged else "size")
+            manifest = sharding.run(level)
             digest = manifest.dataset_digest
-            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
-            storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": below_root(digest)})
+            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest, "strata": sharding.source.strata})
+            target = {"dataset_digest": digest, "manifest_uri": below_root(digest), "state": sharding.state}
+            storage.publish_json(pointer, target)
     elif task.asset_names:
         task.restore(read_assets(root, manifest.task_settings))
     uri = storage.join(root, below_root(manifest.dataset_digest))
@@ -100,23 +103,28 @@ def below_root(dataset_digest: str) -> str:
     return f"shards/{dataset_digest}/{MANIFEST_NAME}"
 
 
-def _find(root: str, pointer: str, progress: Progress) -> tuple[Manifest | None, bool]:
-    """The manifest that the pointer leads to, if all its shards are there and unchanged; whether they are damaged."""
+def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Manifest | None, Level]:
+    """The manifest that the pointer leads to, if source and shards are unchanged; how far parts are used again."""
     try:
         found = storage.read_json_if_exists(pointer)
         if found is None:
-            return None, False
+            return None, "size"
+        if found.get("state", state) != state:
+            progress("files of the source may hold something else, at the same size and time: looking at them again")
+            return None, "replaced"
         uri = storage.join(root, below_root(found["dataset_digest"]))
         manifest = manifests.read_manifest(uri)
         verify.verify_shards(uri, manifest)
         read_assets(root, manifest.task_settings)
+        if "state" not in found:  # of a release before
+            storage.publish_json(pointer, {**found, "state": state})
     except (KftrainError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, KftrainError) and error.retryable:  # storage is away: the shards may be as they were
             raise
         progress(f"the shards of this source cannot be used again ({error}); sharding again")
-        return None, True
+        return None, "sha256"
     progress(f"the source is unchanged: using the shards at {uri.rsplit('/', 1)[0]}")
-    return manifest, False
+    return manifest, "size"
 
 
 class _Sharding:
@@ -125,15 +133,20 @@ class _Sharding:
     def __init__(self, config: Config, task: Task, progress: Progress) -> None:
         self._config = config
         self._task = task
-        self._kind = resolve_source.source_kind(config.data)
+        self._kind = resolve_source.source_kind(config.data, progress)
         self._root = config.run.storage_root
         self._shards_uri = storage.join(self._root, "shards")
         times_uri = storage.join(self._shards_uri, TIMES_FOLDER)
-        self._source = resolve_source.open_kind(self._kind, config.data, times_uri)
+        source = resolve_source.open_kind(self._kind, config.data, times_uri)
         self._progress = progress
-        self._listing_digest = storage.digest_json(self._source.listing())
+        self._listing_digest, self.state = digests_of(source.listing())
         self._encoding = Encoding.of(config.data, config.task.kind, task)
         self._settings = self._all_settings()
+        if not storage.exists(self.latest_uri()):  # else a release before has begun it, by numbers
+            data = resolve_source.with_content_keys(config.data, self._kind)
+            self._config = config.model_copy(update={"data": data})
+            self._settings = self._all_settings()
+        self.source = KeyedSource(source, self._config.data)
 
     def _all_settings(self) -> dict[str, Any]:
         """All but the listing and the length of parts that decides the shards."""
@@ -144,6 +157,7 @@ class _Sharding:
             "text_field": data.text_field,
             "shard_size_bytes": data.shard_size_bytes,
             "validation_fraction": data.validation_fraction,
+            **data.columns,
             "task": {
                 "kind": self._config.task.kind,
                 "settings": self._encoding.settings,
@@ -166,7 +180,8 @@ class _Sharding:
     def run(self, level: Level) -> Manifest:
         """Reads, encodes, writes and publishes; the manifest that is then in the store."""
         self._progress(f"sharding {self._config.data.source}")
-        parts = self._source.parts(self._config.data.part_size_bytes)
+        self.source.learn_strata(self._latest().get("strata"))
+        self._parts = parts = self.source.parts(self._config.data.part_size_bytes)
         self._learn(parts)
         store = PartStore(self._shards_uri, self._encoding, level)
         documents = self._encoded(store, parts)
@@ -188,15 +203,15 @@ class _Sharding:
             if known:
                 self._task.restore(known)
             else:
-                self._task.learn(training_records(self._config, self._task, self._source, parts))
+                self._task.learn(training_records(self._config, self._task, self.source, parts))
             keep_assets(self._root, self._task.assets())
         self._encoding = Encoding.of(self._config.data, self._config.task.kind, self._task)
 
     def _known_assets(self) -> dict[str, bytes]:
         """Those of the last dataset of this source, so that what is added is encoded as what there was."""
         try:
-            latest = storage.read_json_if_exists(self.latest_uri())
-            if latest is None:
+            latest = self._latest()
+            if not latest:
                 return {}
             manifest = manifests.read_manifest(storage.join(self._root, below_root(latest["dataset_digest"])))
             return read_assets(self._root, manifest.task_settings)
@@ -206,7 +221,7 @@ class _Sharding:
 
     def _encoded(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
         """What became of each part."""
-        settings = self._all_settings()
+        settings = {**self._all_settings(), **({"strata": self.source.strata} if self.source.strata else {})}
         inputs = [storage.digest_json({**settings, "part": part.identity()}) for part in parts]
         found: dict[int, PartDocument] = {}
         written: list[int] = []
@@ -230,13 +245,14 @@ class _Sharding:
         if num_processes == 1:
             shown = self._progress if len(parts) == 1 else lambda line: None
             for number in range(len(parts)):
-                yield number, *store.obtain(self._source, parts[number], inputs[number], shown)
+                yield number, *store.obtain(self.source, parts[number], inputs[number], shown)
             return
         first = {
             "data": self._config.data.model_dump(mode="json"),
             "task": self._config.task.model_dump(mode="json"),
             "kind": self._kind,
             "assets": self._encoding.settings.get(ASSETS, {}),
+            "strata": self.source.strata,
             "root": self._root,
             "shards_uri": store.shards_uri,
             "level": store.level,
@@ -259,7 +275,7 @@ class _Sharding:
             self._refuse_changed_source()
         seconds = time.monotonic() - start
         for number in written:
-            store.keep(inputs[number], found[number].part_digest)
+            store.keep(inputs[number], found[number].part_digest, self._parts[number].state)
         written.clear()
         return time.monotonic() + seconds / LISTING_SHARE
 
@@ -290,12 +306,15 @@ class _Sharding:
         )
 
     def _parent(self, dataset_digest: str) -> str:
-        try:
-            latest = storage.read_json_if_exists(self.latest_uri())
-            found = str(latest["dataset_digest"]) if latest else ""
-        except (DataError, ValueError, KeyError, TypeError):
-            return ""
+        found = str(self._latest().get("dataset_digest", ""))
         return "" if found == dataset_digest else found
+
+    def _latest(self) -> dict[str, Any]:
+        """Digest and strata of the last dataset of this source; empty where there is none, or nobody knows."""
+        try:
+            return dict(storage.read_json_if_exists(self.latest_uri()) or {})
+        except (DataError, ValueError, TypeError):
+            return {}
 
     def _empty(self, split: str) -> DataError:
         return DataError(
@@ -306,7 +325,7 @@ class _Sharding:
         )
 
     def _refuse_changed_source(self) -> None:
-        if storage.digest_json(self._source.listing()) != self._listing_digest:
+        if digests_of(self.source.listing())[0] != self._listing_digest:
             raise DataError(
                 "the source changed while it was read, or does not give the same records twice",
                 where=self._config.data.source,
@@ -317,8 +336,7 @@ class _Sharding:
 def training_records(config: Config, task: Task, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
     """The records of some parts that are in the training split, in order."""
     for record in (record for part in parts for record in source.read(part)):
-        name = cluster_of(task, record) if task.names_clusters else ""
-        if resolve_source.split_of(record, config.data.validation_fraction, name) == "train":
+        if resolve_source.split_of(record, config.data.validation_fraction, cluster_of(task, record)) == "train":
             yield record
 
 

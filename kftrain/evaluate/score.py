@@ -187,7 +187,7 @@ def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: in
         arrays, _ = dataset.read_range(rows.start, rows.stop)
         if any(len(values) != len(rows) for values in arrays.values()):
             raise EvaluationError(f"{len(rows)} samples must be read once each", value=sorted(arrays))
-        clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if task.names_clusters else None
+        clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if CLUSTER in arrays else None
         return _Read(decoded(task, arrays, rows, dataset.place_of), clusters, place < len(own))
 
     def begin(place: int) -> Future[_Read]:

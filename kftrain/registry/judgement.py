@@ -32,6 +32,8 @@ class Challenger:
     measured: MeasuredExport
     on_reference: MeasuredExport | None = None
     """On the reference set, if there is one."""
+    trained_on: GateReason | None = None
+    """What the champion knows of the validation split."""
 
     @property
     def digest(self) -> str:
@@ -73,7 +75,10 @@ def judge(
     former = rival is not None and rival != champion_version(entries)
     said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
     said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
-    decision = replace(found.decision, reason=": ".join([*said, found.decision.reason]))
+    told = [challenger.trained_on] if challenger.trained_on else []
+    reason = "; ".join([found.decision.reason, *(each.text for each in told if each.figures.get("value"))])
+    reasons = (*found.decision.reasons, *told)
+    decision = replace(found.decision, reason=": ".join([*said, reason]), reasons=reasons)
     return replace(found, decision=decision, former=former)
 
 

@@ -22,7 +22,7 @@ from kftrain.registry.journal import Entry, champion_version, former_champions, 
 from kftrain.registry.judgement import Challenger, Judgement
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
 from kftrain.registry.registration import RegisteredVersion, require_same_export
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, endpoint
 from kftrain.tracking.client import ModelVersion
@@ -72,18 +72,19 @@ def gate_and_promote(
     completion: Completion,
     evaluation: Evaluation,
     metrics: Metrics,
+    trained_on: GateReason | None = None,
 ) -> Registration:
     """Decides whether a registered version becomes champion, and makes it so if the policy is `auto`.
 
-    `metrics`: the task's function from sums to metrics. Every byte of the export is checked before it is promoted.
-    Writes `registration.json`. May be repeated. Raises ConfigError for an unknown metric, EvaluationError for
+    `metrics`: the task's function from sums to metrics. `trained_on`: as `Challenger` has it. Every byte of the export
+    is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an unknown metric, EvaluationError for
     evaluation files that do not fit, TrackingError.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
     on_reference = comparison.read_on_reference(paths, evaluation)
-    challenger = Challenger(paths, registered, _read_challenger(paths, evaluation), on_reference)
+    challenger = Challenger(paths, registered, _read_challenger(paths, evaluation), on_reference, trained_on)
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:

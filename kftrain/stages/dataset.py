@@ -43,11 +43,11 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
     require_places(manifest, shards.manifest_uri, config)
     task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
     with user_code("task.schema") if is_plugin(config.task.kind) else contextlib.nullcontext():
-        wanted = {split: task.sample_schema(split) for split in SPLITS}
+        wanted, grouped = ({split: task.sample_schema(split, has) for split in SPLITS} for has in (False, True))
         conversion = conversion_of(manifest, task)
         former = [dict.fromkeys(SPLITS, schema) for schema in task.former_schemas()]
     found = {split: manifest.schema_of(split) for split in SPLITS}
-    if conversion is None and found not in (wanted, *former):
+    if conversion is None and found not in (wanted, grouped, *former):
         raise DataError(
             f"the shards do not hold what the task reads, {_shown(wanted)}",
             where=shards.manifest_uri,

@@ -17,7 +17,7 @@ from kftrain.run.commit import differences
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, reference_set, tracked
+from kftrain.stages import failure, firing, reference_set, tracked, trained_on
 from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
 from kftrain.stages.dataset import read_dataset, read_shards
 from kftrain.stages.drift import read_drift
@@ -74,7 +74,8 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
             lambda: package_of(config, shards, manifest, completion, evaluation, progress),
         )
         metrics = task_metrics(config)
-        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics)
+        known = trained_on.gate_reason(config, shards, manifest)
+        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, known)
         compared = _comparison(paths, config)
         page = _report(paths, config, manifest, completion, evaluation, registration, bool(compared))
         for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, compared)):

@@ -9,6 +9,7 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.sharding import training_records
 from kftrain.data.sources import resolve_source
+from kftrain.data.sources.keyed import KeyedSource
 from kftrain.errors import ConfigError
 from kftrain.tasks import build_task, language_modeling
 from kftrain.tasks.language_modeling import LanguageModeling
@@ -30,7 +31,10 @@ def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> 
     task = build_task(config.task.model_copy(update={"tokenizer": train}))
     if not isinstance(task, LanguageModeling):
         raise ConfigError("has no tokenizer", where="task.kind", value=config.task.kind, fix="use language_modeling")
-    source = resolve_source.open_kind(resolve_source.source_kind(config.data), config.data)
+    kind = resolve_source.source_kind(config.data)
+    data = resolve_source.with_content_keys(config.data, kind)  # another tokenizer makes a new dataset
+    source = KeyedSource(resolve_source.open_kind(kind, data), data)
+    source.learn_strata()
     parts = source.parts(config.data.part_size_bytes)
     task.learn(training_records(config, task, source, parts))
     uri, tokenizer = storage.absolute(out), task.tokenizer

@@ -184,14 +184,14 @@ class Task(ABC):
         """Whether it has a `cluster` of its own."""
         return type(self).cluster is not Task.cluster
 
-    def sample_schema(self, split: str = "train") -> SampleSchema:
+    def sample_schema(self, split: str = "train", is_grouped: bool = False) -> SampleSchema:
         """Fields of a split's samples as the shards hold them: with the cluster where it is named.
 
         Where the splits have fields of their own, training samples have none, as nobody asks for it.
         """
         own, validation = self.schema(), self.validation_schema()
         chosen = validation if split == "validation" else own
-        if not self.names_clusters or (chosen is own and own != validation):
+        if not (self.names_clusters or is_grouped) or (chosen is own and own != validation):
             return chosen
         return SampleSchema((*chosen.fields, Field(CLUSTER, "int64")))
 

@@ -14,6 +14,7 @@ from kftrain.data.parts.store import PartStore
 from kftrain.data.schema import SourcePart
 from kftrain.data.settings import DataConfig
 from kftrain.data.sources import resolve_source
+from kftrain.data.sources.keyed import KeyedSource
 from kftrain.errors import KftrainError, error_to_dict
 from kftrain.process.parent_death import die_with_parent
 from kftrain.tasks.registry import build_task
@@ -44,7 +45,7 @@ class _Encoder:
 
     def __init__(self, first: dict[str, Any]) -> None:
         data, config = DataConfig.model_validate(first["data"]), TaskConfig.model_validate(first["task"])
-        self._source = resolve_source.open_kind(first["kind"], data)
+        self._source = KeyedSource(resolve_source.open_kind(first["kind"], data), data, first["strata"])
         task = build_task(config)
         if first["assets"]:
             task.restore(read_assets(first["root"], {ASSETS: first["assets"]}))
@@ -52,6 +53,6 @@ class _Encoder:
         self._store = PartStore(first["shards_uri"], encoding, first["level"])
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        part = SourcePart(tuple(job["pieces"]), job["context"])
+        part = SourcePart(tuple(job["pieces"]), job["context"], state=job["state"])
         document, reused = self._store.obtain(self._source, part, job["input_digest"], lambda line: None)
         return {"document": document.to_dict(), "reused": reused}

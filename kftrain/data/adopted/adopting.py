@@ -38,7 +38,7 @@ from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.npy_header import npy_bytes
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source, tar_samples
-from kftrain.data.sources.listing import SourceFile
+from kftrain.data.sources.listing import SourceFile, digests_of
 from kftrain.data.sources.webdataset import WebDatasetSource, source_folder
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
@@ -72,22 +72,22 @@ def adopt(config: Config, task: Task | None, progress: Progress) -> Adopted:
     """
     adopting = _Adopting(config, task, progress)
     pointer = storage.join(config.run.storage_root, "shards", "by-source", f"{adopting.source_digest()}.json")
-    found = _find(config.run.storage_root, pointer)
+    found = _find(config.run.storage_root, pointer, state := adopting.state)
     if found is not None:
         progress(f"the shards are unchanged: using {found.manifest_uri}")
         return found
     uri, manifest = adopting.run()
     below_root = uri.removeprefix(config.run.storage_root.rstrip("/") + "/")
     digest = manifest.dataset_digest
-    storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": below_root})
+    storage.publish_json(pointer, {"dataset_digest": digest, "manifest_uri": below_root, "state": state})
     return Adopted(uri, manifest, reused=False)
 
 
-def _find(root: str, pointer: str) -> Adopted | None:
+def _find(root: str, pointer: str, state: str) -> Adopted | None:
     """What was made of shards of these names, sizes and times before, if it is still there."""
     try:
         found = storage.read_json_if_exists(pointer)
-        if found is None:
+        if found is None or found.get("state", state) != state:
             return None
         uri = storage.join(root, found["manifest_uri"])
         manifest = manifests.read_manifest(uri)
@@ -165,7 +165,8 @@ class _Adopting:
             if not manifests.is_adoptable(self._folder, file.name):
                 what = "the name of a shard holds control characters, or is not UTF-8"
                 raise DataError(what, where=self._folder, value=file.name, fix="rename it")
-        return files, storage.digest_json(source.listing())
+        digest, self.state = digests_of(source.listing())
+        return files, digest
 
     def _scans(self, tables: Path) -> Iterator[Scanned]:
         """Of each shard that is in a split."""

@@ -30,7 +30,7 @@ from kftrain.data.shards.manifest import Shard, check_schema
 from kftrain.data.shards.verify import refuse_duplicate_keys
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.data.sources import resolve_source
-from kftrain.errors import DataError
+from kftrain.errors import ConfigError, DataError, error_from_dict
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
@@ -70,9 +70,13 @@ class Encoding:
         """
         is_users = plugins.is_plugin(kind)
         with plugins.user_code("task") if is_users else contextlib.nullcontext():
-            schemas, assets = {split: task.sample_schema(split) for split in SPLITS}, task.assets()
+            schemas = {split: task.sample_schema(split, bool(data.group)) for split in SPLITS}
+            assets = task.assets()
             settings = json.loads(storage.dump_json(task.settings()))
             content_names = tuple(task.content_fields())
+        if (data.group or data.stratify) and task.names_clusters:
+            where = "data.group" if data.group else "data.stratify"
+            raise ConfigError("the task names clusters, which stay together", where=where, fix="remove it")
         for schema in schemas.values():
             check_schema(schema, "task.schema()")
         settings = {**settings, **({ASSETS: digests_of(assets)} if assets else {})}
@@ -131,8 +135,7 @@ def _training_records(
     """Those of the training split; the others are put aside."""
     task, fraction = encoding.task, encoding.validation_fraction
     for record in records:
-        name = cluster_of(task, record) if task.names_clusters else ""
-        split = resolve_source.split_of(record, fraction, name)
+        split = resolve_source.split_of(record, fraction, cluster_of(task, record))
         log.note(record, split)
         if split == "train":
             yield record
@@ -183,14 +186,24 @@ def _write_split(
 
 
 def _blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterator[Block]:
-    task = encoding.task
+    task, latest = encoding.task, Record("", {})
+
+    def remembered() -> Iterator[Record]:
+        nonlocal latest
+        for latest in records:  # noqa: UP028 - a generator's variable outlives it
+            yield latest
+
     with encoding.task_code():
         has_cluster = any(field.name == CLUSTER for field in encoding.schemas[split].fields)
         clusters = Clusters(task, split) if has_cluster else None
-        blocks = iter(task.encode(clusters.noted(records) if clusters else records, split))
+        blocks = iter(task.encode(clusters.noted(remembered()) if clusters else remembered(), split))
     while True:
-        with encoding.task_code():
-            block = next(blocks, None)
+        try:
+            with encoding.task_code():
+                block = next(blocks, None)
+        except DataError as error:  # a key of content says nothing to people
+            where = error.where.replace(latest.key, latest.place) if latest.place else error.where
+            raise error_from_dict({**error.to_dict(), "where": where}) from error
         if block is None:
             return
         yield clusters.added_to(block) if clusters else block

@@ -1,7 +1,7 @@
 """What a part remembers of its records: hashes of key and content, and the keys; so that copies are found afterwards.
 
-    records.npy    int64 [records, 3]: hash of the key, hash of the content, 0 in training and 1 in validation
-    keys.gz        a line of JSON for each record: its key
+    records.npy    int64 [records, 3]: hash of the name, hash of the content, 0 in training and 1 in validation
+    keys.gz        a line of JSON for each record: its name, which is its key or, where that is of content, its place
 
 Memory while writing: 24 bytes per record of the part.
 """
@@ -67,16 +67,17 @@ class RecordLog:
     def note(self, record: Record, split: str) -> None:
         """Remembers a record."""
         hashed, size_bytes = content_size(content_of(record, self._names))
-        self._table.extend((key_hash(record.key), hashed, SPLITS.index(split)))
-        self._keys.write(json.dumps(record.key).encode() + b"\n")
+        name = record.place or record.key  # an equal record of another part has this key, too
+        self._table.extend((key_hash(name), hashed, SPLITS.index(split)))
+        self._keys.write(json.dumps(name).encode() + b"\n")
         self.num_bytes[split] += size_bytes
         self.size_counts[split][min(63, size_bytes.bit_length())] += 1
         if not size_bytes:
             self.num_empty += 1
-            self.empty += [record.key] * (self.num_empty <= MAX_NAMED)
+            self.empty += [name] * (self.num_empty <= MAX_NAMED)
         if size_bytes > self._max_bytes:
             self.num_oversized += 1
-            self.oversized += [record.key] * (self.num_oversized <= MAX_NAMED)
+            self.oversized += [name] * (self.num_oversized <= MAX_NAMED)
 
     def finish(self) -> str:
         """Ends the files; the sha256 of the table."""

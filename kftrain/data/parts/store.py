@@ -14,7 +14,7 @@ from kftrain.data.shards.manifest import index_name, reading
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.errors import DataError, KftrainError
 
-Level = Literal["sha256", "size"]
+Level = Literal["sha256", "size", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,18 @@ class PartStore:
     shards_uri: str
     encoding: Encoding
     level: Level = "size"
-    """What is compared of a part before it is used again: everything, or lengths; training compares the rest."""
+    """What is compared of a part before it is used again: everything, or lengths; training compares the rest.
+    `replaced`: files of the source may hold something else; a part of before, which knows no state, is made anew."""
 
     def uri(self, part_digest: str) -> str:
         """The folder of a part."""
         return storage.join(self.shards_uri, PARTS_FOLDER, part_digest)
 
-    def find(self, input_digest: str) -> PartDocument | None:
-        """The part that was made from this input, if its files are there and unchanged."""
+    def find(self, input_digest: str, state: str) -> PartDocument | None:
+        """The part that was made from this input in this state, if its files are there and unchanged."""
         try:
             found = storage.read_json_if_exists(self._pointer(input_digest))
-            if found is None:
+            if found is None or found.get("state", "" if self.level == "replaced" else state) != state:
                 return None
             uri = self.uri(found["part_digest"])
             document = read_part(uri)
@@ -49,7 +50,7 @@ class PartStore:
         self, source: Source, part: SourcePart, input_digest: str, progress: Progress
     ) -> tuple[PartDocument, bool]:
         """The part of this input, and whether it was there. Raises as `encode` does."""
-        found = self.find(input_digest)
+        found = self.find(input_digest, part.state)
         return (found, True) if found else (self.encode(source, part, progress), False)
 
     def encode(self, source: Source, part: SourcePart, progress: Progress) -> PartDocument:
@@ -60,9 +61,9 @@ class PartStore:
             publish_folder(folder, self.uri(document.part_digest), PART_NAME, self._is_good)
         return document
 
-    def keep(self, input_digest: str, part_digest: str) -> None:
+    def keep(self, input_digest: str, part_digest: str, state: str) -> None:
         """Lets the part be found by its input, which must be known not to have changed while it was read."""
-        storage.publish_json(self._pointer(input_digest), {"part_digest": part_digest})
+        storage.publish_json(self._pointer(input_digest), {"part_digest": part_digest, "state": state})
 
     def _pointer(self, input_digest: str) -> str:
         return storage.join(self.shards_uri, PARTS_FOLDER, "by-input", f"{input_digest}.json")

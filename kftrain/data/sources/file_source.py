@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from kftrain.data.schema import Record, SourcePart
-from kftrain.data.sources.listing import ListedFile, SourceFile, list_with_times
+from kftrain.data.sources.listing import ListedFile, SourceFile, is_hidden, list_with_times
 from kftrain.data.sources.pieces import Piece, group, whole
 from kftrain.data.sources.selection import Selection
 from kftrain.errors import DataError
@@ -15,6 +15,9 @@ from kftrain.errors import DataError
 
 class FileSource:
     """The files of one kind below a folder, or one such file. What they hold is a subclass's matter: `read_piece`."""
+
+    hides_underscores: ClassVar[bool] = True
+    """Whether files and folders whose names begin with `_` are no data."""
 
     def __init__(
         self, uri: str, wanted: Callable[[str], bool], what: str, skipped_folders: frozenset[str] = frozenset()
@@ -40,10 +43,14 @@ class FileSource:
 
     def listed(self) -> list[ListedFile]:
         """All files, whether they are selected or not, sorted by name. Raises DataError where there are none."""
-        found = list_with_times(self.uri, self._wanted, self._skipped_folders)
+        found = list_with_times(self.uri, self._is_data, self._skipped_folders)
         if not found:
             raise DataError(f"the source has no {self._what}", where=self.uri, fix="check data.source")
         return found
+
+    def _is_data(self, name: str) -> bool:
+        is_left_out = self.hides_underscores and is_hidden(name) and not self.uri.endswith(f"/{name}")
+        return self._wanted(name) and not is_left_out
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """The files, and ranges of those that are larger, in order. Raises DataError."""

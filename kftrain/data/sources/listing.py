@@ -14,6 +14,9 @@ from kftrain import storage
 from kftrain.data.time_window import from_nanoseconds
 from kftrain.errors import DataError
 
+STATE = "state of the file"
+"""In a line of a listing. Nothing is known by it, so that a copy of the files gives the same dataset."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -25,10 +28,12 @@ class SourceFile:
     size_bytes: int
     version: str
     """Modification time or, where a store has one, the entity tag."""
+    state: str = ""
+    """What changes where content is replaced and all the others stay: `ctime`, or the version of an object."""
 
     def to_dict(self) -> dict[str, Any]:
         """Its line in a source's listing."""
-        return {"name": self.name, "size_bytes": self.size_bytes, "version": self.version}
+        return {"name": self.name, "size_bytes": self.size_bytes, "version": self.version, STATE: self.state}
 
 
 class ListedFile(NamedTuple):
@@ -48,6 +53,12 @@ def reading_source(where: str) -> Iterator[None]:
         raise DataError("there is no such file or folder", where=where, fix="check data.source") from error
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=where, fix="check its permissions") from error
+
+
+def digests_of(listing: list[dict[str, Any]]) -> tuple[str, str]:
+    """The digest of a source's listing, and that of the states of its files."""
+    known = [{k: v for k, v in line.items() if k != STATE} if isinstance(line, dict) else line for line in listing]
+    return storage.digest_json(known), storage.digest_json([STATE in line and line[STATE] for line in listing])
 
 
 def list_files(
@@ -116,7 +127,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 def _listed(name: str, path: str, status: os.stat_result) -> Iterator[ListedFile]:
     """A regular file; nothing for any other."""
     if stat.S_ISREG(status.st_mode):
-        file = SourceFile(name, path, status.st_size, str(status.st_mtime_ns))
+        file = SourceFile(name, path, status.st_size, str(status.st_mtime_ns), str(status.st_ctime_ns))
         yield ListedFile(file, from_nanoseconds(status.st_mtime_ns))
 
 
@@ -127,8 +138,14 @@ def _remote_entries(uri: str, skipped_folders: frozenset[str]) -> Iterator[Liste
     for path, (name, info) in found.items():
         parts = name.split("/")
         if not any(map(_hidden, parts)) and skipped_folders.isdisjoint(parts[:-1]):
-            file = SourceFile(name, path, int(info["size"]), storage.version_of(info))
+            state = str(info.get("VersionId") or info.get("generation") or "")
+            file = SourceFile(name, path, int(info["size"]), storage.version_of(info), state)
             yield ListedFile(file, storage.modified_of(info))
+
+
+def is_hidden(name: str) -> bool:
+    """Whether it is no data, as Spark's `_SUCCESS` and `_temporary/`. Prose and source code may be called so."""
+    return name.startswith("_") or "/_" in name
 
 
 def _hidden(name: str) -> bool:

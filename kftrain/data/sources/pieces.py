@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kftrain import storage
 from kftrain.data.schema import SourcePart
 from kftrain.data.sources.listing import SourceFile
 
@@ -40,8 +41,10 @@ class Piece:
         return f"{self.file.name}@{self.start}" if self.start else self.file.name
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self)
+        """JSON: what it is known by, and where it lies."""
+        document = asdict(self)
+        del document["file"]["state"]
+        return document
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Piece:
@@ -69,6 +72,7 @@ def group(
             tuple(piece.to_dict() for piece in part),
             dict(context or {}),
             sum(piece.size_bytes + PIECE_BYTES for piece in part),
+            storage.digest_json([piece.file.state for piece in part]),
         )
         for folder in _by_folder(pieces, folder_of)
         for part in _grouped(folder, target_bytes)

@@ -19,24 +19,25 @@ Every source streams: memory holds a record or a batch of them and the list of f
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kftrain import plugins, storage
 from kftrain.data.schema import SPLITS, Record, Source
-from kftrain.data.settings import DataConfig
+from kftrain.data.settings import CONTENT_KEY, DataConfig
 from kftrain.data.sources.decoding import is_image
 from kftrain.data.sources.digits import DigitsSource
 from kftrain.data.sources.huggingface import HuggingFaceSource, is_saved_dataset
 from kftrain.data.sources.images import ImageFolderSource
-from kftrain.data.sources.listing import list_files, reading_source
+from kftrain.data.sources.keyed import HASH_VALUES, hash_of
+from kftrain.data.sources.listing import is_hidden, list_files, reading_source
 from kftrain.data.sources.parquet import ParquetSource, is_parquet
 from kftrain.data.sources.text import JsonLinesSource, StdlibSource, TextFolderSource, is_json_lines, is_text
 from kftrain.data.sources.user import UserSource
 from kftrain.data.sources.webdataset import WebDatasetSource, is_shard, is_shard_pattern
 from kftrain.data.sources.windowed import within_window
 from kftrain.errors import ConfigError, DataError
+from kftrain.progress import Progress
 
 BUILT_IN: dict[str, Callable[[], Source]] = {"stdlib": StdlibSource, "digits": DigitsSource}
 
@@ -54,15 +55,20 @@ TEXT = FileKind("text files", is_text, lambda data: TextFolderSource(data.source
 
 SHARDS = FileKind("WebDataset shards", is_shard, lambda data: WebDatasetSource(data.source, data.text_field))
 
+LINES = FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field))
+ROWS = FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field))
+
 FILE_KINDS = (
-    FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field)),
-    FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field)),
+    LINES,
+    ROWS,
     SHARDS,
     IMAGES,
     TEXT,
 )
 
 _USERS, _SAVED_DATASET = "a user's own", "a saved data set"
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")
 
 KNOWN = "text files, .jsonl, .parquet, .tar, images in folders of their class, a saved Hugging Face data set"
 """What a path may lead to, for messages."""
@@ -76,8 +82,11 @@ def resolve(data: DataConfig) -> Source:
     return open_kind(source_kind(data), data)
 
 
-def source_kind(data: DataConfig) -> str:
-    """What kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does."""
+def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str:
+    """What kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does.
+
+    `progress` is told how many files are left out.
+    """
     name = data.source
     if name in BUILT_IN:
         return name
@@ -90,7 +99,17 @@ def source_kind(data: DataConfig) -> str:
             return SHARDS.name
         raise _missing(name)
     names = [entry.name for entry in list_files(name, lambda _: True)]
-    return _SAVED_DATASET if is_saved_dataset(names) else _only_kind(names, name).name
+    if is_saved_dataset(names):
+        return _SAVED_DATASET
+    kind = _only_kind(names, name)
+    _refuse_most_unknown(names, kind, name, progress)
+    return kind.name
+
+
+def with_content_keys(data: DataConfig, kind: str) -> DataConfig:
+    """The same, with `data.key` filled in for records that have no name but the number of their line or row."""
+    is_numbered = kind in (LINES.name, ROWS.name, _SAVED_DATASET) and not data.key
+    return data.model_copy(update={"key": CONTENT_KEY}) if is_numbered else data
 
 
 def open_kind(kind: str, data: DataConfig, times_uri: str = "") -> Source:
@@ -115,19 +134,20 @@ def _open(kind: str, data: DataConfig) -> Source:
 def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
     """The record's own split or, where it has none, one by the sha256 of a name: other records do not move it.
 
-    `name`: what must not be torn apart; empty: the record's key.
+    `name`: what must not be torn apart; empty: the record's unit, or its key.
     """
     if record.split:
         if record.split not in SPLITS:
             raise DataError("a record's split is 'train' or 'validation'", where=record.key, value=record.split)
         return record.split
-    digest = hashlib.sha256((name or record.key).encode("utf-8", "surrogatepass")).digest()
-    return "validation" if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else "train"
+    is_held_out = hash_of(name or record.unit or record.key) < validation_fraction * HASH_VALUES
+    return "validation" if is_held_out else "train"
 
 
 def _only_kind(names: list[str], where: str) -> FileKind:
     """The kind of the files. Pictures beside text illustrate it; any other mixture is refused."""
-    found = {kind: name for kind in FILE_KINDS if (name := next(filter(kind.matches, names), None))}
+    seen = dict.fromkeys(FILE_KINDS, [name for name in names if not is_hidden(name)] or names) | {TEXT: names}
+    found = {kind: name for kind, those in seen.items() if (name := next(filter(kind.matches, those), None))}
     if TEXT in found:
         found.pop(IMAGES, None)
     if not found:
@@ -140,6 +160,23 @@ def _only_kind(names: list[str], where: str) -> FileKind:
             fix="name a file, or a folder with one kind only",
         )
     return next(iter(found))
+
+
+def _refuse_most_unknown(names: list[str], kind: FileKind, where: str, progress: Progress) -> None:
+    """Says how many files nobody can read. Raises DataError where they are most.
+
+    What lies beside a file of the kind (`a.jpg`, `a.json`) does not count, and beside text only what is compressed.
+    """
+    known = {name for name in names if kind.matches(name)}
+    stems = {name.rpartition(".")[0] for name in known}
+    others = (name for name in names if name not in known and name.rpartition(".")[0] not in stems)
+    unknown = [name for name in others if (name.endswith(COMPRESSED) if kind is TEXT else not is_hidden(name))]
+    count, total = len(unknown), len(known) + len(unknown)
+    what = f"{count:,} of {total:,} files are left out, which are no {kind.name}: {', '.join(unknown[:3])}"
+    if count > len(known):
+        raise DataError(what, where=where, fix="unpack or convert them, or move them away")
+    if count:
+        progress(what)
 
 
 def _missing(name: str) -> ConfigError | DataError:

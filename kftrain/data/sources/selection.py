@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from kftrain.data.settings import WindowConfig
 from kftrain.data.sources.listing import ListedFile, SourceFile
 from kftrain.data.time_window import UTC, partition_of
 from kftrain.errors import DataError, EmptyWindowError
+from kftrain.progress import to_log
 
 DATE_COLUMN = "date"
 """What the date in a path is called, unless `data.window.column` says otherwise."""
@@ -35,20 +37,32 @@ class ByPath(Selection):
     def __init__(self, config: WindowConfig) -> None:
         self._window = config.window()
         self._column = config.column or DATE_COLUMN
+        self._is_told = False
         self._zone = config.zone() or UTC
         self.folder_of = self._folder_of
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
-        """Sorted by name. Raises DataError for a file whose path says no time."""
-        last_moments: dict[str, datetime] = {}
-        found = []
+        """Sorted by name; partitions of no known time (`__HIVE_DEFAULT_PARTITION__`) are told of and left out.
+
+        Raises DataError for a file in no partition, and where no partition has a known time.
+        """
+        files: dict[str, list[SourceFile]] = defaultdict(list)
         for file, _ in listed:
-            folder = file.name.rpartition("/")[0]
-            if folder not in last_moments:
-                last_moments[folder] = self._last_moment(file)
-            if self._window.holds(last_moments[folder]):
-                found.append(file)
-        return _required(found, where, self._window)
+            files[file.name.rpartition("/")[0]].append(file)
+        last_moments = {folder: self._last_moment(found[0]) for folder, found in files.items()}
+        unknown = {folder: error for folder, error in last_moments.items() if isinstance(error, DataError)}
+        is_loose = [folder for folder in unknown if "=" not in folder]
+        if unknown and (is_loose or len(unknown) == len(files)):
+            raise unknown[(is_loose or list(unknown))[0]]
+        if unknown and not self._is_told:
+            self._is_told = True
+            counts = f"{sum(len(files[folder]) for folder in unknown):,} files in {len(unknown):,} partitions"
+            to_log(f"{counts} of no known time are left out of every window: {', '.join(list(unknown)[:3])}")
+        return _required([file for file, _ in listed if self._holds(last_moments, file)], where, self._window)
+
+    def _holds(self, last_moments: Mapping[str, datetime | DataError], file: SourceFile) -> bool:
+        moment = last_moments[file.name.rpartition("/")[0]]
+        return isinstance(moment, datetime) and self._window.holds(moment)
 
     def without_dates(self, name: str) -> str:
         """Without `date=…`, `hour=…` and the like."""
@@ -58,12 +72,12 @@ class ByPath(Selection):
     def _folder_of(self, name: str) -> str:
         return partition_of(name, self._column, self._zone).folder
 
-    def _last_moment(self, file: SourceFile) -> datetime:
+    def _last_moment(self, file: SourceFile) -> datetime | DataError:
         try:
             return partition_of(file.name, self._column, self._zone).last_moment
         except ValueError as error:
             fix = "move it, or set data.window.by or data.window.column"
-            raise DataError(f"when it is of is not known: {error}", where=file.uri, fix=fix) from error
+            return DataError(f"when it is of is not known: {error}", where=file.uri, fix=fix)
 
 
 class ByTime(Selection):

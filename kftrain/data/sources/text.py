@@ -48,6 +48,8 @@ BUILD_RECORD_PREFIX = "_sysconfigdata"
 class StdlibSource(FileSource):
     """The running Python's standard library: one record per module, key = its path without `.py`."""
 
+    hides_underscores = False
+
     def __init__(self, folder: str | None = None) -> None:
         super().__init__(
             folder or sysconfig.get_paths()["stdlib"], _is_module, "modules (*.py)", STDLIB_SKIPPED_FOLDERS
@@ -65,8 +67,11 @@ class StdlibSource(FileSource):
 class TextFolderSource(FileSource):
     """A folder of text files: one record per file, key = its path in the folder."""
 
+    hides_underscores = False
+
     def __init__(self, uri: str) -> None:
-        super().__init__(uri, is_text, f"text files ({' '.join(sorted(TEXT_SUFFIXES))})")
+        what = f"text files ({' '.join(sorted(TEXT_SUFFIXES))})"
+        super().__init__(uri, is_text, what, frozenset({"_temporary"}))
 
     def read_piece(self, piece: Piece) -> Iterator[Record]:
         """`{"text": bytes}` of a file."""

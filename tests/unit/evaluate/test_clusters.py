@@ -96,12 +96,13 @@ def test_units_of_an_evaluation_are_the_clusters(tmp_path, monkeypatch):
     dataset = ShardedDataset.open(result.manifest_uri, "validation")
     with in_process.world(monkeypatch) as world:
         scores = score(Length(), Visits(), dataset, Mesh.of_copies(world), batch_size=3)
-        plain = score(Length(), Plain(), dataset, Mesh.of_copies(world), batch_size=3)
+        plain_uri = shard(tmp_path / "plain", monkeypatch, Plain()).manifest_uri
+        plain = score(Length(), Plain(), ShardedDataset.open(plain_uri, "validation"), Mesh.of_copies(world), 3)
     keys, units = dataset.group_keys(), scores.units(dataset.num_groups)
     pairs = set(zip(map(patient, keys), units.tolist(), strict=True))
     assert len(pairs) == len(set(units.tolist())) == len({patient(key) for key in keys})
     assert sorted(set(units.tolist())) == list(range(len(pairs)))
-    assert plain.clusters is None and plain.units(dataset.num_groups).tolist() == list(range(len(keys)))
+    assert plain.clusters is None and plain.units(9).tolist() == list(range(9))
     sums = {"rows": np.bincount(scores.groups).astype(float)}
     added, first_keys = of_units(sums, keys, units)
     for unit, key in enumerate(first_keys):

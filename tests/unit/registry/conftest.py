@@ -37,13 +37,13 @@ class FinishedRun:
     def register(self):
         return registry.register(self.config, self.paths, self.completion, self.evaluation, self.mlflow_run_id)
 
-    def gate(self, registered, config=None) -> Registration:
+    def gate(self, registered, config=None, trained_on=None) -> Registration:
         return registry.gate_and_promote(
-            config or self.config, self.paths, registered, self.completion, self.evaluation, accuracy
+            config or self.config, self.paths, registered, self.completion, self.evaluation, accuracy, trained_on
         )
 
-    def submit(self, config=None) -> Registration:
-        return self.gate(self.register(), config)
+    def submit(self, config=None, trained_on=None) -> Registration:
+        return self.gate(self.register(), config, trained_on)
 
 
 def write_export(paths, name):

@@ -8,6 +8,7 @@ import pytest
 
 from kftrain import storage
 from kftrain.errors import EvaluationError
+from kftrain.run.documents import GateReason
 
 NUM_GROUPS = 60
 SLICES = ["a"] * 25 + ["b"] * 25 + ["few"] * 10
@@ -92,3 +93,12 @@ def test_mcnemar_decides_a_share_of_units_that_are_right(finished):
 def test_mcnemar_says_nothing_of_units_with_parts(finished):
     finished("one", 0.6).submit()
     assert [each.code for each in finished("two", 0.7).submit().reasons] == ["better"]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_what_the_champion_was_trained_on_is_said_and_decides_nothing(finished, count):
+    finished("one", 0.5).submit()
+    known = GateReason(code="trained_on", verdict="for", text="it was trained on some", figures={"value": count})
+    found = finished("two", 0.7).submit(trained_on=known)
+    assert found.promoted and found.reasons[-1] == known
+    assert found.reason.endswith("; it was trained on some") == (count > 0)
