@@ -36,7 +36,7 @@ from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source
 from kftrain.data.sources.keyed import KeyedSource
-from kftrain.data.sources.listing import digests_of
+from kftrain.data.sources.listing import listing_digests
 from kftrain.data.sources.windowed import TIMES_FOLDER
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
@@ -139,7 +139,7 @@ class _Sharding:
         times_uri = storage.join(self._shards_uri, TIMES_FOLDER)
         source = resolve_source.open_kind(self._kind, config.data, times_uri)
         self._progress = progress
-        self._listing_digest, self.state = digests_of(source.listing())
+        self._listing_digest, self.state = listing_digests(source.listing())
         self._encoding = Encoding.of(config.data, config.task.kind, task)
         self._settings = self._all_settings()
         if not storage.exists(self.latest_uri()):  # else a release before has begun it, by numbers
@@ -325,7 +325,7 @@ class _Sharding:
         )
 
     def _refuse_changed_source(self) -> None:
-        if digests_of(self.source.listing())[0] != self._listing_digest:
+        if listing_digests(self.source.listing())[0] != self._listing_digest:
             raise DataError(
                 "the source changed while it was read, or does not give the same records twice",
                 where=self._config.data.source,

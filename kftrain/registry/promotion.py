@@ -77,8 +77,8 @@ def gate_and_promote(
     """Decides whether a registered version becomes champion, and makes it so if the policy is `auto`.
 
     `metrics`: the task's function from sums to metrics. `trained_on`: as `Challenger` has it. Every byte of the export
-    is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an unknown metric, EvaluationError for
-    evaluation files that do not fit, TrackingError.
+    is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an unknown
+    metric, EvaluationError for evaluation files that do not fit, TrackingError.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)

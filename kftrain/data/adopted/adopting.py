@@ -38,7 +38,7 @@ from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
 from kftrain.data.shards.npy_header import npy_bytes
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source, tar_samples
-from kftrain.data.sources.listing import SourceFile, digests_of
+from kftrain.data.sources.listing import SourceFile, listing_digests
 from kftrain.data.sources.webdataset import WebDatasetSource, source_folder
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
@@ -165,7 +165,7 @@ class _Adopting:
             if not manifests.is_adoptable(self._folder, file.name):
                 what = "the name of a shard holds control characters, or is not UTF-8"
                 raise DataError(what, where=self._folder, value=file.name, fix="rename it")
-        digest, self.state = digests_of(source.listing())
+        digest, self.state = listing_digests(source.listing())
         return files, digest
 
     def _scans(self, tables: Path) -> Iterator[Scanned]:

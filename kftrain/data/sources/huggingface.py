@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kftrain import storage
 from kftrain.data.schema import Record, SourcePart
 from kftrain.data.sources.decoding import held_out_name, load_library, parse_json
-from kftrain.data.sources.listing import SourceFile, digests_of, list_files, reading_source
+from kftrain.data.sources.listing import SourceFile, list_files, listing_digests, reading_source
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
 from kftrain.errors import DataError
 
@@ -53,7 +53,7 @@ class HuggingFaceSource:
         """Ranges of rows: whoever adds rows saves all files again. Raises DataError."""
         parts = []
         for name, dataset in self._datasets.items():
-            files, state = digests_of([entry.to_dict() for entry in _files(self._splits[name].uri)])
+            files, state = listing_digests([entry.to_dict() for entry in _files(self._splits[name].uri)])
             num_rows, num_bytes = max(1, len(dataset)), max(1, dataset.data.nbytes)
             step = max(1, target_bytes * num_rows // num_bytes)
             for start in range(0, num_rows, step):

@@ -42,7 +42,8 @@ class KeyedSource:
         self._data = data
         self.strata = dict(strata or {})
         """Threshold of each stratum that is known; others are split by the fraction."""
-        self.listing, self.parts = source.listing, source.parts
+        self.listing = source.listing
+        self.parts = source.parts
 
     def read(self, part: SourcePart) -> Iterator[Record]:
         """The records of a part. Raises DataError for one without a value in a column, beside what the source does."""

@@ -55,7 +55,7 @@ def reading_source(where: str) -> Iterator[None]:
         raise DataError(f"cannot be read: {error}", where=where, fix="check its permissions") from error
 
 
-def digests_of(listing: list[dict[str, Any]]) -> tuple[str, str]:
+def listing_digests(listing: list[dict[str, Any]]) -> tuple[str, str]:
     """The digest of a source's listing, and that of the states of its files."""
     known = [{k: v for k, v in line.items() if k != STATE} if isinstance(line, dict) else line for line in listing]
     return storage.digest_json(known), storage.digest_json([STATE in line and line[STATE] for line in listing])
