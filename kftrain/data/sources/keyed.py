@@ -122,6 +122,8 @@ def _text_of(record: Record, setting: str, column: str) -> str:
     if column not in record.fields:
         fix = f"it has: {', '.join(record.fields)}"
         raise DataError("the record has no such column", where=where, value=column, fix=fix)
+    if isinstance(value, bytes):  # the text
+        value = value.decode("utf-8", "replace")
     if value is not None and not isinstance(value, str | int | float):
         raise DataError(f"the column '{column}' is neither text nor a number", where=where, value=type(value).__name__)
     if value is None or value == "" or value != value:

@@ -190,7 +190,7 @@ def test_records_are_chosen_by_a_column_and_encoded_once(tmp_path, encoded):
     """One file a day with 20 records over it; the window moves by half a day, so that it cuts files at both ends."""
     for day in range(6):
         write_lines(tmp_path / "raw", f"{day}.jsonl", [day + number / 20 for number in range(20)])
-    sizes = {"part_size_bytes": 1 << 16, "validation_fraction": 0.3}
+    sizes = {"part_size_bytes": 1 << 16, "validation_fraction": 0.3, "key": "at"}
 
     def sharded(start: float, end: float) -> set[str]:
         encoded.clear()
@@ -200,9 +200,7 @@ def test_records_are_chosen_by_a_column_and_encoded_once(tmp_path, encoded):
         return keys_of(result)
 
     def between(start: float, end: float) -> set[str]:
-        return {
-            f"{day}.jsonl:{number + 1}" for day in range(6) for number in range(20) if start <= day + number / 20 < end
-        }
+        return {at(day + number / 20) for day in range(6) for number in range(20) if start <= day + number / 20 < end}
 
     assert sharded(0, 3) == between(0, 3) and sum(map(len, encoded)) == 60
     assert sharded(0.5, 3.5) == between(0.5, 3.5) and sum(map(len, encoded)) == 20, "both ends, each half a day"
