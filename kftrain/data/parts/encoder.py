@@ -201,8 +201,10 @@ def _blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterat
         try:
             with encoding.task_code():
                 block = next(blocks, None)
-        except DataError as error:  # a key of content says nothing to people
-            where = error.where.replace(latest.key, latest.place) if latest.place else error.where
+        except DataError as error:
+            if not latest.place:
+                raise
+            where = error.where.replace(latest.key, latest.place)  # a key of content says nothing to people
             raise error_from_dict({**error.to_dict(), "where": where}) from error
         if block is None:
             return

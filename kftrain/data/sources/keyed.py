@@ -106,14 +106,11 @@ def content_digest(record: Record) -> str:
     content = content_of(record, ())
     if isinstance(content.get("class_names"), tuple):  # those of all images
         del content["class_names"]
-    digest = hashlib.sha256()
     try:
-        for part in canonical(content):
-            digest.update(part)
+        return hashlib.sha256(b"".join(canonical(content))).hexdigest()
     except TypeError as error:
         what = f"a column holds a {error}, which has no digest"
         raise DataError(what, where=record.key, fix="name the column of its key in data.key") from error
-    return digest.hexdigest()
 
 
 def _text_of(record: Record, setting: str, column: str) -> str:
