@@ -728,7 +728,7 @@ MUTANTS = [
     Mutant(
         "files that were replaced at the same size and time are not read",
         "kftrain/data/parts/store.py",
-        'found.get("state", "" if self.level == "replaced" else state) != state',
+        '(found["state"] != state if "state" in found else self.level == "replaced")',
         "False",
         "tests/unit/data/sources/test_what_is_listed.py -k same_size",
     ),

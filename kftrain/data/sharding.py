@@ -109,7 +109,7 @@ def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Mani
         found = storage.read_json_if_exists(pointer)
         if found is None:
             return None, "size"
-        if found.get("state", state) != state:
+        if "state" in found and found["state"] != state:
             progress("files of the source may hold something else, at the same size and time: looking at them again")
             return None, "replaced"
         uri = storage.join(root, below_root(found["dataset_digest"]))

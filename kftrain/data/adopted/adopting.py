@@ -87,7 +87,7 @@ def _find(root: str, pointer: str, state: str) -> Adopted | None:
     """What was made of shards of these names, sizes and times before, if it is still there."""
     try:
         found = storage.read_json_if_exists(pointer)
-        if found is None or found.get("state", state) != state:
+        if found is None or ("state" in found and found["state"] != state):
             return None
         uri = storage.join(root, found["manifest_uri"])
         manifest = manifests.read_manifest(uri)

@@ -35,7 +35,7 @@ class PartStore:
         """The part that was made from this input in this state, if its files are there and unchanged."""
         try:
             found = storage.read_json_if_exists(self._pointer(input_digest))
-            if found is None or found.get("state", "" if self.level == "replaced" else state) != state:
+            if found is None or (found["state"] != state if "state" in found else self.level == "replaced"):
                 return None
             uri = self.uri(found["part_digest"])
             document = read_part(uri)
