@@ -87,6 +87,28 @@ MUTANTS = [
         "tests/unit/train/test_step.py tests/unit/train/test_bare_loop.py",
     ),
     Mutant(
+        "a parameter that gets memory loses its hooks",
+        "kftrain/parallel/initialize.py",
+        "    set_hooks(parameter, *hooks)\n",
+        "",
+        "tests/distributed/test_parity_hooks.py -k 'ddp and not frozen'",
+    ),
+    Mutant(
+        "a hook is given the gradient of a process's own part",
+        "kftrain/parallel/hooks.py",
+        "whole = whole_of(own, parameter.grad)",
+        "whole = torch.zeros_like(parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else own)\n"
+        "                whole[index_of(parameter.grad)] = own",
+        "tests/distributed/test_parity_hooks.py -k 'heard and 2-fsdp or heard and uneven'",
+    ),
+    Mutant(
+        "what a unit gathers forgets that it is frozen",
+        "kftrain/parallel/gradients.py",
+        "parameter.requires_grad_(whole.requires_grad)",
+        "pass",
+        "tests/distributed/test_parity_hooks.py -k 'frozen or thawed'",
+    ),
+    Mutant(
         "a non-finite step updates all the same",
         "kftrain/train/spmd.py",
         "self.optimizer.step((norm - norm).ne_(0.0))",

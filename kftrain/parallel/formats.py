@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import put
+from kftrain.parallel.initialize import stand_in, standing_in
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,7 +66,7 @@ class WorkingCopies:
         self._reduce = reduce
         self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
         self._copies: list[torch.Tensor] = [
-            nn.Parameter(_local(each).detach().to(compute, copy=True), each.requires_grad) for each in self._masters
+            stand_in(each, _local(each).detach().to(compute, copy=True)) for each in self._masters
         ]
         self._copy_of: dict[int, Any] = {
             id(master): copy for master, copy in zip(self._masters, self._copies, strict=True)
@@ -84,13 +84,10 @@ class WorkingCopies:
         """Inside, the model has the copies, as the masters are now."""
         with torch.no_grad():
             torch._foreach_copy_(self._copies, list(map(_local, self._masters)))
-        try:
-            for module, name, master in self._slots:
-                put(module, "_parameters", name, self._copy_of[id(master)])
+        for master, copy in zip(self._masters, self._copies, strict=True):
+            copy.requires_grad_(master.requires_grad)
+        with standing_in([(module, name) for module, name, _ in self._slots], lambda master: self._copy_of[id(master)]):
             yield
-        finally:
-            for module, name, master in self._slots:
-                put(module, "_parameters", name, master)
 
     def hand_over(self) -> None:
         """Gives the masters the gradients of this step."""

@@ -12,12 +12,19 @@ them is none that they are gathered into; so both are errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.world import World
+
+Gathered = dict[nn.Parameter, torch.Tensor]
+"""Parameter -> what stands in its place while its unit's forward runs: the same tensor in each of them."""
 
 
 class UsedParameters:
@@ -30,11 +37,12 @@ class UsedParameters:
             model.set_reduce_scatter_unused_params(True)
         self._num_processes = world.size
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._places = {name: place for place, name in enumerate(self._parameters)}
+        self._place_of = {parameter: place for place, parameter in enumerate(self._parameters.values())}
         self._used = [0.0] * len(self._parameters)
+        self._names = {each: name for name, each in model.named_parameters()}
         self._gathered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Name -> a whole parameter, and its memory and version before the first forward."""
-        self._watch_units(model)
+        watch_units(model, self._watch)
 
     def take(self) -> list[float]:
         """1 for each parameter that this process has used since this was asked last, 0 for the others.
@@ -69,29 +77,18 @@ class UsedParameters:
                     fix="use torch 2.13 or newer, or one process",
                 )
 
-    def _watch_units(self, model: nn.Module) -> None:
-        """Of each unit: its parameters are whole, and what autograd sees, from its first forward on."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-            assert isinstance(unit, nn.Module)
-            slots = [
-                (module, key, names[id(parameter)])
-                for module in _own_modules(unit)
-                for key, parameter in module.named_parameters(recurse=False)
-            ]
-            self._watch(unit, slots)
+    def _watch(self, unit: nn.Module, gathered: Gathered) -> None:
+        for parameter, whole in gathered.items():
+            self._gathered[self._names[parameter]] = whole, _memory(whole)
+            if whole.requires_grad:
+                place = self._place_of[parameter]
+                whole.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))  # type: ignore[no-untyped-call]
 
-    def _watch(self, unit: nn.Module, slots: list[tuple[nn.Module, str, str]]) -> None:
-        def begin(_module: nn.Module, _inputs: object) -> None:
-            handle.remove()
-            whole = {name: getattr(module, key) for module, key, name in slots}
-            for name, parameter in whole.items():
-                self._gathered[name] = parameter, _memory(parameter)
-                if name in self._places:
-                    place = self._places[name]
-                    parameter.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))
+        def keep_flags(*_inputs: object) -> None:
+            for parameter, whole in gathered.items():  # what is gathered the next time is as this one is
+                parameter.requires_grad_(whole.requires_grad)
 
-        handle = unit.register_forward_pre_hook(begin)
+        unit.register_forward_hook(keep_flags, prepend=True)
 
     def _mark(self, place: int) -> None:
         self._used[place] = 1.0
@@ -100,6 +97,22 @@ class UsedParameters:
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """What is another one when `tensor.data` is set, or numbers are changed in place."""
     return tensor.untyped_storage()._cdata, tensor._version
+
+
+def watch_units(model: nn.Module, work: Callable[[nn.Module, Gathered], object]) -> None:
+    """Calls `work` for each unit of FSDP2 once: when its first forward begins, and its parameters are whole."""
+    handles: dict[nn.Module, RemovableHandle] = {}
+    for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+        assert isinstance(unit, nn.Module)
+        slots = [
+            (module, key, own) for module in _own_modules(unit) for key, own in module.named_parameters(recurse=False)
+        ]
+
+        def begin(unit: nn.Module, _inputs: object, slots: Any = slots) -> None:
+            handles.pop(unit).remove()
+            work(unit, {own: getattr(module, key) if own.dim() else own for module, key, own in slots})
+
+        handles[unit] = unit.register_forward_pre_hook(begin)
 
 
 def _own_modules(unit: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,14 +28,23 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.gradients import watch_units
 from kftrain.parallel.world import World
 from kftrain.plugins import user_code
 
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 """`init_weights` of a model."""
 
-Places = dict[str, list[tuple[nn.Module, str]]]
-"""Name of a parameter -> the modules that have it, and what each calls it: several for a tied one."""
+Slot = tuple[nn.Module, str]
+"""A module, and its name of a parameter."""
+
+
+class Places(dict[str, list[Slot]]):
+    """Name of a parameter -> the modules that have it, and what each calls it: several for a tied one."""
+
+    attributes: dict[str, dict[str, Any]]
+    """Of each parameter, what others had set on it."""
+
 
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a process's part of a parameter begins, and its shape."""
@@ -160,9 +169,7 @@ def without_memory() -> Iterator[None]:
         if parameter is None or parameter.is_meta or is_lazy(parameter):
             return
         if threading.get_ident() == thread:
-            shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            shape.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
+            change(parameter, torch.empty_like(parameter, device="meta"))
 
     handle = register_module_parameter_registration_hook(empty)
     try:
@@ -174,24 +181,70 @@ def without_memory() -> Iterator[None]:
 def places_of(model: nn.Module) -> Places:
     """Where each parameter stands, in the order of `named_parameters`."""
     names: dict[int, str] = {}
-    places: Places = {}
+    places = Places()
     for module_name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 name = names.setdefault(id(parameter), f"{module_name}.{key}".lstrip("."))
                 places.setdefault(name, []).append((module, key))
+    places.attributes = {name: dict(vars(stored_parameter(slots[0]))) for name, slots in places.items()}
     return places
 
 
 def empty_parameters(places: Places) -> None:
     """Takes their memory from parameters."""
     for slots in places.values():
-        old = stored_parameter(slots[0])
-        if not old.is_meta:
-            put_all(slots, nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad))
+        parameter = stored_parameter(slots[0])
+        if not parameter.is_meta:
+            change(parameter, torch.empty_like(parameter, device="meta"))
 
 
-def put_all(slots: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+def change(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter other memory; it stays the same object, with its hooks, its attributes and its type."""
+    hooks = set_hooks(parameter, None, None)  # they would go with the old memory
+    torch._C._swap_tensor_impl(parameter, stand_in(parameter, value))
+    set_hooks(parameter, *hooks)
+
+
+def set_hooks(parameter: Any, of_gradient: Any, of_parameter: Any) -> tuple[Any, Any]:
+    """Gives a parameter hooks of torch's two kinds: with the gradient, and after it was added. Those of before."""
+    before = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = of_gradient, of_parameter
+    return before
+
+
+def stand_in(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    """A parameter with this value that is trained where `old` is, with its attributes, and its type if that is own."""
+    if type(old) in (nn.Parameter, DTensor):
+        parameter = nn.Parameter(value, old.requires_grad)
+    else:
+        parameter = torch.Tensor._make_subclass(type(old), value, old.requires_grad)  # type: ignore[assignment]
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+@contextlib.contextmanager
+def standing_in(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Inside, what comes of parameters stands in their places, with their attributes, and types that are own."""
+    before: list[Any] = [(*slot, stored_parameter(slot)) for slot in slots]
+    values = {each: value_of(each) for _, _, each in before}
+    flags = {each: value.requires_grad for each, value in values.items()}
+    for each, value in values.items():
+        vars(value).update(vars(each))
+        if type(each) not in (nn.Parameter, DTensor):
+            value.__class__ = type(each)
+    try:
+        for module, key, each in before:
+            put(module, "_parameters", key, values[each])
+        yield
+    finally:
+        for module, key, each in before:
+            put(module, "_parameters", key, each)
+            if values[each].requires_grad != flags[each]:  # a model that freezes or thaws it means the parameter
+                each.requires_grad_(not flags[each])
+
+
+def put_all(slots: list[Slot], parameter: nn.Parameter) -> None:
     """Puts a parameter wherever it stands."""
     for module, key in slots:
         put(module, "_parameters", key, parameter)
@@ -277,11 +330,15 @@ def fill_parts(
     """Gives each parameter its local part, in memory of its own."""
     for name, slots in places.items():
         empty = stored_parameter(slots[0])
-        value: Any = local(name, part_of(empty)).to(device)
+        value = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
-            value = _DTensor(value, empty._spec, requires_grad=False)
-        put_all(slots, nn.Parameter(value, empty.requires_grad))
+            put_all(slots, stand_in(empty, _DTensor(value, empty._spec, requires_grad=False)))
+        else:
+            change(empty, value)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
+    for name, slots in places.items():  # of distributed ones torch has made new ones meanwhile
+        vars(stored_parameter(slots[0])).update(places.attributes[name])
+    watch_units(model, lambda _, gathered: [vars(whole).update(vars(own)) for own, whole in gathered.items()])
 
 
 def part_of(parameter: torch.Tensor) -> Part:
@@ -296,7 +353,7 @@ def _index(part: Part) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
 
 
-def stored_parameter(slot: tuple[nn.Module, str]) -> nn.Parameter:
+def stored_parameter(slot: Slot) -> nn.Parameter:
     """What stands in a place."""
     parameter = slot[0]._parameters[slot[1]]
     assert parameter is not None

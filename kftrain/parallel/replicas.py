@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 
 from kftrain.parallel.formats import slots_of
-from kftrain.parallel.initialize import put
+from kftrain.parallel.initialize import standing_in
 
 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
 
@@ -62,15 +62,9 @@ class Replicas:
         if self._compute == torch.float32:
             yield
             return
-        slots = slots_of(self._model)
-        casts = {id(master): master.to(self._compute) for _, _, master in slots}
-        try:
-            for module, name, master in slots:
-                put(module, "_parameters", name, casts[id(master)])
+        slots = [(module, name) for module, name, _ in slots_of(self._model)]
+        with standing_in(slots, lambda master: master.to(self._compute)):
             yield
-        finally:
-            for module, name, master in slots:
-                put(module, "_parameters", name, master)
 
     def exchange(self, does: bool) -> None:
         """Whether the next backward pass exchanges gradients, and those of before that were not."""

@@ -170,7 +170,7 @@ def _whole_by_whole(
         batch = list(enumerate(places[start : start + team.size]))
         own = None
         for number, place in batch:
-            whole = _whole(done[place], like[place])
+            whole = whole_of(done[place], like[place])
             if number == team.place:
                 own = whole
         del whole
@@ -182,8 +182,8 @@ def _whole_by_whole(
             done[place] = part if part.shape == result.shape else part.clone()
 
 
-def _whole(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """All parts together, on each process."""
+def whole_of(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """All parts of a tensor that is cut as `like` is, together on each process. Collective."""
     if not isinstance(like, DTensor) or not cut_axes(like):
         return part
     shape, stride = like.shape, like.stride()

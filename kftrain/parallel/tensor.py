@@ -24,7 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.initialize import Places, places_of, put, put_all
+from kftrain.parallel.initialize import Places, places_of, put_all, stand_in, standing_in
+from kftrain.parallel.sharded import local
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
 from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
 from kftrain.parallel.vocabulary import SplitLogits, first_of_part, look_up
@@ -152,7 +153,7 @@ def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitMo
         old = slots[0][0]._parameters[slots[0][1]]
         assert old is not None
         value = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
-        put_all(slots, nn.Parameter(value, old.requires_grad))
+        put_all(slots, stand_in(old, value))
 
 
 def _is_partial(names: Mapping[int, str], slots: Any, plan: Mapping[str, SplitModule], in_parts: bool) -> bool:
@@ -185,18 +186,8 @@ def _on_local_parameters(forward: Forward, slots: Sequence[tuple[nn.Module, str]
     """The same forward, in which the parameters are this process's parts as plain tensors."""
 
     def local_forward(*arguments: Any, **keywords: Any) -> Any:
-        before = [(module, key, module._parameters[key]) for module, key in slots]
-        local: dict[int, Any] = {}
-        for _, _, each in before:
-            if id(each) not in local:
-                local[id(each)] = each.to_local() if isinstance(each, DTensor) else each
-        try:
-            for module, key, each in before:
-                put(module, "_parameters", key, local[id(each)])
+        with standing_in(slots, local):
             return forward(*arguments, **keywords)
-        finally:
-            for module, key, each in before:
-                put(module, "_parameters", key, each)  # type: ignore[arg-type]
 
     return local_forward
 

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from kftrain.errors import ConfigError
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
+from kftrain.parallel.hooks import ParameterHooks
+from kftrain.parallel.initialize import places_of
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.pieces import fully_shard_in_pieces
 from kftrain.parallel.reduce_scatter import reduce_by_exchange
@@ -233,7 +235,9 @@ def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, bloc
 
     `model` is in fp32, and has the same parts on all processes. Collective. Raises ConfigError.
     """
-    distributed = Distributed(model, mesh)
+    distributed, hooks = Distributed(model, mesh), ParameterHooks(places_of(model))
     for transform in strategy:
         transform.apply(distributed, blocks)
+    hooks.require_whole()
+    distributed.after_backward.append(hooks)
     return distributed

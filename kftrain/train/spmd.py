@@ -16,6 +16,7 @@ import torch
 
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch, StepBatch
+from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
 from kftrain.parallel import blocks, clip
@@ -25,6 +26,7 @@ from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.transforms import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train.engine import Agree, StepResult
+from kftrain.train.groups import names_of
 from kftrain.train.optimizer import Optimizer
 from kftrain.train.parts import Parts, model_part, optimizer_part
 from kftrain.train.step import after_step, has_hook, loss_of
@@ -55,6 +57,7 @@ class SpmdEngine:
         self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters = list(model.parameters())
+        self._frozen = {each: names[0] for each, names in names_of(model).items() if not each.requires_grad}
         self._has_copies = clip.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
@@ -109,12 +112,24 @@ class SpmdEngine:
             for index, micro in enumerate(micro_batches):
                 self._distributed.accumulate(last=index == last)
                 loss = self._loss(micro) / max(num_terms, 1)
+                self._require_frozen()
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = loss.detach().double()
                 total = found if total is None else total + found
+        self._require_frozen()  # where others have stood in for the parameters, these know it now
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
         return total
+
+    def _require_frozen(self) -> None:
+        """Raises UserCodeError for a parameter that the optimizer does not have, and that asks for a gradient."""
+        for parameter, name in self._frozen.items():
+            if parameter.requires_grad:
+                raise UserCodeError(
+                    "a parameter that was frozen when the training began is thawed: nothing would train it",
+                    where=f"model {name}",
+                    fix="thaw it in the constructor and freeze it in forward, or start from this run with train.from",
+                )
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         if self._log is not None:

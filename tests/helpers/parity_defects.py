@@ -61,24 +61,26 @@ def gradients_not_exchanged():
     return patched(Replicas, "exchange", lambda replicas, does: replicas._model.set_requires_gradient_sync(False))
 
 
-def put_copies(slots, parameter):
-    for module, key in slots:
+def filled_with_copies(model, places, *arguments, fill=initialize.fill_parts):
+    fill(model, places, *arguments)
+    for module, key in (slot for slots in places.values() for slot in slots):
+        parameter = module._parameters[key]
         initialize.put(module, "_parameters", key, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
 
 
 def tied_weight_unties():
     """Where a parameter stands in two places there are two of them."""
-    return patched(initialize, "put_all", put_copies)
+    return patched(initialize, "fill_parts", filled_with_copies)
 
 
-def put_thawed(slots, parameter):
-    for module, key in slots:
-        initialize.put(module, "_parameters", key, parameter.requires_grad_(True))
+def filled_and_thawed(model, *arguments, fill=initialize.fill_parts):
+    fill(model, *arguments)
+    model.requires_grad_(True)
 
 
 def frozen_weight_moves():
     """A parameter forgets that it is frozen."""
-    return patched(initialize, "put_all", put_thawed)
+    return patched(initialize, "fill_parts", filled_and_thawed)
 
 
 def statistics_by_rank():

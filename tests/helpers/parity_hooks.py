@@ -1,0 +1,171 @@
+"""Networks whose constructors say something about their parameters, in plain torch: for both sides of the table."""
+
+import torch
+from helpers.parity_models import FEATURES, Plain, case_of
+from helpers.parity_oracle import Case, Llama
+from torch import nn
+
+from kftrain.models.transformer import Transformer
+
+
+def first_rows_only(gradient):
+    mask = torch.zeros_like(gradient)
+    mask[: len(gradient) // 2] = 1.0
+    return gradient * mask
+
+
+def centre(gradient):
+    gradient.sub_(gradient.mean())
+
+
+class Hooked(Plain):
+    """Hooks from before and after a parameter gets its place: rows that are frozen, gradients that are limited."""
+
+    def __init__(self):
+        super().__init__()
+        early = nn.Parameter(self.enter.weight.detach().clone())
+        early.register_hook(first_rows_only)
+        self.enter.weight = early
+        self.layers[0].weight.register_hook(first_rows_only)
+        self.layers[0].weight.register_hook(centre)
+        self.layers[1].bias.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+
+def limit(parameter):
+    parameter.grad.clamp_(-0.1, 0.1)
+
+
+class Clamped(Plain):
+    """Limits a gradient once it is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.leave.weight.register_post_accumulate_grad_hook(limit)
+
+
+class Gained(Plain):
+    """Its forward reads attributes of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter.weight.gain = 1.5
+        self.layers[1].bias.gain = 3.0
+
+    def forward(self, x):
+        x = super().forward(x) * self.enter.weight.gain
+        return x + self.layers[1].bias.gain
+
+
+class Scaled(nn.Parameter):
+    """A type of one's own, with a constructor of its own."""
+
+    def __new__(cls, size):
+        return super().__new__(cls, torch.full((size,), 0.5))
+
+    def times(self, x):
+        return self * x
+
+
+class Typed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.scale = Scaled(FEATURES)
+
+    def forward(self, x):
+        return super().forward(self.scale.times(x))
+
+
+class Freezes(Plain):
+    """From the sixth to the twelfth step one block, and one matrix of the rest, do not train."""
+
+    first, last = 6, 12
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.num_steps += self.training
+        if int(self.num_steps) in (self.first, self.last):
+            for part in (self.layers[0], self.enter):
+                part.requires_grad_(int(self.num_steps) == self.last)
+        return super().forward(x)
+
+
+class FreezesAtOnce(Freezes):
+    first, last = 1, 0
+
+
+class Thaws(Freezes):
+    """A block, or another module, is frozen at first."""
+
+    first, last = 0, 0
+
+    def __init__(self, part="layers.0"):
+        super().__init__()
+        self.part = part
+        self.get_submodule(part).requires_grad_(False)
+
+    def forward(self, x):
+        if int(self.num_steps) == 4:
+            self.get_submodule(self.part).requires_grad_(True)
+        return super().forward(x)
+
+
+class ThawsInStep(Freezes):
+    """Between two steps."""
+
+    first, last = 0, 0
+
+    def __init__(self):
+        super().__init__()
+        self.leave.bias.requires_grad_(False)
+
+    def after_step(self):
+        self.leave.bias.requires_grad_(True)
+
+
+class ThawsTransformer(Transformer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.model.norm.requires_grad_(False)
+
+    def forward(self, tokens):
+        if self.training:
+            self.model.norm.requires_grad_(True)
+        return super().forward(tokens)
+
+
+class HookedLlama(Llama):
+    """The oracle of `HookedTransformer`."""
+
+    def __init__(self):
+        super().__init__()
+        hook(self)
+
+
+class HookedTransformer(Transformer):
+    """With attributes, and hooks on matrices that are split by rows, by columns and not at all."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        hook(self)
+        self.lm_head.weight.gain = 0.5
+
+    def forward(self, tokens):
+        assert self.lm_head.weight.gain == 0.5
+        return super().forward(tokens)
+
+
+def hook(model):
+    layer = model.model.layers[0]
+    parts = (model.model.embed_tokens, layer.self_attn.q_proj, layer.self_attn.o_proj, layer.input_layernorm)
+    for part in parts:
+        part.weight.register_hook(first_rows_only)
+    layer.mlp.gate_proj.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+HOOKED, CLAMPED, GAINED, TYPED = (case_of(each) for each in (Hooked, Clamped, Gained, Typed))
+FREEZES, AT_ONCE, THAWS, IN_STEP = (case_of(each) for each in (Freezes, FreezesAtOnce, Thaws, ThawsInStep))
+THAWS_TEXT = Case("thaws", ("model.kind=helpers.parity_hooks:ThawsTransformer",))
+HOOKED_TEXT = Case("hooks", ("model.kind=helpers.parity_hooks:HookedTransformer", "run.seed=4"), HookedLlama)
