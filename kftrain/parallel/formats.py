@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import stand_in, standing_in
+from kftrain.parallel.initialize import parameter_like, standing_in
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,7 +66,7 @@ class WorkingCopies:
         self._reduce = reduce
         self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
         self._copies: list[torch.Tensor] = [
-            stand_in(each, _local(each).detach().to(compute, copy=True)) for each in self._masters
+            parameter_like(each, _local(each).detach().to(compute, copy=True)) for each in self._masters
         ]
         self._copy_of: dict[int, Any] = {
             id(master): copy for master, copy in zip(self._masters, self._copies, strict=True)

@@ -169,7 +169,7 @@ def without_memory() -> Iterator[None]:
         if parameter is None or parameter.is_meta or is_lazy(parameter):
             return
         if threading.get_ident() == thread:
-            change(parameter, torch.empty_like(parameter, device="meta"))
+            give_memory(parameter, torch.empty_like(parameter, device="meta"))
 
     handle = register_module_parameter_registration_hook(empty)
     try:
@@ -196,13 +196,13 @@ def empty_parameters(places: Places) -> None:
     for slots in places.values():
         parameter = stored_parameter(slots[0])
         if not parameter.is_meta:
-            change(parameter, torch.empty_like(parameter, device="meta"))
+            give_memory(parameter, torch.empty_like(parameter, device="meta"))
 
 
-def change(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def give_memory(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Gives a parameter other memory; it stays the same object, with its hooks, its attributes and its type."""
     hooks = set_hooks(parameter, None, None)  # they would go with the old memory
-    torch._C._swap_tensor_impl(parameter, stand_in(parameter, value))
+    torch._C._swap_tensor_impl(parameter, parameter_like(parameter, value))
     set_hooks(parameter, *hooks)
 
 
@@ -213,7 +213,7 @@ def set_hooks(parameter: Any, of_gradient: Any, of_parameter: Any) -> tuple[Any,
     return before
 
 
-def stand_in(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """A parameter with this value that is trained where `old` is, with its attributes, and its type if that is own."""
     if type(old) in (nn.Parameter, DTensor):
         parameter = nn.Parameter(value, old.requires_grad)
@@ -332,9 +332,9 @@ def fill_parts(
         empty = stored_parameter(slots[0])
         value = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
-            put_all(slots, stand_in(empty, _DTensor(value, empty._spec, requires_grad=False)))
+            put_all(slots, parameter_like(empty, _DTensor(value, empty._spec, requires_grad=False)))
         else:
-            change(empty, value)
+            give_memory(empty, value)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
     for name, slots in places.items():  # of distributed ones torch has made new ones meanwhile
         vars(stored_parameter(slots[0])).update(places.attributes[name])

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.initialize import Places, places_of, put_all, stand_in, standing_in
+from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, standing_in
 from kftrain.parallel.sharded import local
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
 from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
@@ -153,7 +153,7 @@ def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitMo
         old = slots[0][0]._parameters[slots[0][1]]
         assert old is not None
         value = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
-        put_all(slots, stand_in(old, value))
+        put_all(slots, parameter_like(old, value))
 
 
 def _is_partial(names: Mapping[int, str], slots: Any, plan: Mapping[str, SplitModule], in_parts: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kftrain.parallel.initialize import Weights, put_all, stand_in
+from kftrain.parallel.initialize import Weights, parameter_like, put_all
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Loans:
             slots = self._weights.places[name]
             empty = slots[0][0]._parameters[slots[0][1]]
             assert empty is not None and name not in self._empty
-            parameter = stand_in(empty, self._value(name))
+            parameter = parameter_like(empty, self._value(name))
             self._empty[name] = empty
             if parameter.numel():
                 self._name_of[_address(parameter)] = name

@@ -23,7 +23,7 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
-from kftrain.parallel.initialize import isolated, put, stand_in
+from kftrain.parallel.initialize import isolated, parameter_like, put
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
 from kftrain.train.lender import Lender
@@ -152,7 +152,7 @@ def _copied(
         for module, key, parameter in [] if lender else parameters:
             if id(parameter) not in copies:
                 copy = parameter.detach().to(device, dtype, copy=True)
-                copies[id(parameter)] = stand_in(parameter, copy)
+                copies[id(parameter)] = parameter_like(parameter, copy)
             put(module, "_parameters", key, copies[id(parameter)])
         for module, key, buffer in buffers:
             if id(buffer) not in copies:
