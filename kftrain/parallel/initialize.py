@@ -209,7 +209,8 @@ def give_memory(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def set_hooks(parameter: Any, of_gradient: Any, of_parameter: Any) -> tuple[Any, Any]:
     """Gives a parameter hooks of torch's two kinds: with the gradient, and after it was added. Those of before."""
     before = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = of_gradient, of_parameter
+    parameter._backward_hooks = of_gradient
+    parameter._post_accumulate_grad_hooks = of_parameter
     return before
 
 
