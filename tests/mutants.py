@@ -239,8 +239,8 @@ MUTANTS = [
     Mutant(
         "a replica in bf16 hands its gradients to the casts",
         "kftrain/parallel/replicas.py",
-        "casts = {id(master): master.to(self._compute) for",
-        "casts = {id(master): master.detach().to(self._compute).requires_grad_() for",
+        "lambda master: master.to(self._compute)",
+        "lambda master: master.detach().to(self._compute).requires_grad_()",
         "tests/distributed/test_parity.py -k 'ddp and bf16'",
     ),
     Mutant(

@@ -78,7 +78,8 @@ class Typed(Plain):
 class Freezes(Plain):
     """From the sixth to the twelfth step one block, and one matrix of the rest, do not train."""
 
-    first, last = 6, 12
+    first = 6
+    last = 12
 
     def __init__(self):
         super().__init__()
@@ -93,13 +94,15 @@ class Freezes(Plain):
 
 
 class FreezesAtOnce(Freezes):
-    first, last = 1, 0
+    first = 1
+    last = 0
 
 
 class Thaws(Freezes):
     """A block, or another module, is frozen at first."""
 
-    first, last = 0, 0
+    first = 0
+    last = 0
 
     def __init__(self, part="layers.0"):
         super().__init__()
@@ -115,7 +118,8 @@ class Thaws(Freezes):
 class ThawsInStep(Freezes):
     """Between two steps."""
 
-    first, last = 0, 0
+    first = 0
+    last = 0
 
     def __init__(self):
         super().__init__()
