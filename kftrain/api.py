@@ -177,7 +177,11 @@ def submit_pipeline(
 
 
 def open_dataset(
-    uri: str, split: Literal["train", "validation"] = "train", *, task: Task | TaskConfig | None = None
+    uri: str,
+    split: Literal["train", "validation"] = "train",
+    *,
+    task: Task | TaskConfig | None = None,
+    verify: Literal["first_use", "everything", "size"] = "first_use",
 ) -> OpenedDataset:
     """The samples of one split, for loops of your own: by number, in the training order, or as WebDataset.
 
@@ -190,24 +194,30 @@ def open_dataset(
         uri: A run, a folder of shards, or their manifest.json.
         split: Which samples.
         task: How they are decoded: a task, or the section of a configuration; None: samples are as they are stored.
+        verify: When a shard is hashed, as `data.verify`: before its first sample is given, once on each node; all of
+            them now; or never.
 
     Raises ConfigError for another split, DataError where there are no shards or they are damaged.
     """
     from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
     from kftrain.data.shards.manifest import read_manifest, reading
+    from kftrain.data.shards.verify import verify_shards
     from kftrain.stages.dataset import find_manifest
     from kftrain.tasks.base import Task
     from kftrain.tasks.registry import build_task_of
 
-    if split not in SPLITS:
-        raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
+    for value, known in ((split, SPLITS), (verify, ("first_use", "everything", "size"))):
+        if value not in known:
+            raise ConfigError("no such split or way", where="open_dataset", value=value, fix=f"one of: {', '.join(known)}")
     found = find_manifest(uri)
     with reading(found):
         manifest = read_manifest(found)
+    if verify == "everything":
+        verify_shards(found, manifest)
     if task is not None and not isinstance(task, Task):
         task = build_task_of(task, found, manifest.task_settings)
-    return OpenedDataset(found, manifest, split, task)
+    return OpenedDataset(found, manifest, split, task, verify == "first_use")
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:

@@ -224,9 +224,10 @@ class ShardedDataset:
         with self._lock:
             reader = self._open.get(number)
             if reader is None:
-                reader = self._open[number] = ShardReader(self._uri, self._shards[number], self._stored, self._uses)
+                reader = ShardReader(self._uri, self._shards[number], self._stored, self._uses)
                 if self._uses is not None:
                     self._uses.begin(reader.file)
+                self._open[number] = reader
                 if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)

@@ -6,7 +6,9 @@ Importing it imports no torch; only who asks for the training order gets torch's
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from kftrain.data.decoding import at_place
 from kftrain.data.expanded import Expanded, expanded
 from kftrain.data.schema import Arrays
 from kftrain.data.shards.manifest import Manifest
+from kftrain.data.shards.verified import HashedFirst, Memory
 from kftrain.data.windows import windowed
 from kftrain.errors import ConfigError, DataError
 
@@ -47,15 +50,29 @@ class OpenedDataset(ShardedDataset):
     those of what is stored.
     """
 
-    def __init__(self, manifest_uri: str, manifest: Manifest, split: str, task: Task | None = None) -> None:
-        super().__init__(manifest_uri, manifest, split)
+    def __init__(
+        self,
+        manifest_uri: str,
+        manifest: Manifest,
+        split: str,
+        task: Task | None = None,
+        is_hashed: bool = True,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`is_hashed`: whether each shard is, before it is read. `process`: the rank that pickled it, and of how many."""
+        uses = HashedFirst(Memory.of_node("", manifest.dataset_digest)) if is_hashed else None
+        super().__init__(manifest_uri, manifest, split, uses)
         self.task = task
-        self._opened = (manifest_uri, manifest, split, task)
-        self._view = _view(self, split, task)
+        self._opened = (manifest_uri, manifest, split, task, is_hashed)
+        self._process = process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process of a `DataLoader` opens the shards itself."""
-        return OpenedDataset, self._opened
+        """A process of a `DataLoader` opens the shards itself, and may know no other rank than the one it belongs to."""
+        return OpenedDataset, (*self._opened, own_process())
+
+    @cached_property
+    def _view(self) -> _ByNumber:
+        return _view(self, self._opened[2], self.task)
 
     def __len__(self) -> int:
         return self._view.num_samples
@@ -127,15 +144,22 @@ class OpenedDataset(ShardedDataset):
             window_ranges=window_ranges,
         )
 
-    def as_webdataset(self) -> Iterator[Sample]:
+    def as_webdataset(self, *, rank: int | None = None, world_size: int | None = None) -> Iterator[Sample]:
         """The stored samples as the stock reader gives them, to begin a `webdataset.DataPipeline` with.
 
             wds.DataPipeline(dataset.as_webdataset, wds.decode("pil"), wds.to_tuple("jpg", "label.npy"))
 
-        Extension -> bytes: a file as it came, an array as a `.npy`. `__key__` numbers the sample in its split.
+        Extension -> bytes: a file as it came, an array as a `.npy`. `__key__` numbers the sample in its split. Each
+        comes once over the ranks (as in `in_training_order`) and the workers of their loaders: each reads a part of its
+        own, and the parts differ by one sample at most. Raises ConfigError for a rank that is not below `world_size`.
         """
-        for start in range(0, self.num_samples, READ_SAMPLES):
-            numbers = np.arange(start, min(start + READ_SAMPLES, self.num_samples), dtype=np.int64)
+        loader = sys.modules.get("torch.utils.data")
+        info = loader.get_worker_info() if loader else None
+        rank, world_size = own_process(rank, world_size, self._process if info else (0, 1))
+        part, num_parts = (rank * info.num_workers + info.id, world_size * info.num_workers) if info else (rank, world_size)
+        first, end = (number * self.num_samples // num_parts for number in (part, part + 1))
+        for start in range(first, end, READ_SAMPLES):
+            numbers = np.arange(start, min(start + READ_SAMPLES, end), dtype=np.int64)
             rows, extensions = self.read(numbers), self.extensions_of(numbers)
             for row, number in enumerate(numbers.tolist()):
                 sample: Sample = {"__key__": f"{self._opened[2]}-{number:09d}"}
@@ -171,6 +195,22 @@ def _view(dataset: ShardedDataset, split: str, task: Task | None) -> _ByNumber:
         return windowed(dataset, task.window)
     found = expanded(dataset, task)
     return _Rows(found) if isinstance(found, Expanded) else found
+
+
+def own_process(
+    rank: int | None = None, world_size: int | None = None, unknown: tuple[int, int] = (0, 1)
+) -> tuple[int, int]:
+    """Rank and number of the processes that share samples: those of `torch.distributed` where they are not given.
+
+    Where that is not initialised they are `unknown`. Raises ConfigError for a rank that is not below their number.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        unknown = distributed.get_rank(), distributed.get_world_size()
+    rank, world_size = unknown[0] if rank is None else rank, unknown[1] if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"must be below {world_size}", where="rank", value=rank)
+    return rank, world_size
 
 
 def _npy(value: Any) -> bytes:

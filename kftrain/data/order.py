@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -80,6 +80,11 @@ class TrainingOrder:
         self._key = permutation.derive_key(f"training order 2/{name}/{num_samples}/{seed}")
         self._groups = groups
         self._window = functools.lru_cache(maxsize=KEPT_WINDOWS)(self._new_window)
+        self._arguments = (num_samples, seed, range_samples, window_ranges, name, groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes its own tables."""
+        return TrainingOrder, self._arguments
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
         """Numbers of the samples, int64 `[k]`, at positions int64 `[k]` of any epochs."""

@@ -7,11 +7,10 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from kftrain.data.decoding import Generators
-from kftrain.data.opened import READ_SAMPLES, OpenedDataset, Sample
+from kftrain.data.opened import READ_SAMPLES, OpenedDataset, Sample, own_process
 from kftrain.data.order import TrainingOrder
 from kftrain.errors import ConfigError
 
@@ -58,20 +57,15 @@ class InTrainingOrder(IterableDataset[Sample]):
         range_samples: int,
         window_ranges: int,
     ) -> None:
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._dataset = dataset
         self._seed = seed
         self._batch_size = batch_size
         self._epochs = epochs
-        found_size = torch.distributed.get_world_size() if is_distributed else 1
-        self._world_size = found_size if world_size is None else world_size
-        self._rank = rank if rank is not None else (torch.distributed.get_rank() if is_distributed else 0)
         sizes = {"batch_size": batch_size, "epochs": epochs, "range_samples": range_samples, "window": window_ranges}
         for name, value in {**sizes, "world_size": world_size}.items():
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ConfigError("must be at least 1, and a whole number", where=name, value=value)
-        if not 0 <= self._rank < self._world_size:
-            raise ConfigError(f"must be below {self._world_size}", where="rank", value=self._rank)
+        self._rank, self._world_size = own_process(rank, world_size)
         self._order = TrainingOrder(len(dataset), seed, range_samples, window_ranges) if shuffle else None
         self._position = 0
         self._began = 0

@@ -19,9 +19,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import kftrain
+from kftrain import storage
 from kftrain.data import torch_dataset
 from kftrain.data.decoding import Generators
 from kftrain.data.order import TrainingOrder
+from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.errors import ConfigError, DataError
 from kftrain.tasks.augment import Augment
 from kftrain.tasks.image_classification import ImageClassification
@@ -281,6 +283,114 @@ def test_it_begins_a_pipeline_of_webdataset(files):
         expected = np.asarray(Image.open(io.BytesIO(sample["image"])).convert("RGB"))
         assert np.array_equal(pixels, expected) and label == sample["label"]
     assert len({sample["__key__"] for sample in raw}) == len(dataset)
+
+
+def damage(uri, monkeypatch, tmp_path):
+    """One bit of the first shard; nothing is remembered of it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    manifest = read_manifest(uri)
+    path = storage.local_path(shard_uri(uri, manifest.splits["train"].shards[0]))
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+READINGS = {
+    "by number": lambda dataset: dataset[0],
+    "training order": lambda dataset: list(dataset.in_training_order()),
+    "webdataset": lambda dataset: list(dataset.as_webdataset()),
+    "loader": lambda dataset: list(DataLoader(dataset, batch_size=9, num_workers=1, collate_fn=whole_list)),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+def test_no_sample_of_a_damaged_shard_is_given_whatever_reads_it(tmp_path, monkeypatch, reading):
+    uri = shard_toy(text_folder(tmp_path / "in"), tmp_path / "root").manifest_uri
+    name = damage(uri, monkeypatch, tmp_path)
+    dataset = kftrain.open_dataset(uri)
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"{name}: its content has changed"):
+            reading(dataset)
+    reading(kftrain.open_dataset(uri, verify="size"))
+    with pytest.raises(DataError, match=f"{name}: its content has changed"):
+        kftrain.open_dataset(uri, verify="everything")
+
+
+def test_a_shard_is_hashed_once_on_a_node(tmp_path, monkeypatch):
+    uri = shard_toy(text_folder(tmp_path / "in"), tmp_path / "root").manifest_uri
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    hashed, sha256_file = [], storage.sha256_file
+    monkeypatch.setattr(storage, "sha256_file", lambda uri: hashed.append(uri) or sha256_file(uri))
+    for _ in range(2):
+        dataset = kftrain.open_dataset(uri)
+        assert len(list(dataset)) == len(list(pickle.loads(pickle.dumps(dataset)))) == len(dataset)
+    shards = read_manifest(uri).splits["train"].shards
+    assert sorted(hashed) == sorted(shard_uri(uri, shard) for shard in shards)
+    with pytest.raises(ConfigError, match="one of: first_use, everything, size"):
+        kftrain.open_dataset(uri, verify="twice")
+
+
+def keys_of(samples):
+    return [sample["__key__"] for sample in samples]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_of_a_loader_give_webdatasets_samples_once(toy, method):
+    dataset = kftrain.open_dataset(toy)
+    pipeline = webdataset.DataPipeline(dataset.as_webdataset)
+    loader = DataLoader(pipeline, batch_size=None, num_workers=2, multiprocessing_context=method)
+    for _ in range(2):  # epochs
+        assert sorted(keys_of(loader)) == keys_of(dataset.as_webdataset())
+    assert len(keys_of(loader)) == len(dataset)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["rank given", "torch.distributed"])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 3), (3, 1), (2, 2), (7, 0)])
+def test_ranks_and_their_workers_share_webdatasets_samples(toy, monkeypatch, world_size, num_workers, is_known):
+    """A worker that is spawned has no process group: its dataset brings the rank along."""
+    dataset, parts = kftrain.open_dataset(toy), []
+    for rank, worker in itertools.product(range(world_size), range(max(1, num_workers))):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "is_initialized", lambda: not is_known)
+            patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            patch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+            named = {"rank": rank, "world_size": world_size} if is_known else {}
+            pickled = pickle.dumps(dataset)
+        if num_workers:
+            with monkeypatch.context() as patch:
+                info = SimpleNamespace(id=worker, num_workers=num_workers)
+                patch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
+                parts.append(keys_of(pickle.loads(pickled).as_webdataset(**named)))
+        else:
+            parts.append(keys_of(dataset.as_webdataset(rank=rank, world_size=world_size)))
+    assert sorted(itertools.chain(*parts)) == keys_of(dataset.as_webdataset())
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    if not num_workers or not is_known:  # what was pickled on another rank is read as a whole by one process
+        assert len(keys_of(pickle.loads(pickled).as_webdataset())) == len(dataset)
+    with pytest.raises(ConfigError, match="rank: must be below 2"):
+        next(dataset.as_webdataset(rank=2, world_size=2))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_inherit_nothing_read_in_the_training_order(files, method):
+    dataset = kftrain.open_dataset(files[0], task=TaskConfig.model_validate(SECTION))
+    samples = dataset.in_training_order(seed=3, batch_size=8, rank=1, world_size=2)
+    expected = [sample["image"].tobytes() for sample in samples]
+    samples.set_epoch(0)
+    loader = DataLoader(
+        samples, batch_size=8, num_workers=2, multiprocessing_context=method, collate_fn=whole_list
+    )
+    assert [sample["image"].tobytes() for batch in loader for sample in batch] == expected != []
+
+
+def test_what_is_pickled_in_the_middle_goes_on_there(toy):
+    samples = kftrain.open_dataset(toy).in_training_order(seed=3, batch_size=8)
+    whole = [sample["data"].tobytes() for sample in samples]
+    samples.set_epoch(0)
+    list(itertools.islice(iter(samples), 20))
+    again = pickle.loads(pickle.dumps(samples))
+    assert [sample["data"].tobytes() for sample in again] == whole[20:]
 
 
 def test_a_loop_without_workers_counts_its_batches_from_where_it_began():
