@@ -18,7 +18,7 @@ from kftrain.data.decoding import at_place
 from kftrain.data.expanded import Expanded, expanded
 from kftrain.data.schema import Arrays
 from kftrain.data.shards.manifest import Manifest
-from kftrain.data.shards.verified import HashedFirst, Memory
+from kftrain.data.shards.verified import FirstUse, Memory
 from kftrain.data.windows import windowed
 from kftrain.errors import ConfigError, DataError
 
@@ -60,8 +60,8 @@ class OpenedDataset(ShardedDataset):
         process: tuple[int, int] = (0, 1),
     ) -> None:
         """`is_hashed`: whether each shard is, before it is read. `process`: the rank that pickled it, and of how many."""
-        uses = HashedFirst(Memory.of_node("", manifest.dataset_digest)) if is_hashed else None
-        super().__init__(manifest_uri, manifest, split, uses)
+        memory = Memory.of_node("", manifest.dataset_digest)
+        super().__init__(manifest_uri, manifest, split, FirstUse(memory, is_hashed, in_background=False))
         self.task = task
         self._opened = (manifest_uri, manifest, split, task, is_hashed)
         self._process = process

@@ -24,9 +24,9 @@ from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.data.shards.verified import FirstUse
 from kftrain.data.shards.verify import verify_before_start
+from kftrain.data.validation import open_validation
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, StorageError, UserCodeError
 from kftrain.evaluate import curves, examples
-from kftrain.evaluate.identity import SPLIT
 from kftrain.evaluate.layout import SpreadModel, spread_out
 from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_slice
 from kftrain.evaluate.performance import measure_performance
@@ -120,7 +120,7 @@ def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Dat
     world.agree(lambda: verify_before_start(manifest_uri, manifest, level, world.rank, world.size))
     first_use = first_use_of(config.data, manifest.dataset_digest)
     conversion = conversion_of(manifest, build_task(config.task)) if manifest.is_adopted else None
-    return _Data(manifest, ShardedDataset(manifest_uri, manifest, SPLIT, first_use, conversion), first_use)
+    return _Data(manifest, open_validation(manifest_uri, manifest, config, first_use, conversion), first_use)
 
 
 def _load(

@@ -10,7 +10,7 @@ from typing import Any
 
 from kftrain import report, storage
 from kftrain.config import Config
-from kftrain.data import mixing
+from kftrain.data import mixing, validation
 from kftrain.data.shards import manifest
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
@@ -125,6 +125,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     preflight.check_samples(config, num_training_samples(described, task))
     if not resolve.has_trained(paths):
         initial_weights.require_fit(config, task)
+    validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
     changed = drift.compared(config, shards.manifest_uri, described, task, progress)
     return Prepared(shards, described, reused, time.monotonic() - start, overview, changed)

@@ -12,7 +12,6 @@ from typing import Any
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
-from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding, Samples
 from kftrain.data.expanded import Gather, ValidationRows, expanded
 from kftrain.data.loader import CountTerms, Send, TrainLoader, Workers
@@ -21,6 +20,7 @@ from kftrain.data.shards.cache import opened_of
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.data.shards.verified import Uses, note_opened
 from kftrain.data.training_split import open_training_split
+from kftrain.data.validation import open_validation
 from kftrain.data.worker_processes import WorkerCommand
 from kftrain.process.machine import num_cpus
 from kftrain.run.paths import RunPaths
@@ -83,14 +83,8 @@ def _opened(training: Training) -> tuple[Samples, Order]:
 
 def validation_rows(training: Training, gather: Gather, share: tuple[int, int]) -> ValidationRows:
     """What the periodic evaluations read, as far as they do. Collective: see `expanded`."""
-    dataset = ShardedDataset(
-        training.manifest_uri,
-        training.manifest,
-        "validation",
-        training.uses,
-        conversion_of(training.manifest, training.task),
-    )
-    evaluate = training.config.evaluate
+    evaluate, conversion = training.config.evaluate, conversion_of(training.manifest, training.task)
+    dataset = open_validation(training.manifest_uri, training.manifest, training.config, training.uses, conversion)
     if not evaluate.interval_steps:
         return dataset
     return expanded(dataset, training.task, gather, share, evaluate.max_interval_samples)

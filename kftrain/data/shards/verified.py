@@ -188,8 +188,14 @@ def note_opened(uses: Uses | None, opened: list[Any]) -> None:
 class FirstUse:
     """Hashes files in threads. All methods may be called from any thread."""
 
-    def __init__(self, memory: Memory, is_on: bool = True, copies: Copies | None = None) -> None:
-        """Where it is not on, no file is hashed. `copies`: where remote files are fetched to, which verifies them."""
+    def __init__(
+        self, memory: Memory, is_on: bool = True, copies: Copies | None = None, in_background: bool = True
+    ) -> None:
+        """Where it is not on, no file is hashed. `copies`: where remote files are fetched to, which verifies them.
+
+        Not `in_background`: `begin` itself hashes and raises, for whoever forks or would not wait in the end.
+        """
+        self._in_background = in_background
         self._memory = memory
         self._is_on = is_on
         self._copies = copies
@@ -203,6 +209,10 @@ class FirstUse:
 
     def begin(self, file: File) -> None:
         """Says that the file is about to be read; only the first time counts."""
+        while not self._in_background:
+            if self._settle(file):
+                return
+            time.sleep(BUSY_SECONDS)
         with self._changed:
             is_copied = self._copies is not None and not storage.is_local(file.uri)
             if not (self._is_on or is_copied) or file in self._begun:
@@ -283,32 +293,6 @@ class FirstUse:
             self._current.pop(file)
             self._queue.append(file)
             self._changed.wait(BUSY_SECONDS)
-
-
-class HashedFirst:
-    """Hashes a file before it is read: for loops of people's own, in whose end nobody would wait for it.
-
-    It has no thread, which a loader that forks would lose.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._whole: set[File] = set()
-
-    def begin(self, file: File) -> None:
-        """See `Uses`. Raises DataError where the file is damaged."""
-        while file not in self._whole:
-            if self._memory.once(file, lambda: check_content(file)):
-                self._whole.add(file)
-            else:
-                time.sleep(BUSY_SECONDS)
-
-    def raise_found(self) -> None:
-        """See `Uses`: `begin` has raised it."""
-
-    def copy_of(self, file: File) -> BinaryIO | None:
-        """See `Uses`."""
-        return None
 
 
 def _text(file: File) -> bytes:

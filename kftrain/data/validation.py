@@ -1,0 +1,127 @@
+"""The validation split as evaluations read it: without the samples that its task cannot decode.
+
+Each is decoded once before a training begins, so that a bad one ends no run after it. What was found stands beside the
+manifest, by the options of the task: the dataset itself does not follow from how it is decoded.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kftrain import storage
+from kftrain.config import Config
+from kftrain.data.adopted.conversion import Conversion, conversion_of
+from kftrain.data.dataset import ShardedDataset
+from kftrain.data.decoding import Decoder, Decoding
+from kftrain.data.schema import Arrays
+from kftrain.data.shards.manifest import Manifest
+from kftrain.data.shards.verified import Uses
+from kftrain.errors import DataError, UserCodeError
+from kftrain.plugins import user_code
+from kftrain.process.machine import num_cpus
+from kftrain.progress import Progress
+from kftrain.run import documents
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Task
+
+READ_SAMPLES = 64
+"""Read at once by each thread."""
+
+
+class Undecodable(documents.Document):
+    """The bad samples of a validation split: number in stored order -> what is wrong, with shard and key."""
+
+    samples: dict[int, str] = {}
+
+
+class _WithoutSamples(ShardedDataset):
+    """A split without some of its samples, and without groups that have no others; both are numbered anew."""
+
+    def __init__(self, left_out: list[int], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept = np.delete(np.arange(super().num_samples), left_out)
+        self._groups = np.unique(super().group_of(self._kept))
+        self.num_groups = len(self._groups)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._kept)
+
+    def group_of(self, global_rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._groups, super().group_of(self._kept[global_rows]))
+
+    def group_keys(self) -> list[str]:
+        keys = super().group_keys()
+        return [keys[group] for group in self._groups.tolist()]
+
+    def _located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return super()._located(self._kept[samples])
+
+
+def open_validation(
+    manifest_uri: str, manifest: Manifest, config: Config, uses: Uses | None, conversion: Conversion | None
+) -> ShardedDataset:
+    """The samples of the validation split but those that were found to be bad. Raises DataError."""
+    arguments = manifest_uri, manifest, "validation", uses, conversion
+    left_out = sorted((_read(_uri(manifest_uri, config)) or Undecodable()).samples)
+    return _WithoutSamples(left_out, *arguments) if left_out else ShardedDataset(*arguments)
+
+
+def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: Manifest, progress: Progress) -> None:
+    """Decodes the validation split, unless that was done, and says which samples are left out of it.
+
+    Raises DataError, or UserCodeError, where more of them are bad than `data.max_bad_samples`.
+    """
+    uri, limit = _uri(manifest_uri, config), config.data.max_bad_samples
+    bad = _read(uri) if task.decodes else Undecodable()
+    if bad is None:
+        progress("decoding the validation split, once")
+        dataset = ShardedDataset(manifest_uri, manifest, "validation", None, conversion_of(manifest, task))
+        try:
+            bad = Undecodable(samples=_undecodable(dataset, task, limit))
+        except ImportError as error:  # the steps' image may lack what a user's code needs
+            progress(f"warning: it cannot be decoded here, and evaluation may meet bad samples: {error}")
+            return
+        storage.publish_json(uri, bad.to_dict())
+    lines = list(bad.samples.values())
+    if len(lines) > limit:
+        what = f"{len(lines)} validation samples cannot be decoded, more than may be left out; the first: {lines[0]}"
+        raise DataError(what, where="data.max_bad_samples", value=limit, fix="mend the data, or allow more")
+    for line in lines:
+        progress(f"warning: left out of validation, {len(lines)} of at most {limit}: {line}")
+
+
+def _undecodable(dataset: ShardedDataset, task: Task, limit: int) -> dict[int, str]:
+    """Number -> what is wrong; where none may be bad the first one is raised."""
+
+    def decode(sample: Arrays, _generator: np.random.Generator) -> Arrays:
+        try:
+            with user_code("task.decode"):
+                return task.decode(sample, None)
+        except UserCodeError as error:
+            raise error.__cause__ if isinstance(error.__cause__, ImportError) else error from None
+
+    decoding = Decoding(decode, 0, limit)
+    layout = Decoder(dataset, decoding).layout(lambda positions: positions)
+
+    def look(start: int) -> dict[int, str]:
+        numbers = np.arange(start, min(start + READ_SAMPLES, dataset.num_samples))
+        filled = Decoder(dataset, decoding).fill(layout.empty(len(numbers)), numbers, numbers)
+        return {sample.number: sample.error.line for sample in filled.bad.values()}
+
+    with ThreadPoolExecutor(num_cpus()) as threads:
+        found = threads.map(look, range(0, dataset.num_samples, READ_SAMPLES))
+        return {number: line for part in found for number, line in part.items()}
+
+
+def _uri(manifest_uri: str, config: Config) -> str:
+    options = storage.digest_json(config.task.model_dump(mode="json"))
+    return storage.join(manifest_uri.rsplit("/", 1)[0], f"decoded-{options[:16]}.json")
+
+
+def _read(uri: str) -> Undecodable | None:
+    return documents.read(Undecodable, uri) if storage.exists(uri) else None
