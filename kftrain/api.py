@@ -194,8 +194,7 @@ def open_dataset(
         uri: A run, a folder of shards, or their manifest.json.
         split: Which samples.
         task: How they are decoded: a task, or the section of a configuration; None: samples are as they are stored.
-        verify: When a shard is hashed, as `data.verify`: before its first sample is given, once on each node; all of
-            them now; or never.
+        verify: When a shard is hashed: before its first sample is given, once on a node; all of them now; or never.
 
     Raises ConfigError for another split, DataError where there are no shards or they are damaged.
     """
@@ -209,7 +208,7 @@ def open_dataset(
 
     for value, known in ((split, SPLITS), (verify, ("first_use", "everything", "size"))):
         if value not in known:
-            raise ConfigError("no such split or way", where="open_dataset", value=value, fix=f"one of: {', '.join(known)}")
+            raise ConfigError("not known", where="open_dataset", value=value, fix=f"one of: {', '.join(known)}")
     found = find_manifest(uri)
     with reading(found):
         manifest = read_manifest(found)

@@ -117,18 +117,20 @@ class RemotePath:
         """A whole object, however large, of one version. Raises FileNotFoundError."""
         size = int(self.object_info()["size"])
         if size <= READ_BYTES:
-            return cast(bytes, self._call("cat_file", num_bytes=size))
+            return self._whole(self._call("cat_file", num_bytes=size), size)
         with self.open_read() as stream:
             return stream.read()
 
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes from `start` on, before `stop`."""
-        return cast(bytes, self._call("cat_file", start=start, end=stop, num_bytes=stop - start))
+        return self.read_ranges([start], [stop])[0]
 
     def read_ranges(self, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
         """Several ranges, with all requests at once."""
         calls = [_Call((self._path,), {"start": start, "end": stop}) for start, stop in zip(starts, stops, strict=True)]
-        return self._run("cat_file", calls, sum(stops) - sum(starts))
+        found = self._run("cat_file", calls, sum(stops) - sum(starts))
+        sizes = (stop - start for start, stop in zip(starts, stops, strict=True))
+        return [self._whole(*each) for each in zip(found, sizes, strict=True)]
 
     def open_read(self, read_ahead: bool = True) -> BinaryIO:
         """An object as a stream. Raises FileNotFoundError."""
@@ -191,6 +193,13 @@ class RemotePath:
         """Deletes an object, or everything below a folder; nothing happens where there is nothing."""
         if self.exists():
             self._call("rm", recursive=True)
+
+    def _whole(self, content: bytes, num_bytes: int) -> bytes:
+        """What came, where it is all of it: a proxy's page, a cut body and the answer to another range are outages."""
+        if len(content) != num_bytes:
+            what = f"{len(content)} bytes came instead of {num_bytes}, beginning with {content[:32]!r}"
+            raise TimeoutError(errno.ETIMEDOUT, what, self.uri)
+        return content
 
     def _call(self, name: str, *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
         return self._run(name, [_Call((self._path, *arguments), options)], num_bytes)[0]
@@ -295,8 +304,6 @@ class _ObjectReader(PositionedStream):
 
     def _read(self, start: int, stop: int) -> bytes:
         content = self._path.read_range(start, stop)
-        if len(content) != stop - start:
-            raise TimeoutError(errno.ETIMEDOUT, f"the answer ended after {len(content)} bytes", self._path.uri)
         if stop - start < self.size_bytes and version_of(self._path.info()) != self._version:
             raise OSError(errno.EREMCHG, "it was replaced while it was read", self._path.uri)
         return content

@@ -9,12 +9,12 @@ import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import at_place
+from kftrain.data.decoding import Samples, at_place
 from kftrain.data.expanded import Expanded, expanded
 from kftrain.data.schema import Arrays
 from kftrain.data.shards.manifest import Manifest
@@ -33,15 +33,6 @@ READ_SAMPLES = 256
 """Read at once where samples follow each other."""
 
 
-class _ByNumber(Protocol):
-    @property
-    def num_samples(self) -> int: ...
-
-    def read(self, samples: np.ndarray) -> Arrays: ...
-
-    def place_of(self, sample: int) -> str: ...
-
-
 class OpenedDataset(ShardedDataset):
     """The samples of one split: `len(dataset)`, `dataset[i]`, `for sample in dataset`; a `Dataset` for torch's loaders.
 
@@ -51,28 +42,28 @@ class OpenedDataset(ShardedDataset):
     """
 
     def __init__(
-        self,
-        manifest_uri: str,
-        manifest: Manifest,
-        split: str,
-        task: Task | None = None,
-        is_hashed: bool = True,
-        process: tuple[int, int] = (0, 1),
+        self, manifest_uri: str, manifest: Manifest, split: str, task: Task | None = None, is_hashed: bool = True
     ) -> None:
-        """`is_hashed`: whether each shard is, before it is read. `process`: the rank that pickled it, and of how many."""
+        """`is_hashed`: whether each shard is, before it is read."""
         memory = Memory.of_node("", manifest.dataset_digest)
         super().__init__(manifest_uri, manifest, split, FirstUse(memory, is_hashed, in_background=False))
         self.task = task
         self._opened = (manifest_uri, manifest, split, task, is_hashed)
-        self._process = process
+        self._process = (0, 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process of a `DataLoader` opens the shards itself, and may know no other rank than the one it belongs to."""
-        return OpenedDataset, (*self._opened, own_process())
+        """A process of a `DataLoader` opens the shards itself, and is one of the rank's that started it."""
+        return OpenedDataset, self._opened, {"_process": own_process()}
 
     @cached_property
-    def _view(self) -> _ByNumber:
-        return _view(self, self._opened[2], self.task)
+    def _view(self) -> Samples:
+        """What counts as a sample."""
+        if self.task is None:
+            return self
+        if self._opened[2] == "train":
+            return windowed(self, self.task.window)
+        found = expanded(self, self.task)
+        return _Rows(found) if isinstance(found, Expanded) else found
 
     def __len__(self) -> int:
         return self._view.num_samples
@@ -156,7 +147,8 @@ class OpenedDataset(ShardedDataset):
         loader = sys.modules.get("torch.utils.data")
         info = loader.get_worker_info() if loader else None
         rank, world_size = own_process(rank, world_size, self._process if info else (0, 1))
-        part, num_parts = (rank * info.num_workers + info.id, world_size * info.num_workers) if info else (rank, world_size)
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        part, num_parts = rank * num_workers + worker, world_size * num_workers
         first, end = (number * self.num_samples // num_parts for number in (part, part + 1))
         for start in range(first, end, READ_SAMPLES):
             numbers = np.arange(start, min(start + READ_SAMPLES, end), dtype=np.int64)
@@ -185,16 +177,6 @@ class _Rows:
 
     def place_of(self, sample: int) -> str:
         return self._rows.place_of(sample)
-
-
-def _view(dataset: ShardedDataset, split: str, task: Task | None) -> _ByNumber:
-    """What counts as a sample."""
-    if task is None:
-        return dataset
-    if split == "train":
-        return windowed(dataset, task.window)
-    found = expanded(dataset, task)
-    return _Rows(found) if isinstance(found, Expanded) else found
 
 
 def own_process(

@@ -75,9 +75,7 @@ class InTrainingOrder(IterableDataset[Sample]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins with this epoch: for loaders whose workers do not stay."""
-        self._position = epoch * len(self._dataset)
-        self._began = self._position
-        self._start, self._is_finished = None, False
+        self.load_state_dict({POSITION: epoch * len(self._dataset)})
 
     def state_dict(self) -> dict[str, int]:
         """Where the next sample is read.

@@ -15,7 +15,7 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import Conversion, conversion_of
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoder, Decoding
+from kftrain.data.decoding import Decoder, DecodeRow, Decoding, Layout
 from kftrain.data.schema import Arrays
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import Uses
@@ -23,19 +23,12 @@ from kftrain.errors import DataError, UserCodeError
 from kftrain.plugins import user_code
 from kftrain.process.machine import num_cpus
 from kftrain.progress import Progress
-from kftrain.run import documents
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
 
 READ_SAMPLES = 64
 """Read at once by each thread."""
-
-
-class Undecodable(documents.Document):
-    """The bad samples of a validation split: number in stored order -> what is wrong, with shard and key."""
-
-    samples: dict[int, str] = {}
 
 
 class _WithoutSamples(ShardedDataset):
@@ -67,7 +60,7 @@ def open_validation(
 ) -> ShardedDataset:
     """The samples of the validation split but those that were found to be bad. Raises DataError."""
     arguments = manifest_uri, manifest, "validation", uses, conversion
-    left_out = sorted((_read(_uri(manifest_uri, config)) or Undecodable()).samples)
+    left_out = [int(number) for number in storage.read_json_if_exists(_uri(manifest_uri, config)) or ()]
     return _WithoutSamples(left_out, *arguments) if left_out else ShardedDataset(*arguments)
 
 
@@ -77,41 +70,39 @@ def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: M
     Raises DataError, or UserCodeError, where more of them are bad than `data.max_bad_samples`.
     """
     uri, limit = _uri(manifest_uri, config), config.data.max_bad_samples
-    bad = _read(uri) if task.decodes else Undecodable()
+    bad = storage.read_json_if_exists(uri) if task.decodes else {}
     if bad is None:
         progress("decoding the validation split, once")
         dataset = ShardedDataset(manifest_uri, manifest, "validation", None, conversion_of(manifest, task))
+        decoding = Decoding(_decode_of(task), 0, limit)
         try:
-            bad = Undecodable(samples=_undecodable(dataset, task, limit))
-        except ImportError as error:  # the steps' image may lack what a user's code needs
-            progress(f"warning: it cannot be decoded here, and evaluation may meet bad samples: {error}")
-            return
-        storage.publish_json(uri, bad.to_dict())
-    lines = list(bad.samples.values())
-    if len(lines) > limit:
+            layout = Decoder(dataset, decoding).layout(lambda positions: positions)
+        except UserCodeError as error:  # the image of the steps may lack what a user's code needs
+            return progress(f"warning: it cannot be decoded here: {error.line}")
+        bad = _undecodable(dataset, decoding, layout)
+        storage.publish_json(uri, bad)
+    if len(lines := list(bad.values())) > limit:
         what = f"{len(lines)} validation samples cannot be decoded, more than may be left out; the first: {lines[0]}"
         raise DataError(what, where="data.max_bad_samples", value=limit, fix="mend the data, or allow more")
     for line in lines:
         progress(f"warning: left out of validation, {len(lines)} of at most {limit}: {line}")
 
 
-def _undecodable(dataset: ShardedDataset, task: Task, limit: int) -> dict[int, str]:
-    """Number -> what is wrong; where none may be bad the first one is raised."""
-
+def _decode_of(task: Task) -> DecodeRow:
     def decode(sample: Arrays, _generator: np.random.Generator) -> Arrays:
-        try:
-            with user_code("task.decode"):
-                return task.decode(sample, None)
-        except UserCodeError as error:
-            raise error.__cause__ if isinstance(error.__cause__, ImportError) else error from None
+        with user_code("task.decode"):
+            return task.decode(sample, None)
 
-    decoding = Decoding(decode, 0, limit)
-    layout = Decoder(dataset, decoding).layout(lambda positions: positions)
+    return decode
 
-    def look(start: int) -> dict[int, str]:
+
+def _undecodable(dataset: ShardedDataset, decoding: Decoding, layout: Layout) -> dict[str, str]:
+    """Number of each bad sample -> what is wrong; where none may be bad the first one is raised."""
+
+    def look(start: int) -> dict[str, str]:
         numbers = np.arange(start, min(start + READ_SAMPLES, dataset.num_samples))
         filled = Decoder(dataset, decoding).fill(layout.empty(len(numbers)), numbers, numbers)
-        return {sample.number: sample.error.line for sample in filled.bad.values()}
+        return {str(sample.number): sample.error.line for sample in filled.bad.values()}
 
     with ThreadPoolExecutor(num_cpus()) as threads:
         found = threads.map(look, range(0, dataset.num_samples, READ_SAMPLES))
@@ -119,9 +110,6 @@ def _undecodable(dataset: ShardedDataset, task: Task, limit: int) -> dict[int, s
 
 
 def _uri(manifest_uri: str, config: Config) -> str:
+    """Where is said which samples are bad: number in stored order -> what is wrong, with shard and key."""
     options = storage.digest_json(config.task.model_dump(mode="json"))
     return storage.join(manifest_uri.rsplit("/", 1)[0], f"decoded-{options[:16]}.json")
-
-
-def _read(uri: str) -> Undecodable | None:
-    return documents.read(Undecodable, uri) if storage.exists(uri) else None

@@ -12,9 +12,18 @@ HEAD = b'HTTP/1.1 %d OK\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\
 
 OK, PARTIAL_CONTENT, NOT_FOUND = 200, 206, 404
 
+PAGE = b"<html><body>This site is being worked on.</body></html>"
+"""What a proxy answers in place of a store, with 200."""
+
+OFFSET = 7
+"""Of a range that is shifted."""
+
 
 class BadServer:
     """`plan`: method -> what happens: answer, silent, drip, stall, cut, a status like 503, or who tells it each time.
+
+    With 200 or 206, and a length that fits: page (of a proxy), short (half of it), whole (the range is ignored),
+    shifted (another range). LIST is a method, too; by default what GET is.
 
     `objects`: path -> content; None: every object holds `BODY`.
     """
@@ -57,13 +66,14 @@ class BadServer:
             method, path = request.split(b" ")[:2]
             self.requests.append((method.decode(), path.decode()))
             what = self.plan.get(method.decode(), "silent")
+            what = self.plan.get("LIST", what) if b"list-type=" in path else what
             try:
                 self._answer(connection, request, what() if callable(what) else what)
             except OSError:  # the client has gone
                 return
 
     def _answer(self, connection, request, what):
-        status, body = self._content(request)
+        status, body = self._content(request, what)
         if what == "silent":
             self._closed.wait()
         elif isinstance(what, int) or status == NOT_FOUND:
@@ -73,22 +83,38 @@ class BadServer:
             connection.sendall(HEAD % (status, len(body)))
             if request.startswith(b"HEAD"):
                 return
-            connection.sendall({"answer": body, "drip": b""}.get(what, body[: min(1000, len(body) // 2)]))
+            is_torn = what in ("drip", "stall", "cut")
+            connection.sendall((b"" if what == "drip" else body[: min(1000, len(body) // 2)]) if is_torn else body)
             for byte in body if what == "drip" else b"":
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
             if what == "stall":
                 self._closed.wait()
 
-    def _content(self, request):
-        """Status and body of a good answer."""
+    def _content(self, request, what):
+        """Status and body of an answer."""
+        if what == "page":
+            return OK, PAGE
         if self.objects is None:
             return OK, BODY
         path = request.split(b" ")[1].decode().partition("?")[0]
+        if b"list-type=" in request.split(b" ")[1]:
+            return OK, self._listing(path.strip("/"))
         if path not in self.objects:
             return NOT_FOUND, b""
         found = re.search(rb"(?i)\r\nrange: bytes=(\d+)-(\d+)\r\n", request)
-        if not found:
-            return OK, self.objects[path]
-        first, last = map(int, found.groups())
-        return PARTIAL_CONTENT, self.objects[path][first : last + 1]
+        first, last = map(int, found.groups()) if found else (0, len(self.objects[path]) - 1)
+        if not found or what == "whole":
+            return OK, self.objects[path][: len(self.objects[path]) // (2 if what == "short" else 1)]
+        body = self.objects[path][first : last + 1]
+        if what == "shifted":
+            body = (self.objects[path] * 2)[first + OFFSET : last + 1 + OFFSET]
+        return PARTIAL_CONTENT, body[: len(body) // (2 if what == "short" else 1)]
+
+    def _listing(self, bucket):
+        """All objects of a bucket."""
+        found = "".join(
+            f"<Contents><Key>{path.split('/', 2)[2]}</Key><Size>{len(content)}</Size><ETag>1</ETag></Contents>"
+            for path, content in sorted(self.objects.items())
+        )
+        return f"<ListBucketResult><Name>{bucket}</Name>{found}</ListBucketResult>".encode()

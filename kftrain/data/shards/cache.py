@@ -18,9 +18,8 @@ from typing import BinaryIO
 
 from kftrain import storage
 from kftrain.data.settings import DataConfig
-from kftrain.data.shards.manifest import SHARD_AGAIN, reading
-from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder
-from kftrain.errors import DataError
+from kftrain.data.shards.manifest import reading
+from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder, require_content
 from kftrain.outages import one_line
 from kftrain.progress import to_log
 
@@ -83,8 +82,8 @@ class NodeCache:
         if not self._reserve(part, file.size_bytes):
             return False
         if _download(file, part) != file.sha256 and _download(file, part) != file.sha256:
-            what = "its content has changed: the sha256 differs from the manifest's"
-            raise DataError(what, where=file.uri, fix=SHARD_AGAIN)
+            require_content(file.uri, file.sha256)
+            return False
         os.fsync(part.fileno())
         self._memory.note(_copy(part, file))
         os.rename(self._path_of_part(file), self._folder / file.sha256)

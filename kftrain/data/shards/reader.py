@@ -7,7 +7,6 @@ handled in Python. Encoded files have lengths of their own; of a mapped tar they
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import mmap
@@ -21,7 +20,7 @@ from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import NOT_ARRAY, npy_header
 from kftrain.data.shards.tar_writer import BLOCK_BYTES
-from kftrain.data.shards.verified import File, Uses
+from kftrain.data.shards.verified import File, Uses, require_content, require_size, truncated
 from kftrain.errors import DataError
 
 MAX_GAP_BYTES = 1 << 16
@@ -96,18 +95,13 @@ class ShardReader:
 def _open(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
     """What was opened. Raises DataError where it has another size."""
     if not storage.is_local(uri):
-        file = _require_size(File(uri, *storage.size_and_version(uri), shard.sha256), shard)
+        file = File(uri, *require_size(uri, shard.bytes, _FIX), shard.sha256)
         return file, _RemoteBytes(uri) if uses is None else _CopiedBytes(file, uses)
     with storage.open_read(uri) as stream:
         file = File(uri, *storage.describe(os.fstat(stream.fileno())), shard.sha256)
-        return _require_size(file, shard), _MappedBytes(stream)
-
-
-def _require_size(file: File, shard: Shard) -> File:
-    if file.size_bytes != shard.bytes:
-        what = f"truncated or changed: it has {file.size_bytes} bytes, not {shard.bytes}"
-        raise DataError(what, where=file.uri, fix=_FIX)
-    return file
+        if file.size_bytes != shard.bytes:
+            raise DataError(truncated(file.size_bytes, shard.bytes), where=uri, fix=_FIX)
+        return file, _MappedBytes(stream)
 
 
 def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndarray:
@@ -118,8 +112,9 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
     uri = index_uri(manifest_uri, shard)
     with reading(uri):
         content = storage.read_bytes(uri)
-    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-        raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=_FIX)
+    if storage.sha256_bytes(content) != shard.index_sha256:
+        require_content(uri, shard.index_sha256, _FIX)
+        return read_index(manifest_uri, shard, schema)
     try:
         index = _array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
     except NOT_ARRAY as error:
@@ -217,8 +212,6 @@ class _RemoteBytes:
         with reading(self._uri):
             content = b"".join(storage.read_ranges(self._uri, run_starts.tolist(), run_stops.tolist()))
         sizes = run_stops - run_starts
-        if len(content) != sizes.sum():
-            raise DataError("truncated while it was read", where=self._uri, fix=_FIX)
         runs = np.cumsum(first_of_run) - 1
         return content, starts - run_starts[runs] + (np.cumsum(sizes) - sizes)[runs]
 

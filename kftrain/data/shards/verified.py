@@ -20,17 +20,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from kftrain import remote, storage, threads
 from kftrain.data.shards.manifest import SHARD_AGAIN, reading
-from kftrain.errors import DataError, StorageError
+from kftrain.errors import DataError, KftrainError, StorageAwayError, StorageError
 
 FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
 """What is remembered of a dataset goes after so long without anything new."""
 
 MAX_FETCHES = 4
 """Remote files that one process fetches at the same time."""
+
+T = TypeVar("T")
 
 BUSY_SECONDS = 0.1
 """How soon is asked again for a file that another process of this node is hashing."""
@@ -306,15 +308,50 @@ def _write(entry: BinaryIO, text: bytes) -> None:
 
 
 def check_content(file: File) -> None:
-    """Raises DataError where the file's content is not what it should be, or it was replaced while it was read."""
+    """Raises DataError where the file's content is another one, StorageError where it has just been replaced."""
+    require_content(file.uri, file.sha256)
     with reading(file.uri):
-        found = storage.sha256_file(file.uri)
         now = storage.size_and_version(file.uri)
-    if found != file.sha256:
-        what = "its content has changed: the sha256 differs from the manifest's"
-        raise DataError(what, where=file.uri, fix=SHARD_AGAIN)
     if now != (file.size_bytes, file.version):
-        raise DataError("it was replaced while it was read", where=file.uri, fix="resume the run")
+        raise StorageError("it was replaced while it was read", where=file.uri, fix="resume the run")
+
+
+def require_content(uri: str, sha256: str, fix: str = SHARD_AGAIN) -> None:
+    """Reads a whole file, and again where its sha256 is another one.
+
+    Raises DataError where the file has changed, StorageError where something else answers for its store.
+    """
+    with reading(uri, fix):
+        first = storage.sha256_file(uri)
+        again = first if first == sha256 else storage.sha256_file(uri)
+        if again != sha256:
+            what = "its content has changed: the sha256 differs from the manifest's"
+            raise _changed(uri, what, fix, storage.size_bytes(uri) if again == first else -1)
+
+
+def require_size(uri: str, expected: int, fix: str = SHARD_AGAIN) -> tuple[int, str]:
+    """Size and version of a file. Raises as `require_content`."""
+    with reading(uri, fix):
+        for _ in range(2):
+            found = storage.size_and_version(uri)
+            if found[0] == expected:
+                return found
+        raise _changed(uri, truncated(found[0], expected), fix, found[0])
+
+
+def truncated(num_bytes: int, expected: int) -> str:
+    """What is wrong with a file of another size."""
+    return f"truncated or changed: it has {num_bytes} bytes, not {expected}"
+
+
+def _changed(uri: str, what: str, fix: str, size_bytes: int) -> KftrainError:
+    """What to raise of a file that was read as another one, of so many bytes: is that what its folder lists?"""
+    folder, _, name = uri.rpartition("/")
+    listed = {} if storage.is_local(uri) else {each: info["size"] for each, info in storage.find(folder).values()}
+    if storage.is_local(uri) or listed.get(name) == size_bytes:
+        return DataError(what, where=uri, fix=fix)
+    fix = "see what stands between this process and the store"
+    return StorageAwayError(f"something else answers for its store, or now and then: {what}", where=uri, fix=fix)
 
 
 def node_folder(cache_dir: str, name: str) -> Path | None:

@@ -30,6 +30,7 @@ from kftrain.data.shards.manifest import (
 )
 from kftrain.data.shards.npy_header import npy_header
 from kftrain.data.shards.reader import read_index
+from kftrain.data.shards.verified import require_content, require_size, truncated
 from kftrain.data.sources import tar_reader, tar_samples
 from kftrain.errors import DataError
 
@@ -50,13 +51,13 @@ def verify_shards(
     seen: set[tuple[str, str]] = set()
     for split, shard in chosen:
         fix, tar = again(shard), shard_uri(uri, shard)
-        _verify_size(tar, shard.bytes, fix)
-        _verify_size(index_uri(uri, shard), index_bytes(shard, manifest, split), fix)
+        require_size(tar, shard.bytes, fix)
+        require_size(index_uri(uri, shard), index_bytes(shard, manifest, split), fix)
         if level == "sha256":
             if (tar, shard.sha256) not in seen:  # an adopted tar may hold samples of both splits
-                _verify_content(tar, shard.sha256, fix)
+                require_content(tar, shard.sha256, fix)
             seen.add((tar, shard.sha256))
-            _verify_content(index_uri(uri, shard), shard.index_sha256, fix)
+            require_content(index_uri(uri, shard), shard.index_sha256, fix)
 
 
 def verify_before_start(uri: str, manifest: Manifest, verify: str, rank: int, num_ranks: int) -> None:
@@ -86,7 +87,7 @@ def check_listing(uri: str, manifest: Manifest) -> None:
         if where not in found:
             raise DataError("missing", where=where, fix=again(shard))
         if found[where] != num_bytes:
-            raise _truncated(where, found[where], num_bytes, again(shard))
+            raise DataError(truncated(found[where], num_bytes), where=where, fix=again(shard))
 
 
 def _sizes(folder: str) -> list[tuple[str, int]]:
@@ -174,24 +175,6 @@ def index_bytes(shard: Shard, manifest: Manifest, split: str) -> int:
     num_fields = len(manifest.schema_of(split).fields)
     shape = (shard.num_blocks, 1 + (num_fields if manifest.format_version == 1 else 2 * num_fields))
     return len(npy_header("<i8", shape)) + 8 * shape[0] * shape[1]
-
-
-def _verify_size(uri: str, expected: int, fix: str) -> None:
-    with reading(uri, fix):
-        found = storage.size_bytes(uri)
-    if found != expected:
-        raise _truncated(uri, found, expected, fix)
-
-
-def _truncated(uri: str, found: int, expected: int, fix: str) -> DataError:
-    return DataError(f"truncated or changed: it has {found} bytes, not {expected}", where=uri, fix=fix)
-
-
-def _verify_content(uri: str, expected: str, fix: str) -> None:
-    with reading(uri, fix):
-        found = storage.sha256_file(uri)
-    if found != expected:
-        raise DataError("its content has changed: the sha256 differs from the manifest's", where=uri, fix=fix)
 
 
 def has_its_shards(folder_uri: str) -> bool:

@@ -17,7 +17,7 @@ from kftrain.errors import RetryableError
 from kftrain.worker import error_report, rank
 
 SHORT = remote.Deadline(base_seconds=0.5, hurried_seconds=0.5, bytes_per_second=float(1 << 30))
-TROUBLES = [503, "stall", "cut", 500, "silent", "drip", "cut", 429]
+TROUBLES = [503, "stall", "cut", 500, "silent", "page", "drip", "cut", 429, "whole", "short"]
 MANIFEST_URI = "s3://bucket/shards/manifest.json"
 NUM_STEPS = 20
 

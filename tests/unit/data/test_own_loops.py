@@ -378,9 +378,7 @@ def test_workers_that_inherit_nothing_read_in_the_training_order(files, method):
     samples = dataset.in_training_order(seed=3, batch_size=8, rank=1, world_size=2)
     expected = [sample["image"].tobytes() for sample in samples]
     samples.set_epoch(0)
-    loader = DataLoader(
-        samples, batch_size=8, num_workers=2, multiprocessing_context=method, collate_fn=whole_list
-    )
+    loader = DataLoader(samples, batch_size=8, num_workers=2, multiprocessing_context=method, collate_fn=whole_list)
     assert [sample["image"].tobytes() for batch in loader for sample in batch] == expected != []
 
 

@@ -96,8 +96,7 @@ def test_what_comes_damaged_is_fetched_once_more(tmp_path, store, monkeypatch, n
         assert cache_of(tmp_path).fetch(file) is True
         assert content_of(cache_of(tmp_path), file) == store.cat_file("/cached/a.tar")
     else:
-        with pytest.raises(DataError, match=r"a\.tar: its content has changed"):
-            cache_of(tmp_path).fetch(file)
+        assert cache_of(tmp_path).fetch(file) is False, "what the store has is right"
         assert copies(tmp_path) == set() and content_of(cache_of(tmp_path), file) is None
     assert len(tries) == 2
 

@@ -179,7 +179,7 @@ def test_a_file_that_was_replaced_after_it_was_opened_is_not_the_one_that_was_re
     path.unlink()
     (tmp_path / "y").write_bytes(b"content")
     (tmp_path / "y").rename(path)
-    with pytest.raises(DataError, match=r"x\.tar: it was replaced"):
+    with pytest.raises(StorageError, match=r"x\.tar: it was replaced"):
         verify(memory, file)
 
 
