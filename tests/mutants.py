@@ -38,6 +38,48 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "each worker of a loader gives webdataset all samples",
+        "kftrain/data/opened.py",
+        "worker, num_workers = (info.id, info.num_workers) if info else (0, 1)",
+        "worker, num_workers = (0, 1)",
+        "tests/unit/data/test_own_loops.py -k ranks_and_their_workers",
+    ),
+    Mutant(
+        "a worker that is spawned forgets the rank it belongs to",
+        "kftrain/data/opened.py",
+        "self._process if info else (0, 1))",
+        "(0, 1))",
+        "tests/unit/data/test_own_loops.py -k ranks_and_their_workers",
+    ),
+    Mutant(
+        "a damaged shard is read the second time",
+        "kftrain/data/dataset.py",
+        "                reader = ShardReader(",
+        "                reader = self._open[number] = ShardReader(",
+        "tests/unit/data/test_own_loops.py -k no_sample_of_a_damaged_shard",
+    ),
+    Mutant(
+        "groups whose samples are left out are kept",
+        "kftrain/data/validation.py",
+        "[keys[group] for group in self._groups.tolist()]",
+        "keys[: len(self._groups)]",
+        "tests/unit/data/test_bad_validation_samples.py -k within_the_budget",
+    ),
+    Mutant(
+        "an answer of another length is taken for what was asked for",
+        "kftrain/remote.py",
+        "        if len(content) != num_bytes:\n",
+        "        if len(content) < 0:\n",
+        "tests/unit/data/shards/test_wrong_answers.py -k 'ignored_range or page_or_a_shortened'",
+    ),
+    Mutant(
+        "whatever else answers for a store is a change of the data",
+        "kftrain/data/shards/verified.py",
+        "if storage.is_local(uri) or listed.get(name) == size_bytes:",
+        "if True:",
+        "tests/unit/data/shards/test_wrong_answers.py -k 'page_or_a_shortened or shifts'",
+    ),
+    Mutant(
         "a window begins where the one before ends, and its first token is never predicted",
         "kftrain/data/windows.py",
         "starts, length = np.asarray(samples, np.int64) * self._window.stride, self._window.length",

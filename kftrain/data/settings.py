@@ -210,7 +210,7 @@ class DataConfig(Section):
     worker_kind: Literal["threads", "processes"] = "threads"
     """`processes`: for a task whose `decode` holds Python's lock (GIL); samples that are not decoded need none."""
     max_bad_samples: Amount = 0
-    """Training samples that may be left out because they cannot be decoded; with one more the run fails (11)."""
+    """Samples of each split that may be left out because they cannot be decoded; with one more the run fails (11)."""
 
     @field_validator("verify", mode="before")
     @classmethod
