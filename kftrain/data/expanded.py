@@ -42,6 +42,11 @@ class Expanded:
         """Rows."""
         return int(self._ends[-1])
 
+    def read(self, rows: np.ndarray) -> Arrays:
+        """Rows by their number, int64 `[k]`."""
+        parts = [self.read_range(row, row + 1)[0] for row in rows.tolist()]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
     def read_range(self, start: int, stop: int) -> tuple[Arrays, np.ndarray]:
         """Rows start … stop - 1 in stored order, and the group id of each, int64 `[stop - start]`."""
         numbers = np.arange(start, stop, dtype=np.int64)

@@ -15,8 +15,7 @@ import numpy as np
 
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Samples, at_place
-from kftrain.data.expanded import Expanded, expanded
-from kftrain.data.schema import Arrays
+from kftrain.data.expanded import expanded
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import FirstUse, Memory
 from kftrain.data.windows import windowed
@@ -53,7 +52,7 @@ class OpenedDataset(ShardedDataset):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process of a `DataLoader` opens the shards itself, and is one of the rank's that started it."""
-        return OpenedDataset, self._opened, {"_process": own_process()}
+        return OpenedDataset, self._opened, {"_process": own_process(None, None)}
 
     @cached_property
     def _view(self) -> Samples:
@@ -62,8 +61,7 @@ class OpenedDataset(ShardedDataset):
             return self
         if self._opened[2] == "train":
             return windowed(self, self.task.window)
-        found = expanded(self, self.task)
-        return _Rows(found) if isinstance(found, Expanded) else found
+        return expanded(self, self.task)
 
     def __len__(self) -> int:
         return self._view.num_samples
@@ -164,24 +162,7 @@ class OpenedDataset(ShardedDataset):
                 yield sample
 
 
-class _Rows:
-    """Expanded rows, by number."""
-
-    def __init__(self, rows: Expanded) -> None:
-        self._rows = rows
-        self.num_samples = rows.num_samples
-
-    def read(self, samples: np.ndarray) -> Arrays:
-        parts = [self._rows.read_range(number, number + 1)[0] for number in samples.tolist()]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def place_of(self, sample: int) -> str:
-        return self._rows.place_of(sample)
-
-
-def own_process(
-    rank: int | None = None, world_size: int | None = None, unknown: tuple[int, int] = (0, 1)
-) -> tuple[int, int]:
+def own_process(rank: int | None, world_size: int | None, unknown: tuple[int, int] = (0, 1)) -> tuple[int, int]:
     """Rank and number of the processes that share samples: those of `torch.distributed` where they are not given.
 
     Where that is not initialised they are `unknown`. Raises ConfigError for a rank that is not below their number.

@@ -103,9 +103,7 @@ def show(
     found: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         numbers = rows[start : start + batch_size]
-        parts = [dataset.read_range(row, row + 1)[0] for row in numbers]
-        stored = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        arrays = decoded(task, stored, numbers, dataset.place_of)
+        arrays = decoded(task, dataset.read(np.array(numbers)), numbers, dataset.place_of)
         with evaluating(model), torch.no_grad(), user_code("task.examples"):
             batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
             found += task.examples(model, arrays, batch)
