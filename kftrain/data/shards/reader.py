@@ -20,7 +20,7 @@ from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import NOT_ARRAY, npy_header
 from kftrain.data.shards.tar_writer import BLOCK_BYTES
-from kftrain.data.shards.verified import File, Uses, require_content, require_length, truncated
+from kftrain.data.shards.verified import File, Uses, require_content, require_shard_size, truncated
 from kftrain.errors import DataError
 
 MAX_GAP_BYTES = 1 << 16
@@ -95,7 +95,7 @@ class ShardReader:
 def _open(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
     """What was opened. Raises DataError where it has another size."""
     if not storage.is_local(uri):
-        file = File(uri, *require_length(uri, shard.bytes, _FIX), shard.sha256)
+        file = File(uri, *require_shard_size(uri, shard.bytes, _FIX), shard.sha256)
         return file, _RemoteBytes(uri) if uses is None else _CopiedBytes(file, uses)
     with storage.open_read(uri) as stream:
         file = File(uri, *storage.describe(os.fstat(stream.fileno())), shard.sha256)

@@ -329,7 +329,7 @@ def require_content(uri: str, sha256: str, fix: str = SHARD_AGAIN) -> None:
             raise _changed(uri, what, fix, storage.size_bytes(uri) if again == first else -1)
 
 
-def require_length(uri: str, expected: int, fix: str = SHARD_AGAIN) -> tuple[int, str]:
+def require_shard_size(uri: str, expected: int, fix: str = SHARD_AGAIN) -> tuple[int, str]:
     """Size and version of a file. Raises as `require_content`."""
     with reading(uri, fix):
         for _ in range(2):

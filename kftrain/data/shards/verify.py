@@ -30,7 +30,7 @@ from kftrain.data.shards.manifest import (
 )
 from kftrain.data.shards.npy_header import npy_header
 from kftrain.data.shards.reader import read_index
-from kftrain.data.shards.verified import require_content, require_length, truncated
+from kftrain.data.shards.verified import require_content, require_shard_size, truncated
 from kftrain.data.sources import tar_reader, tar_samples
 from kftrain.errors import DataError
 
@@ -51,8 +51,8 @@ def verify_shards(
     seen: set[tuple[str, str]] = set()
     for split, shard in chosen:
         fix, tar = again(shard), shard_uri(uri, shard)
-        require_length(tar, shard.bytes, fix)
-        require_length(index_uri(uri, shard), index_bytes(shard, manifest, split), fix)
+        require_shard_size(tar, shard.bytes, fix)
+        require_shard_size(index_uri(uri, shard), index_bytes(shard, manifest, split), fix)
         if level == "sha256":
             if (tar, shard.sha256) not in seen:  # an adopted tar may hold samples of both splits
                 require_content(tar, shard.sha256, fix)
