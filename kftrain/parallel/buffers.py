@@ -23,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.world import World
 
 ATTRIBUTE = "buffer_reductions"
 
 Reduction = Literal["mean", "sum", "max", "first"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+MAX_DIFFERENCE = 1e-4
+"""Relative: what processes compute alike on machines of different kinds is not the same to the last digit."""
 
 
 def declared(model: nn.Module) -> dict[str, Reduction]:
@@ -109,6 +112,30 @@ def _combined(how: Reduction, own: torch.Tensor, before: torch.Tensor | None, we
     part = own * weight if how == "mean" else own - cast(torch.Tensor, before)
     dist.all_reduce(part)
     return part if how == "mean" else cast(torch.Tensor, before) + part
+
+
+def require_equal(model: nn.Module, world: World) -> None:
+    """Raises UserCodeError where the buffers of checkpoints, which hold those of one process, differ. Collective."""
+    saved = {
+        f"{name}.{key}".lstrip("."): buffer.detach()
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set and buffer.layout is torch.strided
+    }
+    if world.size == 1 or not saved:
+        return
+    everyones = world.gather([_checksum(buffer).nan_to_num().tolist() for buffer in saved.values()])
+    for name, checksums in zip(saved, zip(*everyones, strict=True), strict=True):
+        sums, sizes = zip(*checksums, strict=True)
+        if max(sums) - min(sums) > MAX_DIFFERENCE * max(sizes):
+            fix = "name it in the model's buffer_reductions, and start anew"
+            raise UserCodeError("a buffer has become another one on each process", where=f"model {name}", fix=fix)
+
+
+def _checksum(buffer: torch.Tensor) -> torch.Tensor:
+    """A number that changes by about as much as the buffer does, wherever it does; and the size of the whole."""
+    wide = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).flatten().double()
+    return torch.stack((wide @ torch.arange(len(wide), device=wide.device).double().cos(), wide.norm()))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

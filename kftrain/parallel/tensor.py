@@ -37,9 +37,6 @@ AXIS = "tensor"
 
 Forward = Callable[..., Any]
 
-MAX_DIFFERENCE = 1e-3
-"""By how much the gradient of a copy may differ between processes, relative to the largest of its numbers."""
-
 
 @dataclass(frozen=True)
 class SplitTensors:
@@ -108,11 +105,14 @@ class CopiedParameters:
         self._places = {name: slots for name, slots in places.items() if not _is_split(slots)}
         self._partial = frozenset(partial)
         self._peers = peers
-        self._is_checked = False
+
+    def share_of(self, name: str) -> float | None:
+        """By what the gradient of each process is multiplied before they are summed; None: each has a part of it."""
+        return None if name not in self._places else 1.0 if name in self._partial else 1 / self._peers.size
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Makes the gradients those of all processes, in place. Collective. Raises ConfigError as `_require_equal`."""
+        """Makes the gradients those of all processes, in place. Collective."""
         found_here = {name: _gradient(slots) for name, slots in self._places.items()}
         gradients = {name: gradient for name, gradient in found_here.items() if gradient is not None}
         if not gradients:
@@ -120,23 +120,8 @@ class CopiedParameters:
         own = [each if name in self._partial else each / self._peers.size for name, each in gradients.items()]
         total = self._peers.total(torch.cat([each.flatten() for each in own]))
         found = dict(zip(gradients, torch.split(total, [each.numel() for each in own]), strict=True))
-        if not self._is_checked:
-            self._is_checked = True
-            for name in gradients.keys() - self._partial:
-                _require_equal(name, gradients[name].flatten(), found[name])
         for name, each in gradients.items():
             each.copy_(found[name].view_as(each))
-
-
-def _require_equal(name: str, own: torch.Tensor, mean: torch.Tensor) -> None:
-    """Raises ConfigError where the gradient of a copy is another one on each process: part of it would be lost."""
-    difference = float((own - mean).abs().max()) if own.numel() else 0.0
-    if difference > MAX_DIFFERENCE * float(mean.abs().max()):
-        raise ConfigError(
-            "the processes that split the model's matrices compute other gradients for a parameter that all have",
-            where=f"model {name}",
-            fix="name its module in tensor_plan(): sequence, where it is given a part of the places only",
-        )
 
 
 def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitModule], mesh: Any) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from kftrain.parallel.initialize import Weights, parameter_like, put_all
+from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,13 @@ class Lender:
 
     weights: Weights
     units: Sequence[str]
+    tell: Callable[[str, nn.Parameter], object] = lambda *_: None
+    """Is told the name of each parameter that is lent, each time, and what is lent."""
 
     @contextlib.contextmanager
     def lending(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         """Within it the model can be called; parameters are in `dtype`, on the device."""
-        loans = _Loans(self.weights, device, dtype)
+        loans = _Loans(self.weights, device, dtype, self.tell)
         handles = []
         with contextlib.ExitStack() as stack:
             left = set(self.weights.places)
@@ -48,10 +50,11 @@ class Lender:
 class _Loans:
     """What is lent at the moment. Autograd keeps the name of a weight, not the weight: nobody may ask for it again."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype, tell: Any) -> None:
         self._weights = weights
         self._device = device
         self._dtype = dtype
+        self._tell = tell
         self._empty: dict[str, nn.Parameter] = {}
         self._name_of: dict[int, str] = {}
 
@@ -65,6 +68,7 @@ class _Loans:
             if parameter.numel():
                 self._name_of[_address(parameter)] = name
             put_all(slots, parameter)
+            self._tell(name, parameter)
 
     def take_back(self, names: Sequence[str]) -> None:
         for name in names:
@@ -88,7 +92,8 @@ class _Loans:
         return self._value(name).as_strided(shape, stride, offset)
 
     def _value(self, name: str) -> torch.Tensor:
-        return self._weights.whole(name, self._device).to(self._dtype)
+        with isolated(self._device):  # what the forward pass draws does not depend on what is lent meanwhile
+            return self._weights.whole(name, self._device).to(self._dtype)
 
 
 def _address(tensor: torch.Tensor) -> int:

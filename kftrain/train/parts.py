@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from kftrain.checkpoint.staging import State
 from kftrain.errors import CheckpointError
+from kftrain.parallel import buffers
+from kftrain.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ class Parts:
         raise CheckpointError(what, where=where, fix=fix)
 
 
-def model_part(model: nn.Module) -> Part:
-    """Parameters and buffers, by the names that they have in the plain model."""
+def model_part(model: nn.Module, world: World) -> Part:
+    """Parameters and buffers, by the names that they have in the plain model; what is saved is looked at before."""
+
+    def save() -> dict[str, Any]:
+        buffers.require_equal(model, world)
+        return get_model_state_dict(model)
 
     def load(state: dict[str, Any]) -> None:
         set_model_state_dict(model, state, options=StateDictOptions(strict=True))
 
-    return Part(1, lambda: get_model_state_dict(model), load)
+    return Part(1, save, load)
 
 
 def optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:

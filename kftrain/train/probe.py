@@ -1,7 +1,7 @@
 """A dry run of the loss before the model is sharded: what it calls, what it changes, and whether it can be computed.
 
-It works on copies of the model's tensors and on random generators of its own; after it everything is as before, numbers
-that modules keep as attributes, too. The rows are those of each process, so that what depends on the data differs.
+It works on copies of the model's tensors, of what its modules keep, and on random generators of its own; after it
+everything is as before. The rows are those of each process, so that what depends on the data differs.
 
 A model that was built without memory borrows its weights: a block of those that `blocks()` names while it is called,
 and the rest of the model all the time, which is what sharding makes of it later. Without that method it is all of it.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,14 +26,19 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
-from kftrain.parallel.initialize import isolated, parameter_like, put
+from kftrain.parallel.initialize import isolated, parameter_like, put, seed_all
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
+from kftrain.train.attributes import first_difference, lend_attributes, read_attributes, require_no_state
 from kftrain.train.lender import Lender
-from kftrain.train.step import after_step, loss_of, seed_step, terms_of
+from kftrain.train.step import after_step, loss_of, terms_of
 
 ROWS = 2
-"""Of one process's first micro batch; more would only take longer."""
+"""Of one process's first micro batch, and as many others; more would only take longer."""
+
+NUM_CHANCES = 8
+"""In how many passes calls are looked at that may depend on chance. Of six blocks that are each left out once in ten
+times, all are called in one pass of two, and in eight passes of eight once in two hundred cases."""
 
 Slots = list[tuple[nn.Module, str, torch.Tensor]]
 """Modules, and the names and values of parameters or buffers of theirs."""
@@ -40,8 +48,8 @@ Slots = list[tuple[nn.Module, str, torch.Tensor]]
 class Seen:
     """What one process has seen; plain data."""
 
-    calls: blocks.Calls
-    """Of the model and the candidates for its blocks, while the loss was computed."""
+    calls: list[blocks.Calls]
+    """Of the model and the candidates for its blocks, in each computation of the loss."""
     changed: dict[str, str]
     """Names of the buffers that the loss has changed -> digests of what they became."""
     draws: bool = False
@@ -56,29 +64,49 @@ def look(
     device: torch.device,
     seed: tuple[int, int],
     lender: Lender | None = None,
+    num_chances: int = 1,
 ) -> Seen:
     """Computes a loss and statistics in fp32. `seed`: of the run, and the rank.
 
-    `lender`: of weights that the model has no memory for.
+    `lender`: of weights that the model has no memory for. `num_chances`: losses where random numbers are drawn.
 
-    Raises UserCodeError where the task or the model raises, or returns another shape than it must.
+    Raises UserCodeError where the task or the model raises, or returns another shape than it must; ConfigError where
+    the model keeps a state that a resume would lose.
     """
-    micro = first_rows(micro)
+    micro, others = first_rows(micro, ROWS), _part(micro, slice(-ROWS, None))
     terms_of(task, micro)
     before = torch.default_generator.get_state()
     require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
     draws = not torch.equal(before, torch.default_generator.get_state())
     log = blocks.CallLog(model, names)
-    try:
-        with _isolated(seed, device), _copied(model, device, torch.float32, lender) as buffers:
-            loss_of(model, task, micro, device)
-            calls = log.take()
+
+    def loss_again(rows: MicroBatch, turn: int = 0) -> float:
+        with isolate(seed, device, turn):
+            return loss_of(model, task, rows, device).item()
+
+    with contextlib.closing(log):
+        with lend_copies(model, device, torch.float32, lender) as buffers, isolate(seed, device):
+            at_first, chance = read_attributes(model), _state_of_chance(device)
+            loss = loss_of(model, task, micro, device).item()
+            is_random, calls = _state_of_chance(device) != chance, [log.take()]
+            _require_registered(model, buffers)
             changed = _changed(model, buffers)
             after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
+            attributes = read_attributes(model)
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
-    finally:
-        log.close()
+        if first_difference(at_first, attributes) is not None:
+            with lend_copies(model, device, torch.float32, lender) as buffers:
+                loss_again(others)
+                after_step(model)
+                has_changed, again = bool(_changed(model, buffers)), loss_again(micro)
+                after_step(model)
+                require_no_state(model, attributes, read_attributes(model), (loss, loss if has_changed else again))
+        for turn in range(1, num_chances if is_random else 1):
+            log.take()
+            with lend_copies(model, device, torch.float32, lender):
+                loss_again(micro, turn)
+            calls.append(log.take())
     return Seen(calls, changed, draws)
 
 
@@ -98,8 +126,8 @@ def rehearse(
     """
     handles = cast_inputs(model, names, dtype)
     try:
-        with _isolated(seed, device), _copied(model, device, dtype, lender):
-            loss_of(model, task, first_rows(micro), device)
+        with lend_copies(model, device, dtype, lender), isolate(seed, device):
+            loss_of(model, task, first_rows(micro, ROWS), device)
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in bf16: {error.what}",
@@ -126,29 +154,41 @@ def require_equal_buffers(seen: list[Seen], combined: Collection[str] = ()) -> N
             )
 
 
-def first_rows(micro: MicroBatch) -> MicroBatch:
+def first_rows(micro: MicroBatch, count: int = 2 * ROWS) -> MicroBatch:
     """What is looked at of a micro batch."""
-    return MicroBatch({name: rows[:ROWS] for name, rows in micro.arrays.items()}, micro.weight[:ROWS])
+    return _part(micro, slice(count))
+
+
+def _part(micro: MicroBatch, rows: slice) -> MicroBatch:
+    return MicroBatch({name: array[rows] for name, array in micro.arrays.items()}, micro.weight[rows])
 
 
 @contextlib.contextmanager
-def _isolated(seed: tuple[int, int], device: torch.device) -> Iterator[None]:
-    """Random numbers of its own for the block; all generators go on as if it had not been."""
+def isolate(seed: tuple[int, int], device: torch.device, turn: int = 0) -> Iterator[None]:
+    """Random numbers of its own for the block, others in each turn; all generators go on as if it had not been."""
     with isolated(device):
-        seed_step(seed[0], -1, seed[1], device)
+        seed_all(hash((*seed, turn)) % 2**63, device)
         yield
 
 
+def _state_of_chance(device: torch.device) -> Any:
+    """Of all generators that a forward pass may ask."""
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
+    return random.getstate(), repr(np.random.get_state()), torch.default_generator.get_state().tolist(), on_device
+
+
 @contextlib.contextmanager
-def _copied(
+def lend_copies(
     model: nn.Module, device: torch.device, dtype: torch.dtype, lender: Lender | None = None
 ) -> Iterator[Slots]:
-    """The model with copies of its tensors, parameters in `dtype`, on the device. Yields its own buffers."""
+    """The model with copies of its tensors, parameters in `dtype`, on the device, and of what else its modules keep.
+
+    Yields its own buffers.
+    """
     parameters = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
-    numbers = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, int | float)]
     copies: dict[int, torch.Tensor] = {}
-    try:
+    with lend_attributes(model):
         for module, key, parameter in [] if lender else parameters:
             if id(parameter) not in copies:
                 copy = parameter.detach().to(device, dtype, copy=True)
@@ -160,12 +200,17 @@ def _copied(
             put(module, "_buffers", key, copies[id(buffer)])
         with lender.lending(model, device, dtype) if lender else contextlib.nullcontext():
             yield buffers
-    finally:
-        for kind, slots in (("_parameters", parameters), ("_buffers", buffers)):
-            for module, key, tensor in slots:
-                put(module, kind, key, tensor)
-        for module, key, number in numbers:
-            vars(module)[key] = number
+
+
+def _require_registered(model: nn.Module, buffers: Slots) -> None:
+    """Raises ConfigError for a saved buffer that a forward pass has made: a model that resumes would not know it."""
+    before = {(id(module), key) for module, key, _ in buffers}
+    for name, module in model.named_modules():
+        made = {key for key, each in module._buffers.items() if each is not None and (id(module), key) not in before}
+        for key in made - module._non_persistent_buffers_set:
+            what = "the forward pass makes a buffer that checkpoints hold, and that a model has not when it resumes"
+            fix = "give it its values in the constructor, or register it with persistent=False"
+            raise ConfigError(what, where=f"model {f'{name}.{key}'.lstrip('.')}", fix=fix)
 
 
 def _changed(model: nn.Module, buffers: Slots) -> dict[str, str]:

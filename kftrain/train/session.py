@@ -12,7 +12,7 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.tensor import SplitTensors
 from kftrain.parallel.topology import contradictions
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World, join_world
@@ -53,7 +54,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.logits import task_reads_parts
-from kftrain.train import completing, probe, statistics
+from kftrain.train import completing, probe, probe_split, statistics
 from kftrain.train.carrier import Carrier
 from kftrain.train.completing import Finished
 from kftrain.train.described import Described, describe_export, model_arguments
@@ -238,18 +239,22 @@ def _probe(
     found, task = blocks.candidates(model), build_task(config.task)
     if assets:
         task.restore(assets)
-    units = found.names if found.declared and isinstance(weights, Drawn) else []
+    units = list(found.names) if found.declared and isinstance(weights, Drawn) else []
     with contextlib.closing(loader.steps(0, 1)) as steps:
         micro = probe.first_rows(next(steps).micro_batches[0])
 
-    def look(rows: MicroBatch, rank: int, lent: Sequence[str] = units) -> probe.Seen:
-        seed, lender = (config.run.seed, rank), Lender(weights, lent)
+    is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
+    num_chances = probe.NUM_CHANCES if is_sharded and found.names else 1
+
+    def look(rows: MicroBatch, rank: int) -> probe.Seen:
+        seed, lender = (config.run.seed, rank), Lender(weights, units)
         try:
-            return probe.look(model, task, rows, found.names, world.device, seed, lender)
+            return probe.look(model, task, rows, found.names, world.device, seed, lender, num_chances)
         except UserCodeError:
-            if not lent:
+            if not units:
                 raise
-        return look(rows, rank, [])  # all weights at once: where that helps, it is a block whose forward is not called
+        units.clear()  # all weights at once: where that helps, it is a block whose forward is not called
+        return look(rows, rank)
 
     def rehearse(rows: MicroBatch, rank: int) -> None:
         seed, lender = (config.run.seed, rank), Lender(weights, units)
@@ -258,12 +263,16 @@ def _probe(
     seen = _of_all_rows(mesh, weights, micro, look)
     if any(each.draws for each in seen):
         loader.send_nothing()
-    names = blocks.choose(found, [each.calls for each in seen])
+    calls = [each for process in seen for each in process.calls]
+    names = blocks.choose(found, calls if is_sharded else calls[:1])
     probe.require_equal_buffers(seen, {*buffers.declared(model), *kept_equal})
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _of_all_rows(mesh, weights, micro, rehearse)
-    return names, [name for name in seen[0].calls if name in {blocks.ROOT, *names}]
+    if mesh.shape.tensor > 1:
+        splitting = SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task))
+        probe_split.require_same_as_whole(model, task, micro, mesh, splitting, names, units, config.run.seed)
+    return names, [name for name in calls[0] if name in {blocks.ROOT, *names}]
 
 
 def _of_all_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callable[[MicroBatch, int], T]) -> list[T]:

@@ -50,7 +50,8 @@ class SpmdEngine:
         self.optimizer = optimizer
         self.task = task
         self.mesh = distributed.mesh
-        self.state = Parts({"model": model_part(model), "optimizer": optimizer_part(model, optimizer.members)})
+        parts = {"model": model_part(model, self.mesh.world), "optimizer": optimizer_part(model, optimizer.members)}
+        self.state = Parts(parts)
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls

@@ -29,8 +29,8 @@ def answers(pools, processes, *settings, text=BASE, rows=text_rows):
         (
             "Forgetful",
             [],
-            "model model.norm.weight: the processes that split the model's matrices compute other gradients for a "
-            "parameter that all have; name its module in tensor_plan()",
+            "model model.norm.weight: with its matrices split the model computes another gradient than as a whole "
+            "(got 'parallel.tensor: 2'); see tensor_plan(): name the module as sequence where",
         ),
         (
             "Sizeless",
@@ -54,6 +54,33 @@ def test_what_cannot_be_split_is_refused_in_one_line_in_the_first_step(pools, ki
         pools, 2, "parallel.tensor=2", f"model.kind=helpers.tensor_models:{kind}", *settings, rows=rows
     ):
         assert answer.kind == "refused" and line in answer.value, answer.value
+
+
+FLAWS = {
+    "norm behind zeros": "layers.1.norms.1.weight: {} another gradient",
+    "norm within heads": "layers.1.query_norm.weight: {} another gradient",
+    "gain within heads": "layers.1.gain: {} another gradient",
+    "places of a part": "layers.0.norms.0: {} another output",
+    "mean over places": "norm: {} another output",
+    "next place": "norm: {} another output",
+    "shares of a part": ": {} another output",
+}
+
+
+def flawed(flaw):
+    return MIXED + f"\nmodel: {{kind: 'helpers.tensor_models:Flawed', flaw: '{flaw}'}}\n"
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_plan_that_changes_what_is_computed_is_refused_with_the_modules_name(pools, flaw):
+    start = "ConfigError: model " + FLAWS[flaw].format("with its matrices split the model computes")
+    for answer in answers(pools, 2, "parallel.tensor=2", text=flawed(flaw)):
+        assert answer.kind == "refused" and answer.value.startswith(start.replace(" :", ":")), answer.value
+
+
+def test_the_same_model_without_a_flaw_is_trained(pools):
+    for layout in (["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence_parallel=false"]):
+        assert [answer.kind for answer in answers(pools, 2, *layout, text=flawed(""))] == ["done", "done"]
 
 
 @pytest.mark.parametrize("layout", [["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence_parallel=false"]])

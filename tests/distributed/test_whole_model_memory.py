@@ -67,7 +67,7 @@ def build_and_save(world, paths, options):
     with peak_of_memory() as saved:
         writer = save._Writer(uri)  # what is left out of a save is the copy of the state, which takes a share more
         dcp.state_dict_saver.save(
-            {"model": model_part(model).save()}, storage_writer=writer, process_group=world.background
+            {"model": model_part(model, world).save()}, storage_writer=writer, process_group=world.background
         )
     gathered = [None] * world.size
     dist.all_gather_object(gathered, writer.files.entries)

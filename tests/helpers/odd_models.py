@@ -1,5 +1,8 @@
 """Models that are not a plain stack of blocks, and a task that is small enough for all of them."""
 
+import functools
+import random
+
 import numpy as np
 import torch
 from torch import nn
@@ -226,7 +229,7 @@ class Statistics(Stack):
         self.seen.register_buffer("mean", torch.zeros(DIM))
         self.seen.register_buffer("count", torch.ones((), dtype=torch.int64))
         self.seen.register_buffer("total", torch.ones(DIM))
-        self.seen.register_buffer("peak", torch.full((DIM,), -10.0), persistent=False)
+        self.seen.register_buffer("peak", torch.full((DIM,), -10.0))
         self.register_buffer("picked", torch.zeros(DIM))
 
     def forward(self, x):
@@ -305,6 +308,8 @@ class NoDescription(Stack):
 class DropsLayers(Stack):
     """On each process other ones, from the third step on."""
 
+    unsaved_attributes = ("num_calls",)
+
     def __init__(self):
         super().__init__()
         self.num_calls = 0
@@ -317,4 +322,85 @@ class DropsLayers(Stack):
         x = self.enter(x)
         for layer in self.layers[1 if self.num_calls > 3 else 0 :]:
             x = x + torch.tanh(layer(x))
+        return self.leave(x)
+
+
+class Remembers(Stack):
+    """Keeps something of each forward pass outside its state dict, in one of several ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.last = None
+        self.table = None
+        self.center = None
+        self.num_calls = 0
+        self.generator = torch.Generator()
+        self.memo = {"mean": torch.zeros(DIM)}
+        self.register_buffer("average", torch.zeros(DIM), persistent=False)
+        self.register_buffer("made", None)
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.how == "shows its last output":
+            self.last = out.detach()
+        elif self.how == "computes a table once":
+            self.table = torch.linspace(0, 1, DIM, dtype=out.dtype) if self.table is None else self.table
+            out = self.leave(out + self.table)
+        elif self.how == "makes a table a buffer":
+            self.register_buffer("places", torch.linspace(0, 1, DIM, dtype=out.dtype), persistent=False)
+            out = self.leave(out + self.places)
+        elif self.how == "makes a saved buffer":
+            self.made = torch.linspace(0, 1, DIM)
+            out = out + self.made
+        elif self.how == "begins with its first rows":
+            self.center = out.detach().mean(0) if self.center is None else self.center
+            out = out - self.center
+        elif self.how == "counts" and self.training:
+            self.num_calls += 1
+            out = out * min(1.0, self.num_calls / 10)
+        elif self.how == "averages in a dict" and self.training:
+            self.memo["mean"] = 0.9 * self.memo["mean"] + 0.1 * out.detach().mean(0)
+            out = out - self.memo["mean"]
+        elif self.how == "averages in a buffer" and self.training:
+            self.average += 0.1 * (out.detach().mean(0) - self.average)
+            out = out - self.average
+        elif self.how == "draws from a generator" and self.training:
+            out = out + torch.rand((), generator=self.generator)
+        elif self.how == "computes with the rows before" and self.training:
+            before, self.last = self.last, x.detach().mean(0)
+            out = out if before is None else out + 0.1 * before
+        return out
+
+
+class RemembersOpenly(Remembers):
+    unsaved_attributes = ("*",)
+
+
+class LateCodebook(Codebook):
+    """Keeps an average of its own rows from the third step on."""
+
+    def forward(self, x):
+        self.average = bool(self.num_steps >= 3)
+        return super().forward(x)
+
+
+class LayerDrop(Stack):
+    """Leaves layers out at random, as the library says whose chance it is."""
+
+    def __init__(self, chance="torch", declared=False):
+        super().__init__()
+        self.chance = {
+            "torch": lambda: torch.rand(()).item(),
+            "numpy": np.random.rand,
+            "python": functools.partial(random.uniform, 0, 1),
+        }[chance]
+        if declared:
+            self.blocks = lambda: list(self.layers)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            if not self.training or self.chance() > 0.2:
+                x = x + torch.tanh(layer(x))
         return self.leave(x)

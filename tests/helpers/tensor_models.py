@@ -4,6 +4,7 @@ import torch
 from helpers.parity_oracle import text_rows
 from torch import nn
 
+from kftrain.models import ModelOutput
 from kftrain.models.transformer import Transformer
 
 
@@ -83,3 +84,61 @@ class Mixed(nn.Module):
 def one_word_more(*, vocab_size, **options):
     """A transformer whose vocabulary has no equal parts."""
     return Transformer(vocab_size=vocab_size + 1, **options)
+
+
+class Flawed(nn.Module):
+    """A user's own of two blocks, right under its plan but for the flaw that it is asked for."""
+
+    def __init__(self, vocab_size, sequence_length, document_token, flaw="", dim=16, num_experts=3):
+        super().__init__()
+        self.flaw = flaw
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.place = nn.Parameter(torch.randn(sequence_length, dim) * 0.1)
+        self.layers = nn.ModuleList(FlawedBlock(dim, flaw) for _ in range(2))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size)
+        self.router = nn.Linear(dim, num_experts)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        if self.flaw == "places of a part":
+            hidden = hidden + self.place[: hidden.shape[1]]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.flaw == "mean over places":
+            hidden = hidden - 0.1 * hidden.mean(1, keepdim=True)
+        if self.flaw == "next place":
+            hidden = hidden + 0.1 * hidden.roll(1, 1)
+        auxiliary = None
+        if self.flaw == "shares of a part":
+            auxiliary = 0.01 * self.router(hidden).softmax(-1).mean(1).square().sum(-1)
+        return ModelOutput(self.head(self.norm(hidden)), auxiliary)
+
+    def tensor_plan(self):
+        plan = {"embed": "vocabulary", "*.norms.*": "sequence", "norm": "sequence", "head": "logits"}
+        if self.flaw == "norm behind zeros":
+            plan = {"layers.*.norms.0": "sequence"} | {k: v for k, v in plan.items() if k != "*.norms.*"}
+        routed = {"router": "sequence"} if self.flaw == "shares of a part" else {}
+        return {**plan, **routed, "*.to_qkv": "column/3", "*.out": "row", "*.up": "column", "*.down": "row"}
+
+
+class FlawedBlock(nn.Module):
+    def __init__(self, dim, flaw, head_dim=4):
+        super().__init__()
+        self.head_dim = head_dim
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.to_qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.query_norm = nn.RMSNorm(head_dim) if flaw == "norm within heads" else nn.Identity()
+        self.gain = nn.Parameter(torch.ones(head_dim)) if flaw == "gain within heads" else 1.0
+        for written in (self.out, self.down):
+            nn.init.zeros_(written.weight)
+
+    def forward(self, hidden):
+        query, key, value = self.to_qkv(self.norms[0](hidden)).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
+        heads = (each.transpose(1, 2) for each in (self.query_norm(query), key, value * self.gain))
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        return hidden + self.down(nn.functional.gelu(self.up(self.norms[1](hidden))))

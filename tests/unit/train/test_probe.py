@@ -225,7 +225,7 @@ def test_a_probe_leaves_weights_buffers_and_generators_as_they_were_and_says_wha
     expected = torch.rand(1), random.random(), np.random.rand()
     seed_all()
     seen = look(model)
-    assert seen.calls == [""] and seen.changed.keys() == {"in_place", "anew"}
+    assert seen.calls == [[""]] and seen.changed.keys() == {"in_place", "anew"}
     assert (torch.rand(1), random.random(), np.random.rand()) == expected
     assert model.weight is weight and model.twin is weight and torch.equal(weight, torch.ones(odd_models.DIM))
     assert weight.grad is None
@@ -289,3 +289,11 @@ def test_sequence_dims_that_batches_do_not_have_are_refused(dims):
         look(odd_models.Stack(), Task())
     Task.sequence_dims = {"x": 1}
     look(odd_models.Stack(), Task())
+
+
+@pytest.mark.parametrize(("model", "num_passes"), [(odd_models.LayerDrop(), 8), (odd_models.Stack(), 1)])
+def test_calls_that_may_depend_on_chance_are_looked_at_several_times(model, num_passes):
+    micro = next(Loader(ALONE).steps(0, 1)).micro_batches[0]
+    names = ["layers.0", "layers.1", "layers.2"]
+    calls = probe.look(model, odd_models.Task(), micro, names, ALONE.device, (0, 0), None, 8).calls
+    assert len(calls) == num_passes and len({tuple(each) for each in calls}) > (num_passes > 1)

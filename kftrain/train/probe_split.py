@@ -1,0 +1,222 @@
+"""Whether a model whose matrices are split computes what it computes as a whole: outputs, loss and gradients, compared.
+
+Weights are drawn for it, none zero and no two alike: behind a projection that begins at zero no gradient would show a
+mistake. It trains, but drops nothing. What is compared is products of each tensor with random vectors, so that no
+process keeps a gradient, or needs what another one has.
+
+All processes of the axis compute the whole model, too, but the first one with weights that are changed by a millionth.
+So it is known how far each number moves by roundings alone, which is more in a deep model, and in a gradient that is
+zero but for roundings is all of it; what moves further is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from kftrain.data.loader import MicroBatch
+from kftrain.errors import ConfigError
+from kftrain.parallel.initialize import part_of, places_of, stored_parameter
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
+from kftrain.parallel.tensor_plan import plan_of
+from kftrain.parallel.transforms import Distributed
+from kftrain.progress import to_log
+from kftrain.tasks.base import Task
+from kftrain.train import probe
+from kftrain.train.attributes import lend_attributes
+from kftrain.train.lender import Lender
+from kftrain.train.step import loss_of
+
+CHANGE = 2.0**-20
+"""Of each weight, relative: sixteen times what fp32 resolves, more than what another order of sums does to it."""
+
+MAX_RATIO = 100.0
+"""How much further than by that change a number may move: what is zero but for roundings moves five times as far."""
+
+MAX_DIFFERENCE = 1e-5
+"""Relative to the tensor: what may be however little a change has moved."""
+
+NUM_PRODUCTS = 8
+"""Of each tensor: that all of them are small where tensors differ does not happen by chance."""
+
+Label = tuple[str, str, int]
+"""Name of a module or a parameter; `output`, `loss` or `gradient`; which one of them."""
+
+Shapes = dict[Label, torch.Size]
+
+Products = list[float]
+
+Record = dict[Label, list[Products]]
+"""In the order in which it was computed; of a whole model for the part of each process."""
+
+
+def require_same_as_whole(
+    model: nn.Module,
+    task: Task,
+    micro: MicroBatch,
+    mesh: Mesh,
+    splitting: SplitTensors,
+    names: Sequence[str],
+    units: Sequence[str],
+    seed: int,
+) -> None:
+    """Collective. `model`: not split yet, and not afterwards; `names`: of its blocks, `units`: of those lent by call.
+
+    Raises ConfigError with the first module, in order of execution or of backward, that shows other numbers.
+    """
+    group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
+    plan = plan_of(model, size, splitting.sequence_parallel)
+    own_shapes: Shapes = {}
+
+    def compute(change: int, num_parts: int) -> Record:
+        seen, lent = _Seen(own_shapes, num_parts), list[nn.Parameter]()
+
+        def watch(name: str, parameter: nn.Parameter) -> None:
+            if parameter.requires_grad:
+                lent.append(parameter)
+                parameter.register_hook(functools.partial(seen.take_gradient, name))  # type: ignore[no-untyped-call]
+
+        lender = Lender(cast(Any, _Weights(model, change)), units, watch)
+        with probe.lend_copies(model, device, torch.float32, lender), _Undropped():
+            for name, module in model.named_modules():
+                if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
+                    module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
+            with probe.isolate((seed, mesh.data_rank), device):
+                loss = loss_of(model, task, probe.first_rows(micro, probe.ROWS), device)
+            seen.take("", "loss", loss)
+            torch.autograd.grad(loss, lent, allow_unused=True)
+        return seen.record
+
+    with lend_attributes(model):
+        distributed = Distributed(model, mesh)
+        splitting.apply(distributed, names)
+        split = compute(0, 1)
+    whole = compute(dist.get_rank(group), size)
+    everyones: list[Any] = [None] * size
+    dist.all_gather_object(everyones, (split, whole), group=group)
+    (copied,) = (each for each in distributed.after_backward if isinstance(each, CopiedParameters))
+    mesh.world.agree(lambda: _compare([each[0] for each in everyones], [each[1] for each in everyones], copied))
+
+
+class _Seen:
+    """What a pass shows: of a split model its own, of a whole one the part of each process."""
+
+    def __init__(self, own_shapes: Shapes, num_parts: int) -> None:
+        """`own_shapes`: of the parts of this process, which the pass of the split model notes."""
+        self.record: Record = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._own_shapes = own_shapes
+        self._num_parts = num_parts
+
+    def take_output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.take(name, "output", leaf)
+
+    def take_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        self.take(name, "gradient", gradient)
+        return gradient.new_zeros(()).expand(gradient.shape)  # autograd keeps what it is given back
+
+    def take(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        label = (name, kind, self._counts[name, kind])
+        self._counts[name, kind] += 1
+        parts = _parts(tensor.detach().float(), self._own_shapes.setdefault(label, tensor.shape), self._num_parts)
+        products = [_products(part) for part in dict.fromkeys(parts)]
+        self.record[label] = products * (len(parts) // max(len(products), 1))
+
+
+def _parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
+    """What each process has of a tensor, where this one has so much; nothing where it is no slice."""
+    odd = [dim for dim, length in enumerate(whole.shape) if shape[dim : dim + 1] != (length,)]
+    if not odd or count == 1:
+        return [whole] * count
+    parts = whole.chunk(count, odd[0])
+    return parts if len(odd) == 1 and len(shape) == whole.dim() and len(parts) == count else []
+
+
+def _products(tensor: torch.Tensor) -> Products:
+    """Of each of some pairs of random vectors with the tensor between them, as a matrix."""
+    matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(NUM_PRODUCTS, length, generator=draw).to(tensor.device) for length in matrix.shape)
+    products: Products = ((left @ matrix) * right).double().sum(1).tolist()
+    return products
+
+
+class _Weights:
+    """Weights of which none is zero, and no two are alike; of a model that is split this process's part of each."""
+
+    def __init__(self, model: nn.Module, change: int) -> None:
+        """`change`: 0, or which one of the changes by a millionth."""
+        self.places = places_of(model)
+        self._change = change
+        self._parameters = {name: stored_parameter(slots[0]) for name, slots in self.places.items()}
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """Matrices keep the size of what passes through them; gains and biases are about one."""
+        shape, part = self._parameters[name].shape, part_of(self._parameters[name])
+        draw = torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
+        if len(shape) < 2:
+            value = torch.rand(shape, generator=draw, device=device) + 0.5
+        else:
+            value = torch.randn(shape, generator=draw, device=device) * math.sqrt(shape[0] / shape.numel())
+        if self._change:
+            draw.manual_seed(self._change)
+            value *= 1 + CHANGE * torch.randn(shape, generator=draw, device=device)
+        own = value[tuple(slice(start, start + length) for start, length in zip(*part, strict=True))]
+        return value if own.shape == value.shape else own.clone()
+
+
+class _Undropped(TorchFunctionMode):
+    """Within it nothing is dropped: a mask of parts is not one of the whole. All else draws alike in both."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+            return args[0]
+        fitting = {key: 0.0 if key == "dropout_p" else value for key, value in (kwargs or {}).items()}
+        return function(*args, **fitting)
+
+
+def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters) -> None:
+    """Of all processes of the axis, in order of rank. Raises ConfigError."""
+    size, first, nothing = len(whole), whole[0], [[0.0] * NUM_PRODUCTS] * len(whole)
+    if not all(map(math.isfinite, first["", "loss", 0][0])):
+        to_log("warning: how the matrices are split could not be compared: the loss of random weights is not finite")
+        return
+    odd: list[Label] = []
+    for label, references in first.items():
+        own = [each.get(label, nothing)[0] for each in split]
+        share = copied.share_of(label[0]) if label[1] == "gradient" else None
+        if share is not None:
+            own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
+        moved = [each.get(label, nothing) for each in whole[1:]]
+        if any(_is_other(own[rank], each, [other[rank] for other in moved]) for rank, each in enumerate(references)):
+            odd.append(label)
+    if any(name == "" or kind == "gradient" for name, kind, _ in odd):
+        raise ConfigError(
+            f"with its matrices split the model computes another {odd[0][1]} than as a whole",
+            where=f"model {odd[0][0]}".rstrip(),
+            value=f"parallel.tensor: {size}",
+            fix="see tensor_plan(): name the module as sequence where it is given a part of the places only, and let "
+            "nothing between the matrices depend on other places than its own; or set it to 1",
+        )
+
+
+def _is_other(own: Products, reference: Products, moved: list[Products]) -> bool:
+    """Whether it is further from the reference than roundings explain; what is not finite says nothing."""
+    if not all(map(math.isfinite, reference)):
+        return False
+    limit = MAX_RATIO * max(math.dist(reference, each) for each in moved) + MAX_DIFFERENCE * math.hypot(*reference)
+    return not math.dist(own, reference) <= limit
