@@ -820,8 +820,8 @@ MUTANTS = [
     Mutant(
         "a stratum keeps the fraction instead of the threshold that it has learned",
         "kftrain/data/sources/keyed.py",
-        "return min(max(int(fraction * HASH_VALUES), lowest), int(hashes[num_held_out]))",
-        "return int(fraction * HASH_VALUES)",
+        "= min(max(int(fraction * HASH_VALUES), lowest), int(ordered[num_held_out]))",
+        "= int(fraction * HASH_VALUES)",
         "tests/unit/data/test_record_keys.py -k scikit",
     ),
     Mutant(

@@ -190,8 +190,8 @@ class ShardedDataset:
                     fix=again(shard),
                 )
             for key in (prefix + each for each in found):
-                content = key.rpartition("#")[0] or key
                 while key in keys:
+                    content = key.rpartition("#")[0] or key
                     numbers[content] += 1
                     key = f"{content}#{numbers[content] + 1}"
                 keys[key] = None

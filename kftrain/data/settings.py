@@ -169,8 +169,8 @@ class DataConfig(Section):
     text_field: str = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
     key: str = ""
-    """Column that says which record it is; `*`: all columns, its content. Empty: lines and rows are known by their
-    content, those of a dataset that a release before has begun by their number; other records by their name."""
+    """Column that says which record it is; `*`: its content. Empty: of lines and rows it is the content, or the number
+    where a release before has begun the dataset."""
     group: str = ""
     """Column of which all records of one value are on one side of the split, and one unit of the bootstrap."""
     stratify: str = ""

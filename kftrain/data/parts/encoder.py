@@ -30,7 +30,7 @@ from kftrain.data.shards.manifest import Shard, check_schema
 from kftrain.data.shards.verify import refuse_duplicate_keys
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.data.sources import resolve_source
-from kftrain.errors import ConfigError, DataError, error_from_dict
+from kftrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
@@ -74,9 +74,8 @@ class Encoding:
             assets = task.assets()
             settings = json.loads(storage.dump_json(task.settings()))
             content_names = tuple(task.content_fields())
-        if (data.group or data.stratify) and task.names_clusters:
-            where = "data.group" if data.group else "data.stratify"
-            raise ConfigError("the task names clusters, which stay together", where=where, fix="remove it")
+        if task.names_clusters and (named := data.columns.keys() - {"key"}):
+            raise ConfigError("the task names clusters", where=f"data.{named.pop()}", fix="remove it")
         for schema in schemas.values():
             check_schema(schema, "task.schema()")
         settings = {**settings, **({ASSETS: digests_of(assets)} if assets else {})}
@@ -201,11 +200,9 @@ def _blocks(encoding: Encoding, split: str, records: Iterator[Record]) -> Iterat
         try:
             with encoding.task_code():
                 block = next(blocks, None)
-        except DataError as error:
-            if not latest.place:
-                raise
-            where = error.where.replace(latest.key, latest.place)  # a key of content says nothing to people
-            raise error_from_dict({**error.to_dict(), "where": where}) from error
+        except DataError as error:  # a key of content says nothing to people
+            error.where = error.where.replace(latest.key, latest.place or latest.key)
+            raise
         if block is None:
             return
         yield clusters.added_to(block) if clusters else block

@@ -41,19 +41,6 @@ def find(parts: Sequence[PartDocument], uri_of: Callable[[str], str]) -> dict[st
     return {kind: named.model_dump() for kind, named in found.items() if named.count}
 
 
-def count_trained_on(validation_uris: Sequence[str], trained_uris: Sequence[str]) -> tuple[int, int]:
-    """How many validation records of some parts have the content of training records of others, and of how many.
-
-    Reads 24 bytes for each record. Raises DataError where a part is gone or damaged.
-    """
-    held_out, trained = (
-        np.concatenate([table[table[:, 2] == side, 1] for table in map(read_table, dict.fromkeys(uris))])
-        for uris, side in ((validation_uris, _VALIDATION), (trained_uris, 0))
-    )
-    held_out = held_out[held_out != UNKNOWN]
-    return int(np.isin(held_out, trained).sum()), len(held_out)
-
-
 def lines(findings: dict[str, Any]) -> list[str]:
     """What is said of findings: a line for each kind."""
     return [

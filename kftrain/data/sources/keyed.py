@@ -1,12 +1,10 @@
 """Which record is which, and what the split goes by: a record's content or columns, instead of where it stands.
 
-Known by its content, a record has the key `<file>:<digest>`, and an equal one after it `<file>:<digest>#2`; the split
-hashes the content alone, so that equal records are on one side. A part counts its own records, as it is encoded by
-itself; `ShardedDataset.group_keys` counts on over all parts.
+By its content a record has the key `<file>:<digest>`, an equal one after it `<file>:<digest>#2`, and the split hashes
+the content alone. A part counts its own records; `ShardedDataset.group_keys` counts on over all parts.
 
 A stratified split holds out, of n different records of a stratum, as many as the fraction says, rounded, at least one
-and never all: those of the lowest hashes. The first sharding turns that into a threshold for each stratum, and keeps
-it: data that comes later moves no record to the other side, and about the same share of it is held out.
+and never all: those of the lowest hashes. That makes a threshold, which the first sharding keeps for all later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from kftrain.data.settings import CONTENT_KEY, DataConfig
 from kftrain.errors import DataError
 
 HASH_VALUES = 1 << 64
-MAX_STRATA = 1000
 DIGEST_CHARACTERS = 24
 """Of a content in a key: 96 bits."""
 
@@ -60,15 +57,17 @@ class KeyedSource:
         return (record for part in self.parts(1 << 62) for record in self.read(part))
 
     def learn_strata(self, known: Mapping[str, int] | None = None) -> None:
-        """Takes the thresholds that are known, or reads everything for them. Raises DataError, also for too many."""
+        """Takes the thresholds that are known, or reads everything for them. Raises DataError."""
         self.strata = dict(known or {})
         hashes: dict[str, array[int]] = defaultdict(lambda: array("Q"))
         for record in self._named(self._source.records()) if self._data.stratify and not known else ():
             hashes[_text_of(record, "stratify", self._data.stratify)].append(hash_of(record.unit or record.key))
-            if len(hashes) > MAX_STRATA:
-                raise DataError("more than 1,000 strata", where="data.stratify", value=self._data.stratify)
+        fraction = self._data.validation_fraction
         for name, found in hashes.items():
-            self.strata[name] = threshold(np.unique(found), self._data.validation_fraction)
+            ordered = np.unique(found)
+            num_held_out = min(len(ordered) - 1, max(1, int(fraction * len(ordered) + 0.5)))
+            lowest = int(ordered[num_held_out - 1]) + 1 if num_held_out else 0
+            self.strata[name] = min(max(int(fraction * HASH_VALUES), lowest), int(ordered[num_held_out]))
 
     def _named(self, records: Iterator[Record]) -> Iterator[Record]:
         key, group = self._data.key, self._data.group
@@ -76,7 +75,7 @@ class KeyedSource:
         for record in records:
             unit = _text_of(record, "group", group) if group else record.unit
             if key == CONTENT_KEY:
-                digest = content_digest(record)
+                digest = _content_digest(record)
                 name = "".join(record.key.rpartition(":")[:2]) + digest[:DIGEST_CHARACTERS]
                 counts[name] += 1
                 number = f"#{counts[name]}" if counts[name] > 1 else ""
@@ -91,18 +90,7 @@ def hash_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def threshold(hashes: np.ndarray, fraction: float) -> int:
-    """Below which a record of a stratum is held out: as near to the fraction as holds out the right number of these.
-
-    `hashes`: of its different records, ascending.
-    """
-    num_held_out = min(len(hashes) - 1, max(1, int(fraction * len(hashes) + 0.5)))
-    lowest = int(hashes[num_held_out - 1]) + 1 if num_held_out else 0
-    return min(max(int(fraction * HASH_VALUES), lowest), int(hashes[num_held_out]))
-
-
-def content_digest(record: Record) -> str:
-    """Hex sha256 of all that a record holds, however it was written. Raises DataError for what is no plain data."""
+def _content_digest(record: Record) -> str:
     content = content_of(record, ())
     if isinstance(content.get("class_names"), tuple):  # those of all images
         del content["class_names"]
@@ -114,15 +102,10 @@ def content_digest(record: Record) -> str:
 
 
 def _text_of(record: Record, setting: str, column: str) -> str:
-    """What a record has in a column, as text. Raises DataError where it has nothing there, or something else."""
-    where, value = f"{record.place or record.key}: data.{setting}", record.fields.get(column)
-    if column not in record.fields:
-        fix = f"it has: {', '.join(record.fields)}"
-        raise DataError("the record has no such column", where=where, value=column, fix=fix)
+    value = record.fields.get(column)
     if isinstance(value, bytes):  # the text
         value = value.decode("utf-8", "replace")
-    if value is not None and not isinstance(value, str | int | float):
-        raise DataError(f"the column '{column}' is neither text nor a number", where=where, value=type(value).__name__)
-    if value is None or value == "" or value != value:
-        raise DataError(f"the column '{column}' is empty", where=where, value=value, fix="correct or delete the record")
+    if not isinstance(value, str | int | float) or value == "" or value != value:
+        where, fix = f"{record.place or record.key}: data.{setting}", f"it has: {', '.join(record.fields)}"
+        raise DataError(f"the column '{column}' holds neither text nor a number", where=where, value=value, fix=fix)
     return str(value)

@@ -55,12 +55,9 @@ TEXT = FileKind("text files", is_text, lambda data: TextFolderSource(data.source
 
 SHARDS = FileKind("WebDataset shards", is_shard, lambda data: WebDatasetSource(data.source, data.text_field))
 
-LINES = FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field))
-ROWS = FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field))
-
 FILE_KINDS = (
-    LINES,
-    ROWS,
+    FileKind("JSON lines", is_json_lines, lambda data: JsonLinesSource(data.source, data.text_field)),
+    FileKind("Parquet", is_parquet, lambda data: ParquetSource(data.source, data.text_field)),
     SHARDS,
     IMAGES,
     TEXT,
@@ -85,7 +82,7 @@ def resolve(data: DataConfig) -> Source:
 def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str:
     """What kind of source `data.source` names: for `open_kind`, in another process, too. Raises as `resolve` does.
 
-    `progress` is told how many files are left out.
+    `progress` is told how many files of no known kind are left out; where they are most, that is a DataError.
     """
     name = data.source
     if name in BUILT_IN:
@@ -102,13 +99,19 @@ def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str
     if is_saved_dataset(names):
         return _SAVED_DATASET
     kind = _only_kind(names, name)
-    _refuse_most_unknown(names, kind, name, progress)
+    others = [each for each in names if not (kind.matches(each) or is_hidden(each))]
+    unknown = [each for each in others if kind is not TEXT or each.endswith(COMPRESSED)]
+    what = f"{len(unknown):,} of {len(names):,} files are left out, which are no {kind.name}: {', '.join(unknown[:3])}"
+    if 2 * len(unknown) > len(names):
+        raise DataError(what, where=name, fix="unpack or convert them, or move them away")
+    if unknown:
+        progress(what)
     return kind.name
 
 
 def with_content_keys(data: DataConfig, kind: str) -> DataConfig:
     """The same, with `data.key` filled in for records that have no name but the number of their line or row."""
-    is_numbered = kind in (LINES.name, ROWS.name, _SAVED_DATASET) and not data.key
+    is_numbered = kind in ("JSON lines", "Parquet", _SAVED_DATASET) and not data.key
     return data.model_copy(update={"key": CONTENT_KEY}) if is_numbered else data
 
 
@@ -160,23 +163,6 @@ def _only_kind(names: list[str], where: str) -> FileKind:
             fix="name a file, or a folder with one kind only",
         )
     return next(iter(found))
-
-
-def _refuse_most_unknown(names: list[str], kind: FileKind, where: str, progress: Progress) -> None:
-    """Says how many files nobody can read. Raises DataError where they are most.
-
-    What lies beside a file of the kind (`a.jpg`, `a.json`) does not count, and beside text only what is compressed.
-    """
-    known = {name for name in names if kind.matches(name)}
-    stems = {name.rpartition(".")[0] for name in known}
-    others = (name for name in names if name not in known and name.rpartition(".")[0] not in stems)
-    unknown = [name for name in others if (name.endswith(COMPRESSED) if kind is TEXT else not is_hidden(name))]
-    count, total = len(unknown), len(known) + len(unknown)
-    what = f"{count:,} of {total:,} files are left out, which are no {kind.name}: {', '.join(unknown[:3])}"
-    if count > len(known):
-        raise DataError(what, where=where, fix="unpack or convert them, or move them away")
-    if count:
-        progress(what)
 
 
 def _missing(name: str) -> ConfigError | DataError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from kftrain.data.settings import WindowConfig
@@ -42,27 +41,26 @@ class ByPath(Selection):
         self.folder_of = self._folder_of
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
-        """Sorted by name; partitions of no known time (`__HIVE_DEFAULT_PARTITION__`) are told of and left out.
+        """Sorted by name. Partitions of no known time (`__HIVE_DEFAULT_PARTITION__`) are told of, and in no window.
 
-        Raises DataError for a file in no partition, and where no partition has a known time.
+        Raises DataError for a file in no partition, and where the time of none is known.
         """
-        files: dict[str, list[SourceFile]] = defaultdict(list)
+        last_moments: dict[str, datetime | None] = {}
+        found = []
         for file, _ in listed:
-            files[file.name.rpartition("/")[0]].append(file)
-        last_moments = {folder: self._last_moment(found[0]) for folder, found in files.items()}
-        unknown = {folder: error for folder, error in last_moments.items() if isinstance(error, DataError)}
-        is_loose = [folder for folder in unknown if "=" not in folder]
-        if unknown and (is_loose or len(unknown) == len(files)):
-            raise unknown[(is_loose or list(unknown))[0]]
+            folder = file.name.rpartition("/")[0]
+            if folder not in last_moments:
+                last_moments[folder] = self._last_moment(file)
+            if (moment := last_moments[folder]) is not None and self._window.holds(moment):
+                found.append(file)
+        unknown = [folder for folder, moment in last_moments.items() if moment is None]
+        counts = f"{len(unknown):,} of {len(last_moments):,} partitions are of no known time: {', '.join(unknown[:3])}"
+        if len(unknown) == len(last_moments):
+            raise DataError(counts, where=where, fix="set data.window.by or data.window.column")
         if unknown and not self._is_told:
-            self._is_told = True
-            counts = f"{sum(len(files[folder]) for folder in unknown):,} files in {len(unknown):,} partitions"
-            to_log(f"{counts} of no known time are left out of every window: {', '.join(list(unknown)[:3])}")
-        return _required([file for file, _ in listed if self._holds(last_moments, file)], where, self._window)
-
-    def _holds(self, last_moments: Mapping[str, datetime | DataError], file: SourceFile) -> bool:
-        moment = last_moments[file.name.rpartition("/")[0]]
-        return isinstance(moment, datetime) and self._window.holds(moment)
+            to_log(f"{counts}; no window has them")
+        self._is_told = True
+        return _required(found, where, self._window)
 
     def without_dates(self, name: str) -> str:
         """Without `date=…`, `hour=…` and the like."""
@@ -72,12 +70,14 @@ class ByPath(Selection):
     def _folder_of(self, name: str) -> str:
         return partition_of(name, self._column, self._zone).folder
 
-    def _last_moment(self, file: SourceFile) -> datetime | DataError:
+    def _last_moment(self, file: SourceFile) -> datetime | None:
         try:
             return partition_of(file.name, self._column, self._zone).last_moment
         except ValueError as error:
+            if "=" in file.name:
+                return None
             fix = "move it, or set data.window.by or data.window.column"
-            return DataError(f"when it is of is not known: {error}", where=file.uri, fix=fix)
+            raise DataError(f"when it is of is not known: {error}", where=file.uri, fix=fix) from error
 
 
 class ByTime(Selection):

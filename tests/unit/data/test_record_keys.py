@@ -116,8 +116,9 @@ def test_an_error_and_a_finding_name_the_line(tmp_path):
     shard_dataset(toy_config(source, tmp_path / "root", validation_fraction=0.4), ToyTask(), lines.append)
     assert "found 1 x content again in its split: a.jsonl:4 = a.jsonl:3" in lines
     write_lines(source, [*rows, {"text": "bad"}])
-    with pytest.raises(DataError, match=r"^a\.jsonl:55: it is bad"):
+    with pytest.raises(DataError) as caught:
         shard_dataset(toy_config(source, tmp_path / "root", validation_fraction=0.4), Refusing(), lines.append)
+    assert caught.value.line == "a.jsonl:55: it is bad"
 
 
 def test_a_dataset_of_before_goes_on_with_numbers(tmp_path, monkeypatch):
@@ -169,19 +170,20 @@ def test_a_column_is_the_key_whatever_else_changes(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "x"}, r"a\.jsonl:3: data\.\w+: the record has no such column \(got 'id'\).*it has: text"),
-        ({"text": "x", "id": None}, r"a\.jsonl:3: data\.\w+: the column 'id' is empty"),
-        ({"text": "x", "id": ""}, r"a\.jsonl:3: data\.\w+: the column 'id' is empty"),
-        ({"text": "x", "id": float("nan")}, r"a\.jsonl:3: data\.\w+: the column 'id' is empty"),
-        ({"text": "x", "id": ["a"]}, r"a\.jsonl:3: data\.\w+: the column 'id' is neither text nor a number"),
+        ({"text": "x"}, r"\(got None\); it has: text$"),
+        ({"text": "x", "id": None}, r"\(got None\)"),
+        ({"text": "x", "id": ""}, r"\(got ''\)"),
+        ({"text": "x", "id": float("nan")}, r"\(got nan\)"),
+        ({"text": "x", "id": ["a"]}, r"\(got \['a'\]\)"),
     ],
 )
 def test_a_record_without_a_value_in_the_column_is_refused_by_its_line(tmp_path, setting, row, said):
     write_lines(tmp_path / "a.jsonl", [{"text": "a", "id": 1}, {"text": "b", "id": 2}, row])
     with pytest.raises(DataError) as caught:
         shard_toy(tmp_path / "a.jsonl", tmp_path / "root", **{setting: "id"})
-    assert re.search(said, caught.value.line), caught.value.line
-    assert f"data.{setting}" in caught.value.line and "\n" not in caught.value.line
+    start = rf"a\.jsonl:3: data\.{setting}: the column 'id' holds neither text nor a number "
+    assert re.search(start + said, caught.value.line), caught.value.line
+    assert "\n" not in caught.value.line
 
 
 def test_records_of_a_group_are_on_one_side_and_one_unit_of_the_bootstrap(tmp_path):
