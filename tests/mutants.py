@@ -985,6 +985,20 @@ MUTANTS = [
         "    if os.getppid() == 0:",
         "tests/unit/process/test_lifetime.py -k before_the_child",
     ),
+    Mutant(
+        "an apply does not hear that the schedule goes on meanwhile",
+        "kftrain/schedule/apply.py",
+        "            listed, now = self._listed(), wanted()\n",
+        '            listed, now = self._listed(), self.__dict__.setdefault("_first", wanted())\n',
+        "tests/unit/schedule/test_apply.py -k resume_and_pause",
+    ),
+    Mutant(
+        "a shard that does not fit empties the cache",
+        "kftrain/data/shards/cache.py",
+        "            if too_many > 0:\n                return False\n",
+        "",
+        "tests/unit/data/shards/test_node_cache.py -k does_not_fit",
+    ),
 ]
 
 

@@ -69,9 +69,9 @@ def apply_command(path: str, wait_seconds: float, render: str | None, image: str
         return
     schedule, pipelines = _opened(path, connection)
     submission = _prepared(schedule.config, schedule, connection["host"])
-    paused = _history(schedule).paused()
-    wanted = Wanted(_ensured(schedule, submission, pipelines), enabled=paused is None)
-    left = _executor(pipelines, schedule).converge(wanted, wait_seconds)
+    history, content = _history(schedule), _ensured(schedule, submission, pipelines)
+    left = _executor(pipelines, schedule).converge(lambda: Wanted(content, history.paused() is None), wait_seconds)
+    paused = history.paused()
     state = "is as the file says" if paused is None else f"is as the file says, and paused: {paused.line}"
     echo(f"{schedule.name} {state}")
     if left:
@@ -181,7 +181,7 @@ def backfill_command(path: str, start: str, end: str, dry_run: bool, **connectio
 def delete_command(path: str, wait_seconds: float, **connection: Any) -> None:
     """Take the schedule away from Kubeflow, once no run of it lives; what it has trained stays."""
     schedule, pipelines = _opened(path, connection)
-    left = _executor(pipelines, schedule).converge(None, wait_seconds)
+    left = _executor(pipelines, schedule).converge(lambda: None, wait_seconds)
     for identity in left:
         echo(f"{identity} is disabled; delete it again when its runs have ended")
     if not left:

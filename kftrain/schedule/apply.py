@@ -71,8 +71,10 @@ class Executor:
     _disabled_since: dict[str, float] = field(default_factory=dict)
     _failures: int = 0
 
-    def converge(self, wanted: Wanted | None, wait_seconds: float = 0.0) -> list[str]:
+    def converge(self, wanted: Callable[[], Wanted | None], wait_seconds: float = 0.0) -> list[str]:
         """Does what is to be done; `wanted` None: the schedule is to go.
+
+        It is asked before each action, because others may pause the schedule or let it go on meanwhile.
 
         Returns the recurring runs that are left, disabled, because runs of theirs live: they are waited for as long as
         `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
@@ -80,15 +82,15 @@ class Executor:
         with self.turn.held():
             return self._converge(wanted, self.clock() + wait_seconds)
 
-    def _converge(self, wanted: Wanted | None, until: float) -> list[str]:
+    def _converge(self, wanted: Callable[[], Wanted | None], until: float) -> list[str]:
         num_actions = 0
         while num_actions <= MAX_ACTIONS:
-            listed = self._listed()
-            actions = plan(wanted, listed)
+            listed, now = self._listed(), wanted()
+            actions = plan(now, listed)
             self._note(listed)
             urgent = next((each for each in actions if not isinstance(each, Delete)), None)
             if urgent is not None:
-                self._do(urgent, wanted)
+                self._do(urgent, now)
                 num_actions += 1
                 continue
             ends = {each.id: self._deleted(each) for each in actions if isinstance(each, Delete)}

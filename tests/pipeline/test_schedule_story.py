@@ -89,7 +89,7 @@ class Story:
         """What `kftrain schedule apply` does once the pipeline is there; what is left of before."""
         parameters = {"config": self.config_at(cron).to_yaml()}
         content = Content("nightly", cron, "p-1", "e-1", parameters)
-        return self.executor.converge(Wanted(content, enabled=self.history.paused() is None))
+        return self.executor.converge(lambda: Wanted(content, enabled=self.history.paused() is None))
 
     def raw(self, number):
         """Folder of what came in on the day before a run."""

@@ -122,21 +122,29 @@ class NodeCache:
                     path.unlink()
 
     def _reserve(self, part: BinaryIO, num_bytes: int) -> bool:
-        """Makes room for a file, which has that size from now on; False where what is in use leaves none."""
-        with (self._folder / _LOCK).open("ab") as lock:
+        """Makes room for a file, which has that size from now on; False where what is in use leaves none.
+
+        Then nothing goes: copies that are there are worth more than an attempt.
+        """
+        if num_bytes > self._max_bytes:
+            return False
+        with (self._folder / _LOCK).open("ab") as lock, contextlib.ExitStack() as locks:
             fcntl.flock(lock, fcntl.LOCK_EX)
             part.truncate(0)
             entries = [entry for entry in storage.entries(self._folder) if entry[0].name != _LOCK]
             too_many = sum(status.st_size for _, status in entries) + num_bytes - self._max_bytes
             oldest_first = sorted(entries, key=lambda entry: (entry[0].suffix != _PART, entry[1].st_atime_ns))
+            unused = []
             for path, status in oldest_first:
-                if too_many <= 0:
-                    break
-                if status.st_size and _removed(path):
+                if too_many > 0 and status.st_size and _is_unused(path, locks):
+                    unused.append(path)
                     too_many -= status.st_size
-            if too_many <= 0:
-                part.truncate(num_bytes)
-            return too_many <= 0
+            if too_many > 0:
+                return False
+            for path in unused:
+                path.unlink(missing_ok=True)
+            part.truncate(num_bytes)
+            return True
 
 
 def _copy(stream: BinaryIO, file: File) -> File:
@@ -183,12 +191,14 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
     return False
 
 
-def _removed(path: Path) -> bool:
-    """Deletes a file that no process uses."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
+    """Whether no process uses a file; none does until `locks` are closed."""
+    with contextlib.suppress(FileNotFoundError):
+        stream = path.open("rb")
         if _locked(stream, fcntl.LOCK_EX):
-            path.unlink()
+            locks.enter_context(stream)
             return True
+        stream.close()
     return False
 
 

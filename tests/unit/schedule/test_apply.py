@@ -183,8 +183,12 @@ def create(server, content, mode="DISABLE"):
 
 
 def converge(api, wanted, wait_seconds=0.0, name="nightly"):
+    return executor(api, name).converge(lambda: wanted, wait_seconds)
+
+
+def executor(api, name="nightly"):
     turn = Turn("turns", lambda line: None, api.clock, api.sleep)
-    return Executor(api, name, turn, lambda line: None, api.clock, api.sleep).converge(wanted, wait_seconds)
+    return Executor(api, name, turn, lambda line: None, api.clock, api.sleep)
 
 
 def content_of(server):
@@ -467,6 +471,46 @@ def test_several_apply_at_the_same_time(folder):
         assert converge(alone, wanted_at(1)) == [] and content_of(server) == [("0 0 1 * * *", "ENABLE")], seed
         assert not server.killed, seed
     assert num_crashes > 30
+
+
+def test_resume_and_pause_while_others_apply(folder):
+    """Somebody lets the schedule go on, or pauses it, while one or two apply it: what was said last counts."""
+    for seed in range(300):
+        chance = random.Random(seed)
+        folder.files.clear()
+        together, server, current = Together(chance), Server(), {}
+        is_paused = [chance.random() < 0.8]
+        create(server, NIGHTLY, "DISABLE" if is_paused[0] else "ENABLE")
+        folder.before = lambda current=current, together=together: current[together.name].step()
+        applying = [Apart(server, together, chance) for _ in range(chance.choice([1, 2]))]
+        switching = Apart(server, together, chance)
+
+        def wanted(hour, is_paused=is_paused):
+            return Wanted(replace(NIGHTLY, cron=f"0 0 {hour} * * *"), not is_paused[0])
+
+        def switch(is_paused=is_paused, api=switching, draw=chance):
+            for _ in range(draw.randrange(25)):
+                api.step()
+            is_paused[0] = not is_paused[0]
+            executor(api).disable() if is_paused[0] else executor(api).enable()
+
+        hours = [chance.randrange(1, 3) for _ in applying]
+        waits = [chance.choice([0.0, 120.0]) for _ in applying]
+        programs = {
+            str(number): lambda api=api, hour=hour, wait=wait, wanted=wanted: executor(api).converge(
+                lambda: wanted(hour), wait
+            )
+            for number, (api, hour, wait) in enumerate(zip(applying, hours, waits, strict=True))
+        }
+        programs["switch"] = switch
+        current.update(zip(programs, [*applying, switching], strict=True))
+        programs["controller"] = functools.partial(controller, server, together, chance, 600.0)
+        ended = together.run(programs)
+        assert not [each for each in ended.values() if isinstance(each, BaseException)], (seed, ended)
+        enabled = [mode for _, mode in content_of(server) if mode == "ENABLE"]
+        assert len(enabled) == (0 if is_paused[0] else 1), (seed, is_paused, content_of(server))
+        assert not server.killed, seed
+        folder.before = lambda: None
 
 
 def wanted_at(hour):

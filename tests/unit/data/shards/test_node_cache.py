@@ -219,6 +219,18 @@ def test_what_was_not_read_for_the_longest_time_makes_room_unless_it_is_in_use(t
     in_use[1].close()
 
 
+def test_what_does_not_fit_in_the_end_removes_no_copy(tmp_path, store):
+    """A file that is larger than the budget, and one for which what is in use leaves no room."""
+    cache = cache_of(tmp_path, 3 * NUM_BYTES)
+    files = [put(store, name) for name in ("a", "b")]
+    assert [cache.fetch(file) for file in files] == [True, True]
+    assert cache.fetch(put(store, "huge", 4 * NUM_BYTES)) is False
+    with cache.copy_of(files[0]):
+        assert cache.fetch(put(store, "large", 5 * NUM_BYTES // 2)) is False
+    for file in files:
+        cache.copy_of(file).close()
+
+
 def test_a_file_larger_than_the_budget_is_not_fetched_but_verified(tmp_path, store, fetched):
     file = put(store, "a.tar")
     cache = cache_of(tmp_path, NUM_BYTES // 2)
