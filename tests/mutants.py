@@ -999,6 +999,20 @@ MUTANTS = [
         "",
         "tests/unit/data/shards/test_node_cache.py -k does_not_fit",
     ),
+    Mutant(
+        "what lies below all that was there before is no change",
+        "kftrain/data/drift.py",
+        "np.unique([np.nextafter(lowest, -np.inf),",
+        "np.unique([-np.inf,",
+        "tests/unit/data/test_drift_measures.py -k outside",
+    ),
+    Mutant(
+        "numbers that are missing are no change",
+        "kftrain/data/profile.py",
+        "missing=sum(num_missing) / num_values,",
+        "missing=0.0,",
+        "tests/unit/stages/test_drift_of_runs.py -k no_number",
+    ),
 ]
 
 

@@ -1,7 +1,8 @@
 """How far a dataset has drifted from another: two measures for each distribution, and what chance alone would give.
 
 Bins are chosen by the dataset before: of ordered values (pixels, sizes, floating point numbers) up to ten that hold
-about as much each, of names (classes, tokens) the most frequent ones, and one for all others.
+about as much each, one below all of them, one above, and of numbers one for those that are not finite; of names
+(classes, tokens) the most frequent ones, and one for all others.
 
 - Population stability index, the sum of (p - q) ln(p / q) over the bins: N. Siddiqi, "Credit Risk Scorecards" (2006),
   whose thresholds 0.1 and 0.25 are the usual ones; it is the divergence of H. Jeffreys (1946). Half a count is added to
@@ -41,6 +42,11 @@ MAX_SHIFTS = 5
 """Bins that are named as the ones that have changed most."""
 
 OTHERS = "others"
+MISSING = "not finite"
+"""Bins of other names, and of numbers that are none."""
+
+Bin = tuple[str, float, float]
+"""A name, and the counts before and now."""
 
 Level = Literal["none", "some", "large"]
 
@@ -55,12 +61,14 @@ class Distribution:
     num_independent: float = 0.0
     """So many independent values would vary as much; 0: as many as there are."""
     quantiles: Sequence[float] = ()
-    """Of floating point numbers, in order and evenly spread, instead of counts."""
+    """Of floating point numbers that are finite, in order and evenly spread, instead of counts."""
+    missing: float | None = None
+    """The share of floating point numbers that are not finite; None: it was not counted."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no values."""
-        return not len(self.quantiles) and not sum(self.counts.values())
+    def has_numbers(self) -> bool:
+        """Whether its values are floating point numbers."""
+        return bool(len(self.quantiles)) or self.missing is not None
 
     @property
     def size(self) -> float:
@@ -100,10 +108,10 @@ class DistributionChange:
 
 def change(before: Distribution, now: Distribution) -> DistributionChange | None:
     """How a distribution has changed; None where one of them is empty, or they are of different kinds."""
-    if before.is_empty or now.is_empty or bool(len(before.quantiles)) != bool(len(now.quantiles)):
+    bins = _bins(before, now) if before.has_numbers == now.has_numbers else []
+    counts = np.array([[old, new] for _, old, new in bins], dtype=np.float64).reshape(-1, 2).T
+    if not counts.any(axis=1).all():
         return None
-    bins = _bins(before, now)
-    counts = np.array([[old, new] for _, old, new in bins], dtype=np.float64).T
     shares = counts / counts.sum(axis=1, keepdims=True)
     largest = sorted(range(len(bins)), key=lambda number: -abs(shares[1, number] - shares[0, number]))[:MAX_SHIFTS]
     return DistributionChange(
@@ -153,7 +161,7 @@ def independent_values(groups: np.ndarray) -> float:
 def decile_edges(values: np.ndarray) -> np.ndarray:
     """Values, in order, up to which a tenth of all lie, and two, and so on: ends of all bins but the last one."""
     shares = np.arange(1, MAX_ORDERED_BINS) / MAX_ORDERED_BINS
-    return np.unique(np.quantile(values, shares, method="inverted_cdf"))
+    return np.unique(np.quantile(values, shares, method="inverted_cdf")) if len(values) else np.empty(0)
 
 
 def count_between(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -161,36 +169,50 @@ def count_between(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.bincount(np.searchsorted(edges, values, side="left"), minlength=len(edges) + 1)
 
 
-def _bins(before: Distribution, now: Distribution) -> list[tuple[str, int, int]]:
+def _bins(before: Distribution, now: Distribution) -> list[Bin]:
     """Name of each bin, with the counts of both."""
-    if len(before.quantiles):
-        return _quantile_bins(np.asarray(before.quantiles), np.asarray(now.quantiles))
+    if before.has_numbers:
+        return _number_bins(before, now)
     return _ordered_bins(before, now) if before.is_ordered and now.is_ordered else _named_bins(before, now)
 
 
-def _quantile_bins(before: np.ndarray, now: np.ndarray) -> list[tuple[str, int, int]]:
-    """Ranges that hold about as much each, before; those without a value are left out."""
-    edges = decile_edges(before)
-    names = [f"up to {edges[0]:.4g}", *(f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges.tolist()))]
-    counts = zip(count_between(before, edges).tolist(), count_between(now, edges).tolist(), strict=True)
-    named = zip([*names, f"above {edges[-1]:.4g}"], counts, strict=True)
-    return [(name, old, new) for name, (old, new) in named if old or new]
+def _number_bins(before: Distribution, now: Distribution) -> list[Bin]:
+    """Ranges that hold about as much each, before, and room around them; those without a value are left out."""
+    old = np.asarray(before.quantiles)
+    edges, names = np.empty(0), ["numbers"]
+    if len(old):
+        lowest, highest = old[0], old[-1]
+        edges = np.unique([np.nextafter(lowest, -np.inf), *decile_edges(old), highest])
+        ranges = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges[1:].tolist())]
+        names = [f"below {lowest:.4g}", f"up to {edges[1]:.4g}", *ranges, f"above {highest:.4g}"]
+    counts = [count_between(np.asarray(each.quantiles), edges).tolist() for each in (before, now)]
+    if before.missing is not None and now.missing is not None:
+        names.append(MISSING)
+        counts = [[*each, _missing(of)] for each, of in zip(counts, (before, now), strict=True)]
+    return [each for each in zip(names, *counts, strict=True) if any(each[1:])]
 
 
-def _ordered_bins(before: Distribution, now: Distribution) -> list[tuple[str, int, int]]:
-    """Ranges of values that hold about as much each, before."""
+def _missing(numbers: Distribution) -> float:
+    """How many are not finite, beside the quantiles of those that are."""
+    share = numbers.missing or 0.0
+    return len(numbers.quantiles) * share / (1 - share) if share < 1 else numbers.size
+
+
+def _ordered_bins(before: Distribution, now: Distribution) -> list[Bin]:
+    """Ranges of values that hold about as much each, before, and room around them."""
     values = sorted({int(value) for value in (*before.counts, *now.counts)})
+    known = [int(value) for value, count in before.counts.items() if count]
+    if not known:
+        return []
     wanted = sum(before.counts.values()) / MAX_ORDERED_BINS
-    bins: list[tuple[str, int, int]] = []
+    bins: list[Bin] = []
     first, old, new = values[0], 0, 0
-    for value in values:
+    for value, following in zip(values, [*values[1:], None], strict=True):
         old += before.counts.get(str(value), 0)
         new += now.counts.get(str(value), 0)
-        if old >= wanted:
+        if old >= wanted or value == max(known) or following in (None, min(known)):
             bins.append((_range(first, value), old, new))
             first, old, new = value + 1, 0, 0
-    if old or new:
-        bins.append((_range(first, values[-1]), old, new))
     return bins
 
 
@@ -198,10 +220,10 @@ def _range(first: int, last: int) -> str:
     return f"{first} to {last}" if last > first else str(last)
 
 
-def _named_bins(before: Distribution, now: Distribution) -> list[tuple[str, int, int]]:
+def _named_bins(before: Distribution, now: Distribution) -> list[Bin]:
     """The most frequent names before, and all others together."""
     named = sorted(before.counts, key=lambda name: (-before.counts[name], name))[:MAX_NAMED_BINS]
-    bins = [(name, before.counts[name], now.counts.get(name, 0)) for name in named]
+    bins: list[Bin] = [(name, before.counts[name], now.counts.get(name, 0)) for name in named]
     others = [sum(each.counts.values()) - sum(each.counts.get(name, 0) for name in named) for each in (before, now)]
     return [*bins, (OTHERS, others[0], others[1])] if any(others) else bins
 

@@ -52,11 +52,13 @@ class Counted(BaseModel):
     is_ordered: bool = False
     num_independent: float = 0.0
     quantiles: list[float] = []
-    """Of floating point numbers, instead of counts."""
+    """Of floating point numbers that are finite, instead of counts."""
+    missing: float | None = None
+    """The share of those that are not; profiles of before do not say."""
 
     def distribution(self) -> Distribution:
         """For comparing."""
-        return Distribution(self.counts, self.is_ordered, self.num_independent, self.quantiles)
+        return Distribution(self.counts, self.is_ordered, self.num_independent, self.quantiles, self.missing)
 
 
 class Profile(documents.Document):
@@ -145,7 +147,7 @@ def _is_float(field: Field) -> bool:
 
 
 def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Counted]:
-    """Quantiles of a number, of each of a few columns, or of all numbers of a field; what is not finite is left out."""
+    """Quantiles of a number, of each of a few columns, or of all numbers of a field, and how many are not finite."""
     if field.shape and len(field.shape) == 1 and field.shape[0] <= MAX_COLUMNS:
         columns = {f"{field.name}[{number}]": [rows[:, number] for rows in stretches] for number in range(*field.shape)}
     else:
@@ -153,14 +155,19 @@ def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Co
     found = {}
     for name, groups in columns.items():
         finite = [values[np.isfinite(values)].astype(np.float64) for values in groups]
-        values = np.sort(np.concatenate(finite)) if finite else np.empty(0)
-        if len(values):
+        values = np.sort(np.concatenate([np.empty(0), *finite]))
+        num_missing = [len(rows) - len(each) for rows, each in zip(groups, finite, strict=True)]
+        if num_values := len(values) + sum(num_missing):
             edges = decile_edges(values)
-            by_group = np.array([count_between(each, edges) for each in finite])
+            by_group = np.array(
+                [[*count_between(each, edges), num] for each, num in zip(finite, num_missing, strict=True)]
+            )
             shares = np.linspace(0, 1, min(len(values), NUM_QUANTILES))
-            kept = np.quantile(values, shares, method="inverted_cdf").tolist()
             found[f"values of {name}"] = Counted(
-                counts={}, quantiles=kept, num_independent=independent_values(by_group)
+                counts={},
+                quantiles=np.quantile(values, shares, method="inverted_cdf").tolist() if len(values) else [],
+                num_independent=independent_values(by_group),
+                missing=sum(num_missing) / num_values,
             )
     return found
 
@@ -209,10 +216,12 @@ def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
     return {name: Counted(counts=named, is_ordered=is_picture, num_independent=independent)}
 
 
-def mean_and_deviation(counted: Counted) -> tuple[float, float]:
-    """Mean and standard deviation of ordered values, or of quantiles."""
+def mean_and_deviation(counted: Counted) -> tuple[float, float] | None:
+    """Mean and standard deviation of ordered values, or of quantiles; None of others, and where there are none."""
     if counted.quantiles:
         return float(np.mean(counted.quantiles)), float(np.std(counted.quantiles))
+    if not counted.is_ordered:
+        return None
     found = Counter({int(value): count for value, count in counted.counts.items()})
     values, weights = np.array(list(found)), np.array(list(found.values()))
     mean = float(np.average(values, weights=weights))

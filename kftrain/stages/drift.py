@@ -151,8 +151,6 @@ def _distribution(name: str, before: Counted, now: Counted, config: Config) -> D
     found: DistributionChange | None = change(before.distribution(), now.distribution())
     if found is None:
         return None
-    has_figures = before.is_ordered or bool(before.quantiles)
-    figures = [mean_and_deviation(each) for each in (before, now)] if has_figures else []
     return DriftedDistribution(
         name=name,
         psi=found.psi,
@@ -161,6 +159,6 @@ def _distribution(name: str, before: Counted, now: Counted, config: Config) -> D
         num_bins=found.num_bins,
         level=found.level(config.data.drift.some, config.data.drift.large),
         shifts=[DriftShift(bin=each.bin, before=each.before, now=each.now) for each in found.shifts],
-        before=figures[0] if figures else None,
-        now=figures[1] if figures else None,
+        before=mean_and_deviation(before),
+        now=mean_and_deviation(now),
     )

@@ -74,6 +74,13 @@ class Regression(Task):
                 file.write(json.dumps(ids) + "\n")
 
 
+class Holes(Regression):
+    """Numbers of its `x` may be missing."""
+
+    def encode_field(self, record, field):
+        return record.fields["x"] if field.name == "x" else super().encode_field(record, field)
+
+
 class Network(nn.Module):
     """Two residual blocks between two matrices; with biases and norms, which do not decay."""
 

@@ -100,8 +100,29 @@ def test_a_change_counts_from_the_threshold_on_and_beyond_chance():
 
 def quantiles_of(values):
     """A distribution as a profile keeps it."""
-    kept = np.quantile(values, np.linspace(0, 1, 1000), method="inverted_cdf")
-    return Distribution({}, num_independent=float(len(values)), quantiles=kept.tolist())
+    finite = values[np.isfinite(values)]
+    kept = np.quantile(finite, np.linspace(0, 1, 1000), method="inverted_cdf").tolist() if len(finite) else []
+    return Distribution({}, num_independent=float(len(values)), quantiles=kept, missing=1 - len(finite) / len(values))
+
+
+def plain_index(before, now):
+    """The index over deciles with room below, above and for what is not finite; half a count of a thousand each."""
+    known = before[np.isfinite(before)]
+    inner = np.unique(np.quantile(known, np.arange(1, 10) / 10, method="inverted_cdf")) if len(known) else []
+
+    def shares(values):
+        finite = values[np.isfinite(values)]
+        below, above = finite < min(known, default=np.inf), finite > max(known, default=-np.inf)
+        places = np.digitize(finite[~below & ~above], inner, right=True)
+        inside = np.bincount(places, minlength=len(inner) + 1)
+        counts = [(~np.isfinite(values)).sum(), below.sum(), *inside, (above & ~below).sum()]
+        return np.array(counts) / len(values)
+
+    p, q = shares(now), shares(before)
+    used = p + q > 0
+    p, q = (1000 * each[used] + 0.5 for each in (p, q))
+    p, q = p / p.sum(), q / q.sum()
+    return float(np.sum((p - q) * np.log(p / q))), int(used.sum())
 
 
 @pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (0.3, 1.0), (1.0, 1.0), (0.0, 2.0)])
@@ -110,12 +131,11 @@ def test_the_index_of_floating_point_numbers_is_that_of_all_their_values_in_deci
     draw = np.random.default_rng(3)
     before = 1000 * unit + unit * draw.normal(size=20_000)
     now = 1000 * unit + unit * (shift + scale * draw.normal(size=20_000))
-    edges = [-np.inf, *np.quantile(before, np.arange(1, 10) / 10), np.inf]
-    p, q = (np.histogram(values, edges)[0] / 20_000 for values in (now, before))
+    index, num_bins = plain_index(before, now)
     found = change(quantiles_of(before), quantiles_of(now))
-    assert found.psi == pytest.approx(float(np.sum((p - q) * np.log(p / q))), rel=0.05, abs=0.005)
+    assert found.psi == pytest.approx(index, rel=0.05, abs=0.005)
     assert found.level(0.1, 0.25) == ("none" if shift < 0.3 and scale == 1.0 else found.level(0.1, 0.25))
-    assert found.num_bins == 10 and found.shifts[0].bin
+    assert found.num_bins == num_bins and found.shifts[0].bin
 
 
 def test_numbers_that_are_all_the_same_have_not_changed_and_others_have():
@@ -133,3 +153,47 @@ def test_equal_numbers_are_called_changed_once_in_twenty_times():
         found = change(quantiles_of(draw.normal(size=900)), quantiles_of(draw.normal(size=400)))
         beyond += found.psi > found.chance_psi
     assert 0.015 < beyond / 400 < 0.1
+
+
+NUMBERS = np.random.default_rng(5).normal(size=2000)
+HOLES = np.where(np.arange(2000) % 10 < 6, np.nan, NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        (np.full(2000, 5.0), np.full(2000, 3.0), "below 5"),
+        (np.full(2000, 3.0), np.full(2000, 5.0), "above 3"),
+        (np.maximum(NUMBERS, 0), np.where(NUMBERS <= 0, -999, NUMBERS), "below 0"),
+        (np.zeros(2000), np.full(2000, -999.0), "below 0"),
+        (NUMBERS, HOLES, "not finite"),
+        (HOLES, NUMBERS, "not finite"),
+        (NUMBERS, np.full(2000, np.nan), "not finite"),
+        (np.full(2000, np.nan), NUMBERS, "not finite"),
+        (np.where(NUMBERS > 2, np.inf, NUMBERS), np.where(NUMBERS > 0, np.inf, NUMBERS), "not finite"),
+    ],
+)
+def test_what_lies_outside_of_all_that_was_there_and_what_is_missing_is_a_change(before, now, named):
+    found = change(quantiles_of(before), quantiles_of(now))
+    index, num_bins = plain_index(before, now)
+    assert found.psi == pytest.approx(index, rel=0.2) and found.num_bins == num_bins
+    assert found.level(0.1, 0.25) == "large" and named in {each.bin for each in found.shifts}
+    assert change(quantiles_of(before), quantiles_of(before)).psi == 0.0
+
+
+@pytest.mark.parametrize(("before", "now"), [({"255": 640}, {"0": 640}), ({"0": 640}, {"255": 640})])
+def test_black_images_are_not_white_ones(before, now):
+    found = change(Distribution(before, is_ordered=True), Distribution(now, is_ordered=True))
+    assert found.psi > 10 and found.num_bins == 2
+    rest = change(Distribution({"0": 95, "9": 5}, True), Distribution({"0": 95, "200": 5}, True))
+    assert {(each.bin, each.before, each.now) for each in rest.shifts} == {
+        ("0", 0.95, 0.95),
+        ("1 to 9", 0.05, 0.0),
+        ("10 to 200", 0.0, 0.05),
+    }
+
+
+def test_a_profile_that_does_not_say_what_is_missing_is_compared_by_its_numbers():
+    old = Distribution({}, quantiles=quantiles_of(NUMBERS).quantiles)
+    assert change(old, quantiles_of(HOLES)).level(0.1, 0.25) == "none"
+    assert change(old, quantiles_of(np.full(9, np.nan))) is None

@@ -213,13 +213,15 @@ data: {{source: "rows_of_day:records", validation_fraction: 0.3, drift: {{agains
 """
 
 
-def run_of_floats(root, name, rows, against):
+def run_of_floats(root, name, rows, against, task="Regression"):
     """The drift of the shard step over rows `x` and `y`."""
     source = ModuleType("rows_of_day")
     source.records = lambda: [(f"row-{number}", {**row, "id": number}) for number, row in enumerate(rows)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rows_of_day", source)
-        own = config.parse(FLOATS.format(root=root, against=against), [f"run.name={name}"])
+        own = config.parse(
+            FLOATS.format(root=root, against=against), [f"run.name={name}", f"task.kind=helpers.regression:{task}"]
+        )
         outcome = shard(own, name, progress=lambda line: None)
     paths = RunPaths(outcome.run_uri)
     return outcome, documents.read(Drift, paths.drift) if storage.exists(paths.drift) else None
@@ -241,6 +243,17 @@ def test_a_column_of_numbers_that_has_changed_is_named(tmp_path):
     assert [each.name for each in found.drifted] == ["values of x[4]"] and found.drifted[0].level == "large"
     assert found.drifted[0].now == pytest.approx((8.0, 2.0), abs=0.3)
     assert "values of x[4]" in outcome.html
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_column_that_is_no_number_any_more_is_a_drift(tmp_path, share):
+    first, _ = run_of_floats(tmp_path, "first", float_rows(1), "none", "Holes")
+    rows = float_rows(2)
+    for row in rows[: int(share * len(rows))]:
+        row["x"][3] = np.nan
+    outcome, found = run_of_floats(tmp_path, "holes", rows, first.run_uri, "Holes")
+    assert [(each.name, each.level) for each in found.drifted] == [("values of x[3]", "large")]
+    assert found.drifted[0].shifts[0].bin == "not finite" and "not finite" in outcome.html
 
 
 MIXED = TEXTS.replace(
