@@ -74,7 +74,7 @@ class Parts:
 
 
 def model_part(model: nn.Module, world: World) -> Part:
-    """Parameters and buffers, by the names that they have in the plain model; what is saved is looked at before."""
+    """Parameters and buffers, by the names that they have in the plain model."""
 
     def save() -> dict[str, Any]:
         buffers.require_equal(model, world)

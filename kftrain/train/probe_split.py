@@ -54,11 +54,7 @@ NUM_PRODUCTS = 8
 Label = tuple[str, str, int]
 """Name of a module or a parameter; `output`, `loss` or `gradient`; which one of them."""
 
-Shapes = dict[Label, torch.Size]
-
-Products = list[float]
-
-Record = dict[Label, list[Products]]
+Record = dict[Label, list[list[float]]]
 """In the order in which it was computed; of a whole model for the part of each process."""
 
 
@@ -78,7 +74,7 @@ def require_same_as_whole(
     """
     group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
     plan = plan_of(model, size, splitting.sequence_parallel)
-    own_shapes: Shapes = {}
+    own_shapes: dict[Label, torch.Size] = {}
 
     def compute(change: int, num_parts: int) -> Record:
         seen, lent = _Seen(own_shapes, num_parts), list[nn.Parameter]()
@@ -113,7 +109,7 @@ def require_same_as_whole(
 class _Seen:
     """What a pass shows: of a split model its own, of a whole one the part of each process."""
 
-    def __init__(self, own_shapes: Shapes, num_parts: int) -> None:
+    def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
         """`own_shapes`: of the parts of this process, which the pass of the split model notes."""
         self.record: Record = {}
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -146,13 +142,12 @@ def _parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch
     return parts if len(odd) == 1 and len(shape) == whole.dim() and len(parts) == count else []
 
 
-def _products(tensor: torch.Tensor) -> Products:
+def _products(tensor: torch.Tensor) -> Any:
     """Of each of some pairs of random vectors with the tensor between them, as a matrix."""
     matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(NUM_PRODUCTS, length, generator=draw).to(tensor.device) for length in matrix.shape)
-    products: Products = ((left @ matrix) * right).double().sum(1).tolist()
-    return products
+    return ((left @ matrix) * right).double().sum(1).tolist()
 
 
 class _Weights:
@@ -201,9 +196,10 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
         share = copied.share_of(label[0]) if label[1] == "gradient" else None
         if share is not None:
             own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
-        moved = [each.get(label, nothing) for each in whole[1:]]
-        if any(_is_other(own[rank], each, [other[rank] for other in moved]) for rank, each in enumerate(references)):
-            odd.append(label)
+        for rank, reference in enumerate(references if math.isfinite(sum(map(sum, references))) else []):
+            moved = max(math.dist(reference, each.get(label, nothing)[rank]) for each in whole[1:])
+            limit = MAX_RATIO * moved + MAX_DIFFERENCE * math.hypot(*reference)
+            odd += [] if math.dist(own[rank], reference) <= limit else [label]
     if any(name == "" or kind == "gradient" for name, kind, _ in odd):
         raise ConfigError(
             f"with its matrices split the model computes another {odd[0][1]} than as a whole",
@@ -212,11 +208,3 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
             fix="see tensor_plan(): name the module as sequence where it is given a part of the places only, and let "
             "nothing between the matrices depend on other places than its own; or set it to 1",
         )
-
-
-def _is_other(own: Products, reference: Products, moved: list[Products]) -> bool:
-    """Whether it is further from the reference than roundings explain; what is not finite says nothing."""
-    if not all(map(math.isfinite, reference)):
-        return False
-    limit = MAX_RATIO * max(math.dist(reference, each) for each in moved) + MAX_DIFFERENCE * math.hypot(*reference)
-    return not math.dist(own, reference) <= limit
