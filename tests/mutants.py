@@ -144,6 +144,20 @@ MUTANTS = [
         "tests/distributed/test_parity_hooks.py -k 'heard and 2-fsdp or heard and uneven'",
     ),
     Mutant(
+        "all processes that split a matrix draw the same dropout for their parts",
+        "kftrain/parallel/tensor.py",
+        "outside.numpy().tobytes() + str(self._rank).encode()",
+        "outside.numpy().tobytes()",
+        "tests/distributed/test_parity.py -k dropout",
+    ),
+    Mutant(
+        "a parameter that after_step replaces is not noticed",
+        "kftrain/train/step.py",
+        "if before.get(name) is not now.get(name)",
+        "if False",
+        "tests/distributed/test_parity_hooks.py -k replaced",
+    ),
+    Mutant(
         "what a unit gathers forgets that it is frozen",
         "kftrain/parallel/gradients.py",
         "parameter.requires_grad_(whole.requires_grad)",

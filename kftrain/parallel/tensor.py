@@ -13,6 +13,7 @@ no kernel whose sums come in any order lets the copies drift apart.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,30 +53,30 @@ class SplitTensors:
         group = mesh.group([AXIS])
         peers = Peers(group, mesh.shape.tensor, dist.get_rank(group))
         plan = plan_of(model, peers.size, self.sequence_parallel)
-        stream = Stream(peers, self.sequence_parallel)
+        stream, draws = Stream(peers, self.sequence_parallel), PartDraws(peers.rank, mesh.world.device)
         places = places_of(model)
         names = {id(module): name for name, module in model.named_modules()}
         partial = [name for name, slots in places.items() if _is_partial(names, slots, plan, self.sequence_parallel)]
         _spread(places, names, plan, mesh.device_mesh()[AXIS])
         for name, part in plan.items():
             module = model.get_submodule(name)
-            module.forward = self._forward_of(module, part, stream, is_gathered(name, plan))
+            module.forward = self._forward_of(module, part, stream, is_gathered(name, plan), draws)
         for unit in (*blocks, ""):
             module = model.get_submodule(unit)
-            module.forward = _on_local_parameters(module.forward, _slots_of(model, unit, blocks))
+            module.forward = _on_local_parameters(module.forward, _slots_of(model, unit, blocks), draws)
         distributed.after_backward.append(CopiedParameters(places, partial, peers))
 
-    def _forward_of(self, module: Any, part: SplitModule, stream: Stream, gathered: bool) -> Forward:
+    def _forward_of(self, module: Any, part: SplitModule, stream: Stream, gathered: bool, draws: PartDraws) -> Forward:
         """What a module that the plan names does instead of its own forward."""
         inner: Forward = module.forward
         enter = (lambda hidden: hidden) if gathered else stream.enter
         if part.kind == "column" and part.num_matrices > 1:
             regrouped = Regrouped(stream.peers, module.out_features, part.num_matrices)
-            return lambda hidden: _linear(enter(hidden), regrouped.rows, module)
+            return lambda hidden: draws.begin(_linear(enter(hidden), regrouped.rows, module))
         if part.kind == "column":
-            return lambda hidden: inner(enter(hidden))
+            return lambda hidden: draws.begin(inner(enter(hidden)))
         if part.kind == "row":
-            return lambda hidden: _plus(stream.leave(F.linear(hidden, module.weight)), module.bias)
+            return lambda hidden: _plus(stream.leave(F.linear(draws.end(hidden), module.weight)), module.bias)
         if part.kind == "logits":
             return lambda hidden: self._logits(inner(enter(hidden)), module.out_features, stream.peers)
         if part.kind == "vocabulary":
@@ -95,6 +96,35 @@ class SplitTensors:
     def _logits(self, part: torch.Tensor, num_classes: int, peers: Peers) -> Any:
         logits = SplitLogits(part, peers, num_classes)
         return logits if self.split_logits else logits.whole()
+
+
+class PartDraws:
+    """Random numbers between a column and its row: other ones on each process, and after it the same ones again."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._generator = torch.cuda.default_generators[device.index or 0] if is_cuda else torch.default_generator
+        self._rank = rank
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """From here on this process draws for its own part, by what all would draw."""
+        if self._states is None and torch.is_grad_enabled():
+            outside = self._generator.get_state()
+            digest = hashlib.sha256(outside.numpy().tobytes() + str(self._rank).encode()).digest()
+            self._generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self._states = outside, self._generator.get_state()
+        return hidden
+
+    def end(self, hidden: torch.Tensor | None = None) -> Any:
+        """From here on all draw the same, and other numbers than before."""
+        if self._states is not None:
+            (outside, begun), self._states = self._states, None
+            has_drawn = not torch.equal(self._generator.get_state(), begun)
+            self._generator.set_state(outside)
+            if has_drawn:
+                torch.rand((), generator=self._generator, device=self._generator.device)
+        return hidden
 
 
 class CopiedParameters:
@@ -167,12 +197,15 @@ def _slots_of(model: nn.Module, unit: str, blocks: Sequence[str]) -> list[tuple[
     return [(module, key) for module in modules for key, each in module._parameters.items() if each is not None]
 
 
-def _on_local_parameters(forward: Forward, slots: Sequence[tuple[nn.Module, str]]) -> Forward:
+def _on_local_parameters(forward: Forward, slots: Sequence[tuple[nn.Module, str]], draws: PartDraws) -> Forward:
     """The same forward, in which the parameters are this process's parts as plain tensors."""
 
     def local_forward(*arguments: Any, **keywords: Any) -> Any:
         with standing_in(slots, local):
-            return forward(*arguments, **keywords)
+            try:
+                return forward(*arguments, **keywords)
+            finally:  # a block that is computed again ends where the last of what it keeps is there
+                draws.end()
 
     return local_forward
 

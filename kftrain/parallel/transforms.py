@@ -186,6 +186,10 @@ class FullyShard:
         """Parameters become distributed tensors; offloaded, they are on the host."""
         distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
+        for name, parameter in model.named_parameters():
+            if not parameter.dim():
+                fix = "give it the shape [1], or use parallel.strategy: ddp"
+                raise ConfigError("a parameter without dims cannot be sharded", where=f"model {name}", fix=fix)
         options: dict[str, Any] = {
             "mesh": mesh["shard"] if shape.replicate == 1 else mesh["replicate", "shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),

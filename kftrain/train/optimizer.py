@@ -67,6 +67,9 @@ def build_optimizer(
     `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation;
     `replicas`: the processes that have the same of what is not spread. Raises ConfigError.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError("sparse gradients are not trained with", where=f"model {name}", fix="leave sparse out")
     groups = {each: group for each, group in assigned(model, config.groups).items() if each.requires_grad}
     if config.kind != "muon":
         return Optimizer(dict([_member(config.kind, groups, config, compute, replicas)]))

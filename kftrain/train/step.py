@@ -82,8 +82,14 @@ def after_step(model: nn.Module) -> None:
     """Calls the model's own `after_step`, where it has one."""
     hook = getattr(model, "after_step", None)
     if callable(hook):
+        before = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad(), user_code("model.after_step"), _DataIntoParts():
             hook()
+        now = dict(model.named_parameters(remove_duplicate=False))
+        name = next((name for name in before | now if before.get(name) is not now.get(name)), None)
+        if name is not None:
+            fix = "change its values: parameter.copy_(…)"
+            raise UserCodeError("puts another parameter in place", where="model.after_step", value=name, fix=fix)
 
 
 class _DataIntoParts(TorchFunctionMode):

@@ -20,6 +20,7 @@ from helpers.parity_oracle import (
 )
 from helpers.parity_vision import IMAGES
 from helpers.pool import Pools
+from helpers.tensor_models import DROPPING
 
 from kftrain.parallel.settings import NOT_OFFERED
 
@@ -111,6 +112,8 @@ TABLE = [
     Row("tensor, tied embeddings", 2, TENSOR, case=TIED),
     # Sums of the parts of a row are rounded to bf16 once more than on one process.
     Row("tensor, bf16", 2, TENSOR, case=BF16, compared_steps=8, tolerance=0.01, weight_tolerance=0.05),
+    Row("tensor, dropout in the parts", 2, TENSOR, DROPPING),
+    Row("tensor, dropout in the parts, whole sequences", 2, (*TENSOR, *WHOLE), DROPPING),
     Row("tensor, batches of one", 2, TENSOR, Case("batches of one", ("train.global_batch_size=1",), batch=1)),
     Row("tensor, uneven vocabulary", 2, TENSOR, UNEVEN_WORDS),
     Row("tensor, uneven tied vocabulary", 2, (*TENSOR, *WHOLE), UNEVEN_TIED),

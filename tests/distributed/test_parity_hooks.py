@@ -30,6 +30,7 @@ TABLE = [
         Row(f"frozen for some steps, {size} {layout}", size, layout, parity_hooks.FREEZES)
         for size, layout in ((1, ()), (2, DDP), (2, ZERO2), (2, ()), (4, HYBRID))
     ),
+    Row("a single number, ddp", 2, DDP, parity_hooks.LONELY),
     Row("a type of its own", 1, case=parity_hooks.TYPED),
     Row("a type of its own, ddp", 2, DDP, parity_hooks.TYPED),
 ]
@@ -54,6 +55,10 @@ REFUSED = [
     Refused("thawed between steps, fsdp", 2, (), "model leave.bias: .* is thawed", parity_hooks.IN_STEP),
     Refused("thawed, tensor", 2, TENSOR, "model model.norm.weight: .* is thawed", parity_hooks.THAWS_TEXT),
     Refused("thawed, fsdp x tensor", 4, TENSOR, "model model.norm.weight: .* is thawed", parity_hooks.THAWS_TEXT),
+    Refused("a single number, fsdp", 2, (), "model scale: .* without dims", parity_hooks.LONELY),
+    Refused("replaced after a step", 1, (), "after_step: puts another .*'leave.bias'", parity_hooks.REPLACES),
+    Refused("replaced after a step, fsdp", 2, (), "after_step: puts another .*'leave.bias'", parity_hooks.REPLACES),
+    Refused("sparse gradients", 1, (), "model table: sparse gradients", parity_hooks.SPARSE),
     Refused("a type of its own, zero2", 2, ZERO2, "model scale: .* not spread .*Scaled", parity_hooks.TYPED),
 ]
 

@@ -140,6 +140,39 @@ class ThawsTransformer(Transformer):
         return super().forward(tokens)
 
 
+class Lonely(Plain):
+    """With a parameter of a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Replaces(Plain):
+    """A parameter by another one, from the third step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = 0
+
+    def after_step(self):
+        self.num_steps += 1
+        if self.num_steps > 2:
+            self.leave.bias = nn.Parameter(self.leave.bias + 1)
+
+
+class Sparse(Plain):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 1, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x) + self.table((x[:, 0] > 0).long()).squeeze(-1)
+
+
 class HookedLlama(Llama):
     """The oracle of `HookedTransformer`."""
 
@@ -171,5 +204,6 @@ def hook(model):
 
 HOOKED, CLAMPED, GAINED, TYPED = (case_of(each) for each in (Hooked, Clamped, Gained, Typed))
 FREEZES, AT_ONCE, THAWS, IN_STEP = (case_of(each) for each in (Freezes, FreezesAtOnce, Thaws, ThawsInStep))
+LONELY, REPLACES, SPARSE = (case_of(each) for each in (Lonely, Replaces, Sparse))
 THAWS_TEXT = Case("thaws", ("model.kind=helpers.parity_hooks:ThawsTransformer",))
 HOOKED_TEXT = Case("hooks", ("model.kind=helpers.parity_hooks:HookedTransformer", "run.seed=4"), HookedLlama)

@@ -1,7 +1,9 @@
 """Models that say themselves how their matrices are split, some of them wrongly."""
 
+import hashlib
+
 import torch
-from helpers.parity_oracle import text_rows
+from helpers.parity_oracle import BASE, VOCABULARY, Case, text_rows
 from torch import nn
 
 from kftrain.models import ModelOutput
@@ -81,6 +83,56 @@ class Mixed(nn.Module):
         return {**plan, "head": "whole"}
 
 
+class Dropping(nn.Module):
+    """Drops within its split parts, and between them."""
+
+    def __init__(self, vocab_size=VOCABULARY, sequence_length=8, document_token=0, dim=16):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList(self.layer(dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocab_size)
+
+    def layer(self, dim):
+        return nn.ModuleDict({"up": nn.Linear(dim, 12), "down": nn.Linear(12, dim), "drop": nn.Dropout(0.25)})
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer["drop"](layer["down"](self.within(torch.tanh(layer["up"](hidden)))))
+        return self.head(hidden)
+
+    def within(self, part):
+        return nn.functional.dropout(part, 0.5, self.training)
+
+    def tensor_plan(self):
+        kinds = {"*.up": "column", "*.down": "row", "*.drop": "random"}
+        return {"embed": "vocabulary", **kinds, "head": "whole"}
+
+
+class DroppingTwoParts(Dropping):
+    """On one process: what two draw, each with a generator of its own for its half."""
+
+    num_steps = 0
+
+    def forward(self, tokens):
+        torch.manual_seed(self.seed(f"3/{self.num_steps}/0".encode()))
+        self.num_steps += 1
+        return super().forward(tokens)
+
+    def within(self, part):
+        state, masks = torch.get_rng_state(), []
+        for rank in range(2):
+            torch.manual_seed(self.seed(bytes(state.numpy()) + str(rank).encode()))
+            masks.append(nn.functional.dropout(torch.ones_like(part[..., :6]), 0.5))
+        torch.set_rng_state(state)
+        torch.rand(())
+        assert not torch.equal(*masks)
+        return part * torch.cat(masks, -1)
+
+    def seed(self, text):
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
 def one_word_more(*, vocab_size, **options):
     """A transformer whose vocabulary has no equal parts."""
     return Transformer(vocab_size=vocab_size + 1, **options)
@@ -142,3 +194,8 @@ class FlawedBlock(nn.Module):
         attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
         return hidden + self.down(nn.functional.gelu(self.up(self.norms[1](hidden))))
+
+
+TRANSFORMER = "{kind: transformer, dim: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 24}"
+DROPPING_TEXT = BASE.replace(TRANSFORMER, "{kind: 'helpers.tensor_models:Dropping'}")
+DROPPING = Case("dropout in split parts", (), DroppingTwoParts, base=DROPPING_TEXT)
