@@ -580,6 +580,20 @@ MUTANTS = [
         "tests/unit/stages/test_firing.py -k hour",
     ),
     Mutant(
+        "an end that was interrupted leaves a firing open",
+        "kftrain/schedule/state.py",
+        "                if ended is not None:  # whoever wrote that was interrupted\n",
+        "                if False:\n",
+        "tests/unit/schedule/test_history.py",
+    ),
+    Mutant(
+        "a schedule of a release before begins without its firings",
+        "kftrain/schedule/state.py",
+        'keys, ended = self.keys(), set(self.keys("outcomes"))',
+        "keys, ended = [], set()",
+        "tests/unit/schedule/test_history.py",
+    ),
+    Mutant(
         "an instant is run twice",
         "kftrain/stages/firing.py",
         "    if found.job_id != job_id:\n",

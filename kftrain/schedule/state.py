@@ -3,13 +3,21 @@
 <root>/schedules/<name>/firings/<key>.json     the first step of a run      -> later runs: who runs for an instant
 <root>/schedules/<name>/outcomes/<key>.json    finish, or gc in its place   -> later runs, `kftrain schedule list`
 <root>/schedules/<name>/events/<n>.json        pauses and their ends        -> later runs
+<root>/schedules/<name>/watermarks/<n>.json    run/watermark.py             -> the window of later runs
+<root>/schedules/<name>/open/<key>.json        the index: firings that nobody has ended yet
+<root>/schedules/<name>/trained/, failed/      the index: the last one that has trained, and what failed since
 
 A key begins with the instant, or with the creation of a run by hand: names are in the order of time. It is the same for
 every scheduler: two that fire for one instant, a backlog, and a pod that runs again meet in one document.
+
+Decisions look at all firings, by the index, which stays as small as what lives and what failed. A firing is opened in
+it before it is claimed, and closed after its outcome is written, by whoever sees it next where that was interrupted. A
+folder of before has none: whoever comes first makes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Iterator
@@ -18,6 +26,8 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from kftrain import storage
+from kftrain.errors import DataError
+from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.documents import Document
 
@@ -28,8 +38,9 @@ FOLDER = "schedules"
 BACKFILL = "-backfill-"
 """In the key of a run of an earlier window."""
 
-MAX_LOOKED_AT = 50
-"""Firings back in time that anything is decided by."""
+OPEN, INDEX = "open", "index.json"
+KEPT = ("trained", "failed")
+"""Results that are in the index."""
 
 
 class Firing(Document):
@@ -86,19 +97,21 @@ class History:
         """Of the schedule."""
         return self.uri.rsplit("/", 1)[-1]
 
-    def recent_keys(self) -> list[str]:
-        """Of the last firings, the newest first."""
-        names = storage.list_names(storage.join(self.uri, "firings"))
-        return sorted((name.removesuffix(".json") for name in names), reverse=True)[:MAX_LOOKED_AT]
+    def keys(self, folder: str = "firings") -> list[str]:
+        """Of all firings, or of those that a folder of the index has; the newest first."""
+        names = storage.list_names(storage.join(self.uri, folder))
+        return sorted((name.removesuffix(".json") for name in names), reverse=True)
 
     def firing(self, key: str) -> Firing:
         """A firing. Raises DataError where it is damaged."""
-        return documents.read(Firing, self._firing(key))
+        return documents.read(Firing, self._place("firings", key))
 
     def claim(self, key: str, firing: Firing) -> Firing:
         """The firing of a key: this one where nobody was faster, else the other."""
+        self._require_index()
+        storage.publish_json(self._place(OPEN, key), {})
         try:
-            storage.create_json(self._firing(key), firing.to_dict())
+            storage.create_json(self._place("firings", key), firing.to_dict())
         except FileExistsError:
             return self.firing(key)
         return firing
@@ -114,32 +127,47 @@ class History:
             storage.create_json(self._outcome(key), ended.to_dict())
         except FileExistsError:
             return False
+        self._close(key, ended)
         return True
 
+    def unended(self, progress: Progress = to_log) -> dict[str, Firing]:
+        """Firings of which nobody has said how they ended, by key, the newest first; a damaged one is a warning."""
+        self._require_index()
+        found = {}
+        for key in self.keys(OPEN):
+            try:
+                ended = self.ended(key)
+                if ended is not None:  # whoever wrote that was interrupted
+                    self._close(key, ended)
+                elif storage.exists(self._place("firings", key)):
+                    found[key] = self.firing(key)
+            except DataError as error:  # a damaged one stops no schedule for ever
+                progress(f"warning: {error.line}")
+        return found
+
     def key_of(self, job_id: str) -> str:
-        """The key of a pipeline run's firing; empty where it has none."""
-        return next((key for key in self.recent_keys() if self.firing(key).job_id == job_id), "")
+        """The key of a pipeline run's firing that has not ended; empty where it has none."""
+        return next((key for key, firing in self.unended().items() if firing.job_id == job_id), "")
 
     def outcomes(self) -> Iterator[FiringEnd]:
-        """How the last firings have ended, the newest first; without runs of earlier windows that people wanted."""
-        for key in self.recent_keys():
+        """How all firings have ended, the newest first; without runs of earlier windows that people wanted."""
+        for key in self.keys():
             found = None if BACKFILL in key else self.ended(key)
             if found is not None:
                 yield found
 
     def last_trained(self) -> FiringEnd | None:
         """The last firing that has trained."""
-        return next((found for found in self.outcomes() if found.result == "trained"), None)
+        self._require_index()
+        return next(map(self.ended, self.keys("trained")), None)
 
     def failures_in_a_row(self) -> int:
         """Failures since the last training, or since the schedule was told to go on; skipped runs are neither."""
-        event, count = self.last_event(), 0
+        self._require_index()
+        event, last = self.last_event(), next(iter(self.keys("trained")), "")
         since = event.time if event is not None else 0.0
-        for found in self.outcomes():
-            if found.result == "trained" or found.time <= since:
-                break
-            count += found.result == "failed"
-        return count
+        ends = [self.ended(key) for key in self.keys("failed") if key > last]
+        return sum(found is not None and found.time > since for found in ends)
 
     def last_event(self) -> ScheduleEvent | None:
         """The last time that it was paused or resumed."""
@@ -168,11 +196,37 @@ class History:
         names = storage.list_names(storage.join(self.uri, "events"))
         return max((int(name.removesuffix(".json")) for name in names if name[:-5].isdigit()), default=0)
 
-    def _firing(self, key: str) -> str:
-        return storage.join(self.uri, "firings", f"{key}.json")
+    def _close(self, key: str, ended: FiringEnd) -> None:
+        """Puts into the index how a firing has ended; what came before a training counts no more."""
+        if ended.result in KEPT and BACKFILL not in key:
+            storage.publish_json(self._place(ended.result, key), {})
+            older = [(name, each) for name in KEPT for each in self.keys(name) if each < key]
+            for name, each in older if ended.result == "trained" else ():
+                storage.remove(self._place(name, each))
+        storage.remove(self._place(OPEN, key))
+
+    def _require_index(self) -> None:
+        """Makes the index of a schedule that has none, from all that it has ever done."""
+        if storage.exists(storage.join(self.uri, INDEX)):
+            return
+        keys, ended = self.keys(), set(self.keys("outcomes"))
+        for key in keys:
+            if key not in ended:
+                storage.publish_json(self._place(OPEN, key), {})
+        for key in keys:
+            with contextlib.suppress(DataError):
+                found = self.ended(key)
+                if found is not None:
+                    self._close(key, found)
+                if found is not None and found.result == "trained" and BACKFILL not in key:
+                    break
+        storage.publish_json(storage.join(self.uri, INDEX), {})
+
+    def _place(self, folder: str, key: str) -> str:
+        return storage.join(self.uri, folder, f"{key}.json")
 
     def _outcome(self, key: str) -> str:
-        return storage.join(self.uri, "outcomes", f"{key}.json")
+        return self._place("outcomes", key)
 
     def _event(self, number: int) -> str:
         return storage.join(self.uri, "events", f"{number}.json")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.errors import EmptyWindowError, FailureClass, KftrainError
+from kftrain.errors import EmptyWindowError, FailureClass
 from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.workflow import cluster_place, is_over
 from kftrain.progress import Progress
@@ -92,7 +92,8 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
     if found.job_id != job_id:
         line = f"what was due at {found.instant} is the work of {RunPaths(found.run_uri).run_id}"
         return _skip(config, "", "done", line, progress)
-    alive = next((old for old in _unended(history, key, progress) if _lives(old, moment)), None)
+    others = {other: firing for other, firing in history.unended(progress).items() if other != key}
+    alive = next((firing for firing in others.values() if _lives(firing, moment)), None)
     if alive is not None:
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
         return _skip(config, key, "overlap", line, progress)
@@ -197,9 +198,8 @@ def close_lost(
     found = []
     for name in names_below(storage_root):
         history = History.of(storage_root, name)
-        for key in history.recent_keys():
-            firing = history.firing(key) if history.ended(key) is None else None
-            if firing is None or not _is_lost(cluster, firing, now):
+        for key, firing in history.unended(progress).items():
+            if not _is_lost(cluster, firing, now):
                 continue
             found.append((name, firing.run_uri))
             if not dry_run:
@@ -249,18 +249,6 @@ def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Resul
         canceled = error.failure_class in (FailureClass.TERMINATED, FailureClass.INTERRUPTED)
         return ("canceled" if canceled else "failed"), error.line
     return ("skipped", skipped.line) if skipped is not None else ("trained", "the run succeeded")
-
-
-def _unended(history: History, own: str, progress: Progress) -> list[Firing]:
-    """Earlier firings of which nobody has said how they ended."""
-    found = []
-    for key in history.recent_keys():
-        try:
-            if key != own and history.ended(key) is None:
-                found.append(history.firing(key))
-        except KftrainError as error:  # a damaged one stops no schedule for ever
-            progress(f"warning: {error.line}")
-    return found
 
 
 def _firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:

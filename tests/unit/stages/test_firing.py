@@ -91,7 +91,7 @@ BROKEN = LaunchError("the job has failed", where="job")
 
 def test_a_night_takes_its_instant_and_the_next_one_has_nothing_to_do(nights):
     assert nights.night(0, "a").summary["result"].startswith("shards written")
-    assert nights.history.recent_keys() == ["20261101T020000Z"]
+    assert nights.history.keys() == ["20261101T020000Z"]
     skipped = nights.begin(1, "b")
     assert skipped.summary["why"] == "unchanged"
     assert "nothing has changed since tiny-a" in skipped.summary["result"]
@@ -129,7 +129,7 @@ def test_a_backlog_is_one_run(nights):
     """A scheduler that fires for every instant that it has missed creates all these runs at once."""
     found = [nights.begin(0, job, created=format_instant(FIRST + 5 * DAY)).summary.get("why") for job in "abcd"]
     assert found == [None, "done", "done", "done"]
-    assert nights.history.recent_keys() == ["20261106T020000Z"]
+    assert nights.history.keys() == ["20261106T020000Z"]
 
 
 def test_a_run_whose_predecessor_lives_ends_green(nights, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_success_a_skipped_run_and_a_canceled_one_are_no_failures(nights, webh
 
 
 def test_a_run_that_fails_before_its_folder_is_there_counts(nights, webhook, monkeypatch):
-    monkeypatch.setattr(firing, "_unended", lambda *arguments: (_ for _ in ()).throw(DataError("damaged")))
+    monkeypatch.setattr(History, "unended", lambda *arguments: (_ for _ in ()).throw(DataError("damaged")))
     with pytest.raises(DataError):
         nights.begin(0, "a")
     monkeypatch.undo()
@@ -207,7 +207,7 @@ def test_the_link_is_that_of_the_kubeflow_run(tmp_path, monkeypatch, webhook):
 def test_a_run_that_somebody_goes_on_with_is_a_firing_of_its_own(nights):
     nights.night(0, "a", BROKEN)
     assert "why" not in nights.begin(0, "b", resume="tiny-a").summary
-    assert nights.history.recent_keys()[0].startswith("20261101T020020Z-manual-b")
+    assert nights.history.keys()[0].startswith("20261101T020020Z-manual-b")
 
 
 NO_URLS = ["ftp://host/T0KEN", "no url T0KEN", "http://[T0KEN", "http://127.0.0.1:1/T0KEN"]
