@@ -50,7 +50,8 @@ def shard_mixture(config: Config, task: Task, progress: Progress) -> ShardingRes
     manifest = manifest.model_copy(update={"baselines": measured_baselines(encoding, uri, manifest)})
     storage.publish_json(uri, manifest.to_dict())
     reused = all(result.reused for result in found.values())
-    return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start)
+    listings = {source: listing for result in found.values() for source, listing in result.listings.items()}
+    return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
 
 
 def holds_nothing(data: DataConfig, storage_root: str) -> bool:

@@ -41,8 +41,12 @@ class WindowConfig(Section):
     """Of times that are numbers, counted from 1970; empty: they are refused."""
     time_zone: str = ""
     """Of dates and times that name none, as `Europe/Berlin`. Empty: UTC in paths; in a column they are refused."""
+    watermark: Annotated[str, Field(pattern=r"^$|/\d{1,12}\.json$")] = ""
+    """Filled in by a schedule whose windows follow each other: what says what was trained on before this one."""
+    late_from: str = ""
+    """Filled in with it: files from here on that are not named there are read, too, though they lie before `start`."""
 
-    @field_validator("start", "end")
+    @field_validator("start", "end", "late_from")
     @classmethod
     def _in_utc(cls, value: str) -> str:
         return utc_text(instant(value)) if value else ""
@@ -79,8 +83,9 @@ class WindowConfig(Section):
         return TimeWindow.parse(self.start, self.end)
 
     def placed(self, window: TimeWindow) -> WindowConfig:
-        """The same, for another window."""
-        return self.model_copy(update={"start": utc_text(window.start), "end": utc_text(window.end)})
+        """The same, for another window and nothing beside it."""
+        ends = {"start": utc_text(window.start), "end": utc_text(window.end)}
+        return self.model_copy(update={**ends, "watermark": "", "late_from": ""})
 
     def zone(self) -> tzinfo | None:
         """Of times that name none."""
@@ -237,6 +242,12 @@ class DataConfig(Section):
     def columns(self) -> dict[str, str]:
         """Setting -> column, of those that say which record it is and how it is split."""
         return {name: value for name in ("key", "group", "stratify") if (value := getattr(self, name))}
+
+    @property
+    def windowed_sources(self) -> list[str]:
+        """The sources that the window is of."""
+        own = [each.source for each in self.mixture if each.windowed] if self.mixture else [self.source]
+        return list(dict.fromkeys(own))
 
     @property
     def components(self) -> tuple[ComponentConfig, ...]:

@@ -15,8 +15,8 @@ of them again has the same bytes and digests. Neither the number of processes no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kftrain import storage
@@ -65,6 +65,8 @@ class ShardingResult:
     """Whether unchanged shards were found."""
     manifest: Manifest
     seconds: float
+    listings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Source -> its listing, where the window begins at a watermark."""
 
 
 def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
@@ -95,7 +97,8 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
     elif task.asset_names:
         task.restore(read_assets(root, manifest.task_settings))
     uri = storage.join(root, below_root(manifest.dataset_digest))
-    return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start)
+    listings = {config.data.source: sharding.listing} if config.data.window.watermark else {}
+    return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
 
 
 def below_root(dataset_digest: str) -> str:
@@ -139,7 +142,8 @@ class _Sharding:
         times_uri = storage.join(self._shards_uri, TIMES_FOLDER)
         source = resolve_source.open_kind(self._kind, config.data, times_uri)
         self._progress = progress
-        self._listing_digest, self.state = listing_digests(source.listing())
+        self.listing = source.listing()
+        self._listing_digest, self.state = listing_digests(self.listing)
         self._encoding = Encoding.of(config.data, config.task.kind, task)
         self._settings = self._all_settings()
         if not storage.exists(self.latest_uri()):  # else a release before has begun it, by numbers

@@ -17,6 +17,7 @@
 <root>/runs/<run>/report.html, comparison.html                      register      -> people
 <root>/runs/<run>/error.json                                        a failed stage -> whoever shows it
 <root>/runs/<run>/firing.json, SKIPPED.json                         shard         -> all others, of a scheduled run
+<root>/runs/<run>/window.json                                       shard         -> finish, of a scheduled run
 <root>/runs/<run>/logs/attempt-<n>/rank-<r>.log                     workers       -> people
 """
 
@@ -85,6 +86,11 @@ class RunPaths:
     def skipped(self) -> str:
         """Why a scheduled run had nothing to do."""
         return storage.join(self.uri, "SKIPPED.json")
+
+    @property
+    def window_files(self) -> str:
+        """Which files of its window no run before has read, of a scheduled run."""
+        return storage.join(self.uri, "window.json")
 
     @property
     def failure(self) -> str:

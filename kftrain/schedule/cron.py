@@ -177,6 +177,15 @@ def instant_before(cron: Cron, where: zoneinfo.ZoneInfo, moment: datetime) -> da
     return found
 
 
+def days_before(cron: Cron, where: zoneinfo.ZoneInfo, instant: datetime, days: int) -> datetime:
+    """The same time of the day so many days before an instant, in UTC; that of a time which the clock leaves out."""
+    walls = [_naive(instant) + _offset(where, instant - timedelta(days=ago)) for ago in (0, 1)]
+    wall = next(
+        (wall for wall in walls if _time_before(cron, (wall.hour, wall.minute, wall.second)) == wall.time()), walls[0]
+    )
+    return (wall - timedelta(days=days)).replace(tzinfo=where).astimezone(UTC)
+
+
 def instants(cron: Cron, where: zoneinfo.ZoneInfo, start: datetime, end: datetime) -> list[datetime]:
     """All instants from `start` to before `end`, in UTC, the oldest first."""
     found: list[datetime] = []

@@ -11,6 +11,13 @@ from kftrain.errors import ConfigError
 from kftrain.schedule import cron
 from kftrain.settings.section import Amount, Section
 
+SINCE = "since_last_trained"
+
+EARLIEST = "0001-01-02T00:00:00Z"
+"""Everything comes after it, by the calendar of any zone."""
+
+Hours = Annotated[int, Field(ge=0, le=1_000_000)]
+
 NAME = r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$"
 
 
@@ -21,14 +28,30 @@ class Policy(Section):
     """When it is due: second minute hour day month weekday."""
     time_zone: str = "UTC"
     """Whose clock `cron` reads, e.g. `Europe/Berlin`."""
-    window_hours: Amount = 0
-    """Length of the window of data (`data.window`), which ends when the run was due; 0: there is none."""
+    window: Literal["", "since_last_trained"] = ""
+    """`since_last_trained`: a run reads what no training before it has; the default where `data.window.by` is set, and
+    neither `window_hours` nor `data.window.start`."""
+    window_hours: Hours = 0
+    """Length of a window of data (`data.window`) that slides: each 24 are a day of the time zone, though its clock
+    changes, what is left are hours. 0: it does not slide."""
+    window_start: str = ""
+    """Since the last training: data from before this instant is never read; empty: the first run reads everything."""
+    max_window_hours: Hours = 0
+    """Since the last training: a longer window, but for a first one without `window_start`, ends so long after its
+    start, and the next run goes on there; 0: none does."""
+    settle_hours: Hours = 0
+    """A window ends so long before the run was due: time for data to arrive."""
     skip_unchanged: bool = True
     """A run that would train what its predecessor has trained ends at once, and registers nothing."""
     pause_after_failures: Amount = 3
     """So many failures in a row pause the schedule; 0: none does."""
     alert_over_http: bool = False
     """Alerts may go to a URL that is not https."""
+
+    @property
+    def first(self) -> datetime:
+        """What comes before is never read. Raises ConfigError."""
+        return parse_instant(self.window_start or EARLIEST, "window_start")
 
 
 class ScheduleConfig(Policy):
@@ -48,7 +71,7 @@ class ScheduleConfig(Policy):
             try:
                 cron.parse(self.cron, "schedule.cron")
                 cron.zone(self.time_zone, "schedule.time_zone")
-                self.due(datetime.now(timezone.utc))
+                self.due(max(datetime.now(timezone.utc), self.first))
             except ConfigError as error:  # pydantic gives it a place of its own
                 raise ValueError(error.line) from error
         return self

@@ -15,7 +15,7 @@ from kftrain import plain
 from kftrain.config import Config
 from kftrain.errors import ConfigError
 from kftrain.schedule import cron
-from kftrain.schedule.settings import NAME, Policy, ScheduleConfig
+from kftrain.schedule.settings import EARLIEST, NAME, SINCE, Policy, ScheduleConfig, parse_instant
 
 
 class ScheduleFile(Policy):
@@ -83,17 +83,23 @@ def parse(text: str, where: str, folder: Path) -> Schedule:
 
 def _require_window(file: ScheduleFile, config: Config, where: str) -> None:
     window = config.data.window
-    if file.window_hours and not window.is_set:
+    if (file.window or file.window_hours) and not window.is_set:
         raise ConfigError(
             "the configuration does not say what the time of its data is",
-            where=f"{where}: window_hours",
-            value=file.window_hours,
+            where=f"{where}: {'window' if file.window else 'window_hours'}",
+            value=file.window or file.window_hours,
             fix="set data.window.by to path, modified or column",
         )
-    if window.is_set and not window.start and not file.window_hours:
-        raise ConfigError(
-            "the length of the window is missing", where=f"{where}: window_hours", fix="e.g. 168 for the last week"
-        )
+    parse_instant(file.window_start or EARLIEST, f"{where}: window_start")
+    is_since = file.window == SINCE or (window.is_set and not window.start and not file.window_hours)
+    wrong = {"window_hours": file.window_hours, "data.window.start": window.start} if file.window else {}
+    if not is_since:
+        wrong = {key: getattr(file, key) for key in ("window_start", "max_window_hours")}
+        wrong["settle_hours"] = 0 if file.window_hours else file.settle_hours
+    for key, value in wrong.items():
+        if value:
+            what = f"not of a window that is {SINCE}" if is_since else f"only of a window that is {SINCE}"
+            raise ConfigError(what, where=f"{where}: {key}", value=value, fix=f"remove it, or set window: {SINCE}")
 
 
 def _validated(document: Any, where: str) -> ScheduleFile:

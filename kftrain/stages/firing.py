@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Literal
 
 from kftrain import launch, report, storage
@@ -26,6 +26,7 @@ from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import Firing, FiringEnd, History, Result, key_of, names_below
 from kftrain.stages.outcome import Outcome
+from kftrain.stages.windows import leave_behind, with_scheduled_window
 
 SILENT_SECONDS = 30 * 60.0
 """After so long without a sign a run is taken for dead that no cluster answers for."""
@@ -80,7 +81,7 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
     if not schedule.name:
         return Begun(config)
     history, moment = History.of(config.run.storage_root, schedule.name), _moment(created)
-    instant, trigger = schedule.due(moment), "manual" if is_resumed else schedule.trigger
+    asked, instant, trigger = config, schedule.due(moment), "manual" if is_resumed else schedule.trigger
     key = key_of(instant, moment, trigger, job_id)
     config = config.model_copy(
         update={"schedule": schedule.model_copy(update={"instant": format_instant(instant), "trigger": trigger})}
@@ -97,8 +98,14 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
     if alive is not None:
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
         return _skip(config, key, "overlap", line, progress)
+    for other, firing in others.items():  # what was trained on is in no other window
+        if storage.exists(RunPaths(firing.run_uri).registration):
+            _close(history, other, firing, moment, progress)
     progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
-    return Begun(config if is_resumed else _with_window(config, instant), key)
+    placed = config if is_resumed else with_scheduled_window(asked, instant, paths.uri, progress)
+    if placed is None:
+        return _skip(config, key, "empty", f"all from before {format_instant(instant)} was trained on", progress)
+    return Begun(placed.model_copy(update={"schedule": config.schedule}), key)
 
 
 def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
@@ -119,7 +126,9 @@ def unchanged(
     identity = _identity(config, dataset_digest)
     fired = Fired(schedule=schedule.name, key=begun.key, job_id=job_id, identity=identity)
     storage.publish_json(_fired_uri(paths), fired.to_dict())
-    if not schedule.skip_unchanged:
+    if (
+        not schedule.skip_unchanged or config.data.window.watermark
+    ):  # of what follows a watermark nothing was trained on
         return None
     last = History.of(paths.storage_root, schedule.name).last_trained()
     if last is None or last.identity != identity or last.run_uri == paths.uri:
@@ -170,12 +179,23 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
             ended = FiringEnd(
                 result=result, line=line, job_id=job_id, run_uri=paths.uri, time=time.time(), identity=identity
             )
-            record(config, history, key, ended, progress)
+            is_empty = skipped is not None and skipped.why == "empty"
+            record(config, history, key, ended, progress, is_empty)
 
 
-def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
-    """Records how a firing has ended; the first to do so counts, pauses and alerts."""
-    schedule, name = config.schedule, history.name
+def record(
+    config: Config, history: History, key: str, ended: FiringEnd, progress: Progress, is_empty: bool = False
+) -> None:
+    """Records how a firing has ended; the first to do so counts, pauses and alerts. Before, the watermark is moved.
+
+    `is_empty`: nothing was in its window, which is left behind only where it could have ended later: else the rest
+    would never come.
+    """
+    schedule, name, data, paths = config.schedule, history.name, config.data, RunPaths(ended.run_uri)
+    is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
+    is_over = ended.result == "trained" or storage.exists(paths.registration)
+    if data.window.watermark and (is_over or (is_empty and schedule.max_window_hours and is_one)):
+        leave_behind(config, paths, progress)
     if not history.end(key, ended) or ended.result != "failed":
         return
     count = history.failures_in_a_row()
@@ -208,9 +228,12 @@ def close_lost(
 
 
 def _close(history: History, key: str, firing: Firing, now: datetime, progress: Progress) -> None:
+    paths = RunPaths(firing.run_uri)
     line = "the run has ended without saying why: it was deleted, or its last pod was killed"
     ended = FiringEnd(result="failed", line=line, job_id=firing.job_id, run_uri=firing.run_uri, time=now.timestamp())
-    paths = RunPaths(firing.run_uri)
+    if storage.exists(paths.registration):
+        identity = documents.read(Fired, _fired_uri(paths)).identity
+        ended = ended.model_copy(update={"result": "trained", "line": "the run succeeded", "identity": identity})
     config = read_config(paths) if is_opened(paths) else Config()
     record(config, history, key, ended, progress)
 
@@ -232,16 +255,6 @@ def _identity(config: Config, dataset_digest: str) -> str:
     """What a run trains. Initial weights count as they are asked for: a new champion alone is nothing to train on."""
     asked = config.model_copy(update={"train": config.train.without_weights()})
     return storage.digest_json({**asked.training_identity(dataset_digest), "from": config.train.start_from})
-
-
-def _with_window(config: Config, instant: datetime) -> Config:
-    """The window of data ends when the run was due."""
-    hours = config.schedule.window_hours
-    if not hours:
-        return config
-    window = {"start": format_instant(instant - timedelta(hours=hours)), "end": format_instant(instant)}
-    data = config.data.model_copy(update={"window": config.data.window.model_copy(update=window)})
-    return config.model_copy(update={"data": data})
 
 
 def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:

@@ -20,6 +20,7 @@ from kftrain.run.config import is_opened
 from kftrain.run.documents import RunShards
 from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
+from kftrain.run.watermark import WindowFiles
 from kftrain.stages import drift, failure, firing, initial_weights, preflight, remote, resolve, windows
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.firing import Begun
@@ -107,11 +108,13 @@ class Prepared:
     """Some of its samples, for reports."""
     drift: Drift | None
     """What has changed since the dataset before."""
+    files: WindowFiles | None
+    """What no run before has read; None: that is known, or the window follows no other."""
 
 
 def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     """Checks everything cheap and shards; writes nothing into the run's folder."""
-    config, paths, start = run.config, run.paths, time.monotonic()
+    config, paths, start, files = run.config, run.paths, time.monotonic(), None
     preflight.check_run(config)
     found = _own_shards(run)
     if found is None:
@@ -119,6 +122,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
         described, reused = result.manifest, result.reused
         _require_same_dataset(paths, shards)
+        files = windows.new_files(config.data.window, result.listings, progress)
     else:
         (shards, described), reused = found, True
     task = build_task_of(config.task, shards.manifest_uri, described.task_settings)
@@ -128,7 +132,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
     changed = drift.compared(config, shards.manifest_uri, described, task, progress)
-    return Prepared(shards, described, reused, time.monotonic() - start, overview, changed)
+    return Prepared(shards, described, reused, time.monotonic() - start, overview, changed, files)
 
 
 def _skipped_or_opened(
@@ -150,6 +154,8 @@ def _skipped_or_opened(
 
 def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
     shards, described = prepared.shards, prepared.manifest
+    if prepared.files is not None:  # first: a run that has shards has these
+        storage.publish_json(paths.window_files, prepared.files.to_dict())
     storage.publish_json(paths.shards, shards.to_dict())
     if prepared.drift is not None:
         storage.publish_json(paths.drift, prepared.drift.to_dict())

@@ -1,19 +1,27 @@
-"""Runs over windows of time: what a run of one window is configured with, and one window after another."""
+"""Runs over windows of time: which one a run of a schedule reads, and one window after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from kftrain import storage
 from kftrain.config import Config
 from kftrain.data import mixing
-from kftrain.data.time_window import TimeWindow
+from kftrain.data.settings import WindowConfig
+from kftrain.data.sources.selection import LATE
+from kftrain.data.time_window import TimeWindow, utc_text
 from kftrain.errors import ConfigError, DataError, EmptyWindowError
 from kftrain.progress import Progress, to_log
+from kftrain.run import documents
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
+from kftrain.run.watermark import WindowFiles, find_watermark, move_watermark, read_names, read_watermark
+from kftrain.schedule import cron
+from kftrain.schedule.settings import EARLIEST, SINCE, Policy, parse_instant
+from kftrain.schedule.state import History
 
 T = TypeVar("T")
 
@@ -45,11 +53,80 @@ def consecutive_windows(start: datetime, end: datetime, length: timedelta) -> li
     return [TimeWindow(start + number * length, start + (number + 1) * length) for number in range(count)]
 
 
-def windows_ending_at(ends: Sequence[datetime], length: timedelta) -> list[TimeWindow]:
-    """The window of this length that ends at each of these instants: those of a schedule. Raises ConfigError."""
-    if length <= timedelta():
-        raise ConfigError("a window has a length above 0", where="length", value=str(length))
-    return [TimeWindow(end - length, end) for end in ends]
+def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetime]) -> TimeWindow | None:
+    """What a run reads that was due at an instant; None: nothing. Sliding, or since what was trained on last. Pure.
+
+    `ends`: before which instants sources were trained on; that of those which never were is `schedule.first`.
+    """
+    until = instant - timedelta(hours=schedule.settle_hours)
+    if schedule.window_hours:
+        days, hours = divmod(schedule.window_hours, 24)
+        start = cron.days_before(cron.parse(schedule.cron), cron.zone(schedule.time_zone), instant, days)
+        return TimeWindow(start - timedelta(hours=hours + schedule.settle_hours), until)
+    start = max([*ends, schedule.first])
+    if schedule.max_window_hours and start > parse_instant(EARLIEST, "window_start"):
+        until = min(until, start + timedelta(hours=schedule.max_window_hours))
+    return TimeWindow(start, until) if start < until else None
+
+
+def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progress: Progress) -> Config | None:
+    """The configuration of a run of a schedule, with its window; None: nothing can lie in it. Raises DataError.
+
+    A run for an instant that somebody has given reads the time since the instant before, and none goes on from there.
+    """
+    schedule, settings, uri = config.schedule, config.data.window, ""
+    if not schedule.window_hours and schedule.window != SINCE and (settings.start or not settings.is_set):
+        return with_window(config, settings.window()) if settings.watermark else config
+    if schedule.window_hours or schedule.instant:
+        before = cron.instant_before(cron.parse(schedule.cron), cron.zone(schedule.time_zone), instant - cron.SECOND)
+        ends = [before - timedelta(hours=schedule.settle_hours)]
+    else:
+        uri = find_watermark(
+            storage.join(History.of(config.run.storage_root, schedule.name).uri, "watermarks"), run_uri
+        )
+        known = read_watermark(uri).ends
+        ends = [parse_instant(known[source], uri) for source in config.data.windowed_sources if source in known]
+    window = scheduled_window(schedule, instant, ends)
+    if window is None:
+        return None
+    placed = with_window(config, window)
+    if not uri:
+        return placed
+    rest = instant - timedelta(hours=schedule.settle_hours) - window.end
+    progress(f"window: {window}" + (f"; max_window_hours leaves {rest} after it for later runs" if rest else ""))
+    beside = {"watermark": uri, "late_from": utc_text(schedule.first)}
+    data = placed.data.model_copy(update={"window": placed.data.window.model_copy(update=beside)})
+    return placed.model_copy(update={"data": data})
+
+
+def new_files(
+    window: WindowConfig, listings: Mapping[str, list[dict[str, Any]]], progress: Progress
+) -> WindowFiles | None:
+    """The files in the listings of some sources that no run before has read; says how many of them came late.
+
+    None where the window follows no other.
+    """
+    if not window.watermark:
+        return None
+    names = {source: {str(each["name"]) for each in listing if "name" in each} for source, listing in listings.items()}
+    num_late = sum(LATE in each for listing in listings.values() for each in listing)
+    if num_late:
+        what = "are read for the first time, with what they hold" if window.by == "column" else "came late, and are"
+        progress(f"{num_late} files {what} from before {window.start}")
+    return WindowFiles(
+        files={source: sorted(own - read_names(window.watermark, source)) for source, own in names.items()}
+    )
+
+
+def leave_behind(config: Config, paths: RunPaths, progress: Progress) -> None:
+    """Moves the watermark behind the window of a run, unless another run has done so. Raises DataError."""
+    window = config.data.window
+    files = documents.read(WindowFiles, paths.window_files).files if storage.exists(paths.window_files) else {}
+    ends = dict.fromkeys(config.data.windowed_sources, window.end)
+    if move_watermark(window.watermark, ends, files, paths.uri):
+        progress(f"the next window begins at {window.end}")
+    else:
+        progress("warning: another run was trained from where this window begins: the next one begins behind that")
 
 
 def with_window(config: Config, window: TimeWindow) -> Config:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from kftrain.data.schema import Record, SourcePart
 from kftrain.data.sources.listing import ListedFile, SourceFile, is_hidden, list_with_times
 from kftrain.data.sources.pieces import Piece, group, whole
-from kftrain.data.sources.selection import Selection
+from kftrain.data.sources.selection import Selection, with_late
 from kftrain.errors import DataError
 
 
@@ -35,7 +35,8 @@ class FileSource:
 
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files. Raises DataError where there are none."""
-        return [entry.to_dict() for entry in self.entries()]
+        entries = [entry.to_dict() for entry in self.entries()]
+        return with_late(entries, self._selection.late_names)
 
     def entries(self) -> list[SourceFile]:
         """The files that are selected, in their order. Raises DataError where there are none."""

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Any
 
 from kftrain.data.settings import WindowConfig
 from kftrain.data.sources.listing import ListedFile, SourceFile
-from kftrain.data.time_window import UTC, partition_of
+from kftrain.data.time_window import UTC, TimeWindow, instant, partition_of
 from kftrain.errors import DataError, EmptyWindowError
 from kftrain.progress import to_log
+from kftrain.run.watermark import number_of, read_names, read_watermark
 
 DATE_COLUMN = "date"
 """What the date in a path is called, unless `data.window.column` says otherwise."""
 
 
+LATE = "late"
+"""In the listing of a window: the file came too late for the windows before, or may hold records that did."""
+
+
+class AskedFiles:
+    """What a window asks of one source: what lies in it and, after a watermark, what came too late for those before."""
+
+    def __init__(self, config: WindowConfig, source: str) -> None:
+        self._config = config
+        self._source = source
+        self._placed = config.window()
+        self.is_after_another = number_of(config.watermark) > 0
+
+    @functools.cached_property
+    def window(self) -> TimeWindow:
+        """From where this source was trained on up to, which is not where others were."""
+        if not self.is_after_another:
+            return self._placed
+        ends, first = read_watermark(self._config.watermark).ends, self._config.late_from
+        return TimeWindow(max(instant(first), instant(ends.get(self._source, first))), self._placed.end)
+
+    @functools.cached_property
+    def names_before(self) -> frozenset[str]:
+        """The files that were read before."""
+        return read_names(self._config.watermark, self._source)
+
+    @functools.cached_property
+    def whole(self) -> TimeWindow:
+        """The window with all time before it of which files that were not read are."""
+        return TimeWindow(instant(self._config.late_from), self._placed.end)
+
+    def is_late(self, moment: datetime, name: str) -> bool:
+        """Whether a file of a time before the window came too late for those before."""
+        is_before = self.is_after_another and moment < self.window.start and self.whole.holds(moment)
+        return is_before and name not in self.names_before
+
+
 class Selection:
     """All files, sorted by name."""
 
+    late_names: frozenset[str] = frozenset()
+    """Of the files that were chosen, those that came late."""
     folder_of: Callable[[str], str] | None = None
     """Of a file's name; what no part of the source reaches beyond."""
 
@@ -30,11 +72,26 @@ class Selection:
         return name
 
 
-class ByPath(Selection):
+class _InWindow(Selection):
+    """Those that a window asks for."""
+
+    def __init__(self, config: WindowConfig, source: str) -> None:
+        self._asked = AskedFiles(config, source)
+
+    def _within(self, found: list[tuple[datetime, SourceFile]], where: str) -> list[tuple[datetime, SourceFile]]:
+        late = frozenset(file.name for moment, file in found if self._asked.is_late(moment, file.name))
+        chosen = [each for each in found if self._asked.window.holds(each[0]) or each[1].name in late]
+        if not chosen:
+            raise empty_window(where, self._asked.window)
+        self.late_names = late
+        return chosen
+
+
+class ByPath(_InWindow):
     """Those of the partitions that end in the window. Each partition is encoded by itself: none changes another."""
 
-    def __init__(self, config: WindowConfig) -> None:
-        self._window = config.window()
+    def __init__(self, config: WindowConfig, source: str) -> None:
+        super().__init__(config, source)
         self._column = config.column or DATE_COLUMN
         self._is_told = False
         self._zone = config.zone() or UTC
@@ -46,13 +103,13 @@ class ByPath(Selection):
         Raises DataError for a file in no partition, and where the time of none is known.
         """
         last_moments: dict[str, datetime | None] = {}
-        found = []
+        found: list[tuple[datetime, SourceFile]] = []
         for file, _ in listed:
             folder = file.name.rpartition("/")[0]
             if folder not in last_moments:
                 last_moments[folder] = self._last_moment(file)
-            if (moment := last_moments[folder]) is not None and self._window.holds(moment):
-                found.append(file)
+            if (moment := last_moments[folder]) is not None:
+                found.append((moment, file))
         unknown = [folder for folder, moment in last_moments.items() if moment is None]
         counts = f"{len(unknown):,} of {len(last_moments):,} partitions are of no known time: {', '.join(unknown[:3])}"
         if len(unknown) == len(last_moments):
@@ -60,7 +117,7 @@ class ByPath(Selection):
         if unknown and not self._is_told:
             to_log(f"{counts}; no window has them")
         self._is_told = True
-        return _required(found, where, self._window)
+        return [file for _, file in self._within(found, where)]
 
     def without_dates(self, name: str) -> str:
         """Without `date=…`, `hour=…` and the like."""
@@ -80,29 +137,24 @@ class ByPath(Selection):
             raise DataError(f"when it is of is not known: {error}", where=file.uri, fix=fix) from error
 
 
-class ByTime(Selection):
+class ByTime(_InWindow):
     """Those that were written in the window, in the order in which they were: what is old goes from one end."""
-
-    def __init__(self, config: WindowConfig) -> None:
-        self._window = config.window()
 
     def chosen(self, listed: Sequence[ListedFile], where: str) -> list[SourceFile]:
         """Sorted by time, then by name. Raises DataError where the store does not say when a file was written."""
-        found = []
+        found: list[tuple[datetime, SourceFile]] = []
         for file, modified in listed:
             if modified is None:
                 fix = "use data.window.by: path or column"
                 raise DataError("its store does not say when it was written", where=file.uri, fix=fix)
-            if self._window.holds(modified):
-                found.append((modified, file))
-        ordered = sorted(found, key=lambda each: (each[0], each[1].name))
-        return _required([file for _, file in ordered], where, self._window)
+            found.append((modified, file))
+        ordered = sorted(self._within(found, where), key=lambda each: (each[0], each[1].name))
+        return [file for _, file in ordered]
 
 
-def _required(files: list[SourceFile], where: str, window: object) -> list[SourceFile]:
-    if not files:
-        raise empty_window(where, window)
-    return files
+def with_late(listing: list[dict[str, Any]], names: frozenset[str]) -> list[dict[str, Any]]:
+    """A listing in which the files of these names are marked."""
+    return [{**each, LATE: True} if names and each["name"] in names else each for each in listing]
 
 
 def empty_window(where: str, window: object) -> EmptyWindowError:

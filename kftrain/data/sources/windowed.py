@@ -12,8 +12,8 @@ from kftrain import storage
 from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.data.settings import DataConfig, WindowConfig
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.selection import ByPath, ByTime, empty_window
-from kftrain.data.time_window import instant, moment_of, utc_text
+from kftrain.data.sources.selection import AskedFiles, ByPath, ByTime, empty_window, with_late
+from kftrain.data.time_window import TimeWindow, instant, moment_of, utc_text
 from kftrain.errors import ConfigError, DataError, KftrainError
 
 TIMES_FOLDER = "times"
@@ -39,7 +39,7 @@ def within_window(source: Source, data: DataConfig, times_uri: str) -> Source:
     if not isinstance(source, FileSource):
         fix = "use by: column, or a source of files"
         raise ConfigError("its records are in no files", where="data.window.by", value=config.by, fix=fix)
-    source.select(ByPath(config) if config.by == "path" else ByTime(config))
+    source.select((ByPath if config.by == "path" else ByTime)(config, data.source))
     return source
 
 
@@ -55,7 +55,8 @@ class RecordsInWindow:
         """`name`: of the source, in errors."""
         self._source = source
         self._config = config
-        self._window = config.window()
+        self._asked = AskedFiles(config, name)
+        self._has_files = isinstance(source, FileSource)
         self._zone = config.zone()
         self._name = name
         self._times_uri = times_uri
@@ -63,17 +64,20 @@ class RecordsInWindow:
 
     def listing(self) -> list[dict[str, Any]]:
         """That of the source, and the window. Raises DataError."""
-        return [*self._source.listing(), {"window": str(self._window), **self._column()}]
+        listed = self._source.listing()
+        late = frozenset(each["name"] for each in listed if self._is_new(each))
+        return [*with_late(listed, late), {"window": str(self._asked.window), **self._column()}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """The parts of the source that have records in the window.
 
         Raises DataError for a record of no known time; EmptyWindowError.
         """
-        found = [self._clipped(part) for part in self._source.parts(target_bytes)]
+        asked = (each for part in self._source.parts(target_bytes) for each in self._asked_of(part))
+        found = [self._clipped(part, window) for part, window in asked]
         chosen = [part for part in found if part is not None]
         if not any(CLIPPED not in part.context or next(self.read(part), None) is not None for part in chosen):
-            raise empty_window(self._name, self._window)
+            raise empty_window(self._name, self._asked.window)
         return chosen
 
     def read(self, part: SourcePart) -> Iterator[Record]:
@@ -94,16 +98,30 @@ class RecordsInWindow:
         for part in self.parts(sys.maxsize):
             yield from self.read(part)
 
-    def _clipped(self, part: SourcePart) -> SourcePart | None:
-        """The part as far as it lies in the window; None where nothing of it does."""
+    def _is_new(self, file: dict[str, Any]) -> bool:
+        """Whether no window before this one has read a file."""
+        return self._has_files and self._asked.is_after_another and file["name"] not in self._asked.names_before
+
+    def _asked_of(self, part: SourcePart) -> Iterator[tuple[SourcePart, TimeWindow]]:
+        """A part, and what is asked of it: of files that were not read before also what came late."""
+        pieces: tuple[list[dict[str, Any]], ...] = ([], [])
+        for piece in part.pieces:
+            pieces[self._has_files and self._is_new(piece["file"])].append(piece)
+        if pieces[False] or not part.pieces:
+            yield replace(part, pieces=tuple(pieces[False])), self._asked.window
+        if pieces[True]:
+            yield replace(part, pieces=tuple(pieces[True])), self._asked.whole
+
+    def _clipped(self, part: SourcePart, window: TimeWindow) -> SourcePart | None:
+        """The part as far as it lies in a window; None where nothing of it does."""
         times = self._times(part)
         if times is None:
             return None
         first, last = times
-        if last < self._window.start or first >= self._window.end:
+        if last < window.start or first >= window.end:
             return None
-        start = utc_text(self._window.start) if first < self._window.start else ""
-        end = utc_text(self._window.end) if last >= self._window.end else ""
+        start = utc_text(window.start) if first < window.start else ""
+        end = utc_text(window.end) if last >= window.end else ""
         if not start and not end:
             return part
         return replace(part, context={**part.context, CLIPPED: {"start": start, "end": end, **self._column()}})

@@ -154,12 +154,6 @@ def test_windows_of_no_length_and_too_many_of_them_are_refused():
     for length in (timedelta(0), -DAY, timedelta(seconds=1)):
         with pytest.raises(ConfigError, match="length"):
             windows.consecutive_windows(DAY_0, DAY_0 + 1000 * DAY, length)
-    with pytest.raises(ConfigError, match="length"):
-        windows.windows_ending_at([DAY_0], timedelta(0))
-    assert windows.windows_ending_at([DAY_0, DAY_0 + DAY], 7 * DAY) == [
-        TimeWindow(DAY_0 - 7 * DAY, DAY_0),
-        TimeWindow(DAY_0 - 6 * DAY, DAY_0 + DAY),
-    ]
 
 
 def test_a_backfill_runs_one_window_after_another_and_never_promotes(tmp_path):

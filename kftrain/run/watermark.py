@@ -1,0 +1,86 @@
+"""Up to when a schedule has trained on its sources, and on which files: entries that are created once and never change.
+
+    <root>/schedules/<name>/watermarks/<n>.json     who has trained      -> the window of the next run
+
+Entry n is created by a run whose window began at entry n - 1, exclusively: of several such runs one moves the
+watermark, all others leave it, and it never goes back. An entry is known by its URI; that of number 0 is no file, but
+what there is before the first training. An entry names the files that were read since an earlier one, `before`: what
+lies between is merged as a binary counter does it, so all files are found in as many entries as the number has bits.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pydantic import Field
+
+from kftrain import storage
+from kftrain.run import documents
+from kftrain.run.documents import Document
+
+
+class Watermark(Document):
+    """`<n>.json`: all of some sources that lies before an instant has been trained on."""
+
+    run_uri: str = ""
+    """Who has trained."""
+    ends: dict[str, str] = Field(default_factory=dict)
+    """Source -> the instant, in RFC 3339."""
+    files: dict[str, list[str]] = Field(default_factory=dict)
+    """Source -> the names of its files that were first read after the entry `before`."""
+    before: int = 0
+    time: float = 0.0
+
+
+class WindowFiles(Document):
+    """`window.json` in a run's folder: of each source, the files of its window that no run before has read."""
+
+    files: dict[str, list[str]]
+
+
+def number_of(uri: str) -> int:
+    """The number of an entry; 0 for what is none."""
+    stem = uri.rpartition("/")[2].removesuffix(".json")
+    return int(stem) if stem.isdigit() else 0
+
+
+def read_watermark(uri: str) -> Watermark:
+    """An entry. Raises DataError where it is missing or damaged."""
+    return documents.read(Watermark, uri) if number_of(uri) else Watermark()
+
+
+def find_watermark(folder: str, run_uri: str) -> str:
+    """The entry at which the window of a run begins: the last one, or the one before where that is its own."""
+    last = storage.join(folder, f"{max(map(number_of, storage.list_names(folder)), default=0)}.json")
+    return _beside(last, number_of(last) - (read_watermark(last).run_uri == run_uri))
+
+
+def read_names(uri: str, source: str) -> frozenset[str]:
+    """The files of a source that were read up to an entry. Raises DataError."""
+    found: set[str] = set()
+    while number_of(uri):
+        entry = read_watermark(uri)
+        found.update(entry.files.get(source, ()))
+        uri = _beside(uri, entry.before)
+    return frozenset(found)
+
+
+def move_watermark(uri: str, ends: dict[str, str], files: dict[str, list[str]], run_uri: str) -> bool:
+    """Adds the entry after this one; False where another run has done so. Nothing happens the second time."""
+    number, before = number_of(uri) + 1, number_of(uri)
+    while before > number & (number - 1):
+        entry = read_watermark(_beside(uri, before))
+        both = {**files, **entry.files}
+        files = {each: sorted({*files.get(each, ()), *entry.files.get(each, ())}) for each in both}
+        before = entry.before
+    ends = {**read_watermark(uri).ends, **ends}
+    entry = Watermark(run_uri=run_uri, ends=ends, files=files, before=before, time=time.time())
+    try:
+        storage.create_json(_beside(uri, number), entry.to_dict())
+    except FileExistsError:
+        return read_watermark(_beside(uri, number)).run_uri == run_uri
+    return True
+
+
+def _beside(uri: str, number: int) -> str:
+    return f"{uri.rpartition('/')[0]}/{number}.json"
