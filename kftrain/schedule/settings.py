@@ -71,7 +71,8 @@ class ScheduleConfig(Policy):
             try:
                 cron.parse(self.cron, "schedule.cron")
                 cron.zone(self.time_zone, "schedule.time_zone")
-                self.due(max(datetime.now(timezone.utc), self.first))
+                self.due(datetime.now(timezone.utc))
+                assert self.first
             except ConfigError as error:  # pydantic gives it a place of its own
                 raise ValueError(error.line) from error
         return self

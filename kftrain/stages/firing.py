@@ -99,7 +99,7 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
         return _skip(config, key, "overlap", line, progress)
     for other, firing in others.items():  # what was trained on is in no other window
-        if storage.exists(RunPaths(firing.run_uri).registration):
+        if _is_registered(RunPaths(firing.run_uri)):
             _close(history, other, firing, moment, progress)
     progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
     placed = config if is_resumed else with_scheduled_window(asked, instant, paths.uri, progress)
@@ -193,7 +193,7 @@ def record(
     """
     schedule, name, data, paths = config.schedule, history.name, config.data, RunPaths(ended.run_uri)
     is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
-    is_over = ended.result == "trained" or storage.exists(paths.registration)
+    is_over = ended.result == "trained" or _is_registered(paths)
     if data.window.watermark and (is_over or (is_empty and schedule.max_window_hours and is_one)):
         leave_behind(config, paths, progress)
     if not history.end(key, ended) or ended.result != "failed":
@@ -231,7 +231,7 @@ def _close(history: History, key: str, firing: Firing, now: datetime, progress: 
     paths = RunPaths(firing.run_uri)
     line = "the run has ended without saying why: it was deleted, or its last pod was killed"
     ended = FiringEnd(result="failed", line=line, job_id=firing.job_id, run_uri=firing.run_uri, time=now.timestamp())
-    if storage.exists(paths.registration):
+    if _is_registered(paths):
         identity = documents.read(Fired, _fired_uri(paths)).identity
         ended = ended.model_copy(update={"result": "trained", "line": "the run succeeded", "identity": identity})
     config = read_config(paths) if is_opened(paths) else Config()
@@ -298,6 +298,11 @@ def _moment(created: str) -> datetime:
 def _skip(config: Config, key: str, why: Why, line: str, progress: Progress) -> Begun:
     progress(f"nothing to do: {line}")
     return Begun(config, key, Skipped(why=why, line=line))
+
+
+def _is_registered(paths: RunPaths) -> bool:
+    """Whether a scheduled run has come to its end, whatever was said of it."""
+    return storage.exists(paths.registration) and storage.exists(_fired_uri(paths))
 
 
 def _outcome(paths: RunPaths, skipped: Skipped) -> Outcome:

@@ -74,16 +74,16 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
 
     A run for an instant that somebody has given reads the time since the instant before, and none goes on from there.
     """
-    schedule, settings, uri = config.schedule, config.data.window, ""
+    schedule, settings, uri, ends = config.schedule, config.data.window, "", []
     if not schedule.window_hours and schedule.window != SINCE and (settings.start or not settings.is_set):
         return with_window(config, settings.window()) if settings.watermark else config
-    if schedule.window_hours or schedule.instant:
+    settle = timedelta(hours=schedule.settle_hours)
+    if schedule.instant:
         before = cron.instant_before(cron.parse(schedule.cron), cron.zone(schedule.time_zone), instant - cron.SECOND)
-        ends = [before - timedelta(hours=schedule.settle_hours)]
-    else:
-        uri = find_watermark(
-            storage.join(History.of(config.run.storage_root, schedule.name).uri, "watermarks"), run_uri
-        )
+        ends = [before - settle]
+    elif not schedule.window_hours:
+        history = History.of(config.run.storage_root, schedule.name)
+        uri = find_watermark(storage.join(history.uri, "watermarks"), run_uri)
         known = read_watermark(uri).ends
         ends = [parse_instant(known[source], uri) for source in config.data.windowed_sources if source in known]
     window = scheduled_window(schedule, instant, ends)
@@ -92,8 +92,8 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
     placed = with_window(config, window)
     if not uri:
         return placed
-    rest = instant - timedelta(hours=schedule.settle_hours) - window.end
-    progress(f"window: {window}" + (f"; max_window_hours leaves {rest} after it for later runs" if rest else ""))
+    rest = f"; max_window_hours leaves what comes until {instant - settle}" if window.end < instant - settle else ""
+    progress(f"window: {window}{rest}")
     beside = {"watermark": uri, "late_from": utc_text(schedule.first)}
     data = placed.data.model_copy(update={"window": placed.data.window.model_copy(update=beside)})
     return placed.model_copy(update={"data": data})
@@ -108,14 +108,15 @@ def new_files(
     """
     if not window.watermark:
         return None
-    names = {source: {str(each["name"]) for each in listing if "name" in each} for source, listing in listings.items()}
-    num_late = sum(LATE in each for listing in listings.values() for each in listing)
+    files, num_late = {}, 0
+    for source, listing in listings.items():
+        listed = [each for each in listing if isinstance(each, dict) and "name" in each]  # others are people's own
+        files[source] = sorted({str(each["name"]) for each in listed} - read_names(window.watermark, source))
+        num_late += sum(LATE in each for each in listed)
     if num_late:
         what = "are read for the first time, with what they hold" if window.by == "column" else "came late, and are"
         progress(f"{num_late} files {what} from before {window.start}")
-    return WindowFiles(
-        files={source: sorted(own - read_names(window.watermark, source)) for source, own in names.items()}
-    )
+    return WindowFiles(files=files)
 
 
 def leave_behind(config: Config, paths: RunPaths, progress: Progress) -> None:

@@ -63,3 +63,35 @@ def test_a_configuration_may_not_bring_a_schedule_of_its_own(folder):
     (folder / "base.yaml").write_text('schedule: {name: other, cron: "0 0 3 * * *"}\n')
     with pytest.raises(ConfigError, match="written by kftrain schedule"):
         spec.parse(GOOD, "f.yaml", folder)
+
+
+WINDOWED = GOOD.replace("s3://bucket/raw", "s3://b/raw").replace("data.source", "data.window.by: path, data.source")
+FIXED = ', data.window.start: "2026-01-01T00:00:00Z", data.window.end: "2026-02-01T00:00:00Z"'
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (GOOD + "window: since_last_trained", "f.yaml: window: .*does not say what the time"),
+        (GOOD + "window_hours: 24", "f.yaml: window_hours: .*does not say what the time"),
+        (WINDOWED + "window: since_last_trained\nwindow_hours: 24", "f.yaml: window_hours: .*not of a window"),
+        (WINDOWED.replace("path", f"path{FIXED}") + "window: since_last_trained", r"data\.window\.start: .*not of"),
+        (WINDOWED + "window_hours: 24\nmax_window_hours: 48", "f.yaml: max_window_hours: .*only of a window"),
+        (WINDOWED.replace("path", f"path{FIXED}") + "settle_hours: 48", "f.yaml: settle_hours: .*only of a window"),
+        (WINDOWED + "window_start: yesterday", "f.yaml: window_start: .*yesterday"),
+        (WINDOWED + "window: sliding", "f.yaml: window"),
+        (WINDOWED + "window_hours: 9999999999", "f.yaml: window_hours"),
+    ],
+)
+def test_windows_that_contradict_each_other_are_refused_in_a_line(folder, text, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        spec.parse(text, "f.yaml", folder)
+    assert "\n" not in caught.value.line
+
+
+def test_windows_that_schedules_may_have(folder):
+    since = "window: since_last_trained\nwindow_start: 2026-01-01T00:00:00Z\nmax_window_hours: 48\nsettle_hours: 3"
+    for more in ("", since, since.partition("\n")[2], "window_hours: 24\nsettle_hours: 3"):
+        assert spec.parse(WINDOWED + more, "f.yaml", folder).config.data.window.is_set
+    fixed = spec.parse(WINDOWED.replace("path", f"path{FIXED}"), "f.yaml", folder)
+    assert fixed.config.data.window.start == "2026-01-01T00:00:00Z"

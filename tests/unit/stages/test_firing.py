@@ -314,21 +314,50 @@ data: {{source: "{root}/raw", window: {{by: modified}}, validation_fraction: 0.5
 task: {{kind: language_modeling, sequence_length: 16, tokenizer: bytes}}
 model: {{kind: transformer, dim: 16, num_layers: 1, num_heads: 2}}
 train: {{steps: 2, global_batch_size: 2}}
-schedule: {{name: nightly, cron: "0 0 2 * * *", window_hours: 24}}
+schedule: {{name: nightly, cron: "0 0 2 * * *"{more}}}
 """
+
+
+def write_texts(folder, name, written):
+    folder.mkdir(exist_ok=True)
+    for number in range(20):
+        file = folder / f"{name}{number}.txt"
+        file.write_text(f"text {name} number {number}\n" * 20)
+        os.utime(file, (written.timestamp(),) * 2)
 
 
 def test_the_window_ends_when_the_run_was_due_and_an_empty_one_is_nothing_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "check", lambda uri: None)
-    (tmp_path / "raw").mkdir()
-    for number in range(40):
-        file = tmp_path / "raw" / f"{number}.txt"
-        file.write_text(f"text number {number}\n" * 20)
-        os.utime(file, (FIRST.timestamp() - 3600,) * 2)
+    write_texts(tmp_path / "raw", "a", FIRST - timedelta(hours=1))
     nights = Nights(tmp_path)
-    nights.config = config.parse(LANGUAGE.format(root=tmp_path))
+    nights.config = config.parse(LANGUAGE.format(root=tmp_path, more=", window_hours: 24"))
     assert nights.night(0, "a").summary["result"].startswith("shards written")
     window = read_config(nights.paths("a")).data.window
     assert (window.start, window.end) == ("2026-10-31T02:00:00Z", "2026-11-01T02:00:00Z")
     assert nights.night(1, "b").summary["why"] == "empty"
     assert nights.results() == ["trained", "skipped"]
+
+
+def test_nights_since_the_last_training_read_each_file_once_and_late_ones_with_the_next(tmp_path, monkeypatch, webhook):
+    monkeypatch.setattr(tracking, "check", lambda uri: None)
+    nights = Nights(tmp_path)
+    nights.config = config.parse(LANGUAGE.format(root=tmp_path, more=""))
+
+    def files(job):
+        (names,) = storage.read_json(nights.paths(job).window_files)["files"].values()
+        return {name.rstrip("0123456789.tx") for name in names}
+
+    raw = tmp_path / "raw"
+    write_texts(raw, "a", FIRST - 30 * DAY)
+    nights.night(0, "a")
+    write_texts(raw, "b", FIRST + DAY / 2)
+    nights.night(1, "b", BROKEN)
+    write_texts(raw, "la", FIRST - 9 * DAY)
+    nights.night(2, "c")
+    assert "20 files came late, and are from before 2026-11-01T02:00:00Z" in nights.lines
+    assert nights.night(3, "d").summary["why"] == "empty"
+    write_texts(raw, "e", FIRST + 4 * DAY - timedelta(hours=5))
+    nights.night(4, "e")
+    assert nights.results() == ["trained", "failed", "trained", "skipped", "trained"]
+    assert {job: files(job) for job in "abce"} == {"a": {"a"}, "b": {"b"}, "c": {"b", "la"}, "e": {"e"}}
+    assert "the next window begins at 2026-11-05T02:00:00Z" in nights.lines

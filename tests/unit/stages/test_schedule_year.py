@@ -59,10 +59,13 @@ class Year:
     """The runs of a schedule, each to its end or to where it is lost."""
 
     def __init__(self, root, text, by, more):
-        self.root, self.generator = str(root), random.Random(0)
+        self.root = str(root)
+        self.generator = random.Random(0)
         self.config = configuration.parse(CONFIG.format(root=root, by=by, cron=text, more=more))
-        self.files, self.history = Files(self.generator), History.of(self.root, "nightly")
-        self.now, self.lines = FIRST, []
+        self.files = Files(self.generator)
+        self.history = History.of(self.root, "nightly")
+        self.now = FIRST
+        self.lines = []
         self.trained = Counter()
         self.living = None
         """A run that takes longer than until the next one is due: its job, configuration and files."""
