@@ -54,9 +54,12 @@ def lend_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    num_copies = len(memo)
     try:
-        return copy.deepcopy(value, memo)
+        return value if callable(value) else copy.deepcopy(value, memo)
     except (TypeError, RuntimeError, NotImplementedError):
+        while len(memo) > num_copies:  # what is half a copy is nobody else's
+            memo.popitem()
         return value
 
 

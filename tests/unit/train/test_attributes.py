@@ -101,6 +101,12 @@ def test_blocks_that_are_left_out_at_random_are_refused_before_the_first_step_wh
     assert all(isinstance(each, list) for each in ranks.on(1, losses_of, settings))
 
 
+class Holder:
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.number = 1
+
+
 class Keeper(nn.Module):
     """Holds what can be copied, and what cannot."""
 
@@ -111,6 +117,8 @@ class Keeper(nn.Module):
         self.lock = threading.Lock()
         self.generator = torch.Generator()
         self.alias = self.list
+        self.holder = Holder()
+        self.same = self.holder
 
 
 def test_attributes_are_lent_as_copies_and_come_back_as_the_same_objects():
@@ -118,6 +126,7 @@ def test_attributes_are_lent_as_copies_and_come_back_as_the_same_objects():
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     weights = list(model.inner._flat_weights)
     with lend_attributes(model):
+        assert model.same is model.holder is before[""]["holder"]
         assert model.alias is model.list and model.lock is before[""]["lock"]
         model.list[0] += 1
         model.list[1]["of"].append(2)
