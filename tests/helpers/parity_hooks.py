@@ -156,7 +156,7 @@ class Replaces(Plain):
 
     def __init__(self):
         super().__init__()
-        self.num_steps = 0
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
 
     def after_step(self):
         self.num_steps += 1
