@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "a mask leaves the heads in groups, which no fused kernel of GPUs takes",
         "kftrain/models/transformer.py",
-        "self.grouped and mask is None and query",
-        "self.grouped and query",
+        "query.is_cpu or (mask is None and query",
+        "query.is_cpu or (query",
         "tests/unit/models/test_transformer.py -k grouped_only",
     ),
     Mutant(

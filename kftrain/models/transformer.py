@@ -247,7 +247,7 @@ class Attention(nn.Module):
         query = rotate(self._split(self.q_proj(hidden)), rotary)
         key = rotate(self._split(self.k_proj(hidden)), rotary)
         value = self._split(self.v_proj(hidden))
-        grouped = self.grouped and mask is None and query.dtype != torch.float32
+        grouped = self.grouped and (query.is_cpu or (mask is None and query.dtype != torch.float32))
         if self.grouped and not grouped:  # on GPUs only flash attention groups heads, without a mask and in bf16
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
         attended = F.scaled_dot_product_attention(

@@ -152,10 +152,17 @@ def test_attention_inside_documents_gives_each_document_the_logits_that_it_has_a
 
 
 @pytest.mark.parametrize(
-    ("attention", "dtype", "num_key_heads"),
-    [("rows", torch.bfloat16, 2), ("rows", torch.float32, 4), ("documents", torch.bfloat16, 4)],
+    ("device", "attention", "dtype", "num_key_heads"),
+    [
+        ("meta", "rows", torch.bfloat16, 2),
+        ("meta", "rows", torch.float32, 4),
+        ("meta", "documents", torch.bfloat16, 4),
+        ("cpu", "documents", torch.float32, 2),
+    ],
 )
-def test_heads_are_grouped_only_where_a_fused_kernel_of_gpus_takes_groups(monkeypatch, attention, dtype, num_key_heads):
+def test_heads_are_grouped_only_where_the_devices_kernels_take_groups(
+    monkeypatch, device, attention, dtype, num_key_heads
+):
     calls, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def record(query, key, value, **options):
@@ -163,8 +170,8 @@ def test_heads_are_grouped_only_where_a_fused_kernel_of_gpus_takes_groups(monkey
         return attend(query, key, value, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    model = build(num_heads=4, num_kv_heads=2, num_layers=1, attention=attention).to(dtype)
-    model(tokens(2, 8))
+    model = build(num_heads=4, num_kv_heads=2, num_layers=1, attention=attention).to(device, dtype)
+    model(tokens(2, 8).to(device))
     assert calls == [(num_key_heads, num_key_heads, num_key_heads == 2)]
 
 
