@@ -216,7 +216,7 @@ def open_dataset(
         verify_shards(found, manifest)
     if task is not None and not isinstance(task, Task):
         task = build_task_of(task, found, manifest.task_settings)
-    return OpenedDataset(found, manifest, split, task, verify == "first_use")
+    return OpenedDataset(found, manifest, split, task, verify != "size")
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:

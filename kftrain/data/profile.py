@@ -30,9 +30,6 @@ NUM_STRETCHES = 64
 STRETCH_BYTES = 1 << 16
 MIN_STRETCH_ROWS = 4
 
-MAX_VALUES = 1 << 20
-"""A field of larger numbers holds no tokens."""
-
 MAX_PIXELS = 256
 
 NUM_QUANTILES = 1000
@@ -179,16 +176,13 @@ def _is_picture(field: Field) -> bool:
 
 
 def _values(field: Field, rows: np.ndarray) -> np.ndarray:
-    """Whole numbers of the rows: pixels, or tokens; none of a field that holds neither."""
+    """Whole numbers of the rows: pixels, tokens or others; none of a field that holds no numbers."""
     nothing = np.empty(0, np.int64)
     if _is_picture(field):
         if not field.is_encoded:
             return rows.reshape(-1)
         return np.concatenate([nothing, *(_pixels(bytes(each), field.name) for each in rows)])
-    if field.is_encoded or np.dtype(field.dtype).kind not in "iu":
-        return nothing
-    values = rows.reshape(-1)
-    return values if not len(values) or (values.min() >= 0 and values.max() < MAX_VALUES) else nothing
+    return nothing if field.is_encoded or np.dtype(field.dtype).kind not in "iub" else rows.reshape(-1)
 
 
 def _pixels(content: bytes, where: str) -> np.ndarray:
@@ -202,15 +196,14 @@ def _pixels(content: bytes, where: str) -> np.ndarray:
 def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
     """The distribution of a field's values, of which those of one stretch are alike."""
     is_picture = _is_picture(field)
-    size = MAX_PIXELS if is_picture else 1 + max(int(values.max(initial=0)) for values in groups)
-    counts = np.zeros(size, np.int64)
-    for values in groups:
-        counts += np.bincount(values.astype(np.int64), minlength=size)
+    values, places = np.unique(np.concatenate(groups), return_inverse=True)
+    counts = np.bincount(places)
     frequent = np.argsort(-counts, kind="stable")[: MAX_PIXELS if is_picture else MAX_NAMED_BINS]
-    by_group = np.array([np.bincount(values.astype(np.int64), minlength=size)[frequent] for values in groups])
-    rest = np.array([len(values) for values in groups]) - by_group.sum(axis=1)
+    ends = np.cumsum([len(group) for group in groups])[:-1]
+    by_group = np.array([np.bincount(group, minlength=len(counts))[frequent] for group in np.split(places, ends)])
+    rest = np.array([len(group) for group in groups]) - by_group.sum(axis=1)
     independent = independent_values(np.column_stack([by_group, rest]))
-    named = {str(value): int(counts[value]) for value in np.flatnonzero(counts).tolist()}
+    named = {str(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
     what = "pixels" if is_picture else "values"
     name = field.name if field.name == "tokens" else f"{what} of {field.name}"
     return {name: Counted(counts=named, is_ordered=is_picture, num_independent=independent)}

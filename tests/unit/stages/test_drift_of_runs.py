@@ -10,7 +10,9 @@ import pytest
 from PIL import Image
 
 from kftrain import config, report, storage, tracking
+from kftrain.data import drift as drift_measures
 from kftrain.data import profile
+from kftrain.data.schema import Field
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.time_window import TimeWindow
 from kftrain.errors import ConfigError, StorageError
@@ -254,6 +256,27 @@ def test_a_column_that_is_no_number_any_more_is_a_drift(tmp_path, share):
     outcome, found = run_of_floats(tmp_path, "holes", rows, first.run_uri, "Holes")
     assert [(each.name, each.level) for each in found.drifted] == [("values of x[3]", "large")]
     assert found.drifted[0].shifts[0].bin == "not finite" and "not finite" in outcome.html
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool"])
+@pytest.mark.parametrize("value", [-999, 2**60, 1])
+def test_whole_numbers_of_any_size_are_compared(dtype, value):
+    """Of 64 stretches 7 hold another value in each tenth row; the rest is zeros, as before."""
+    before = [np.zeros((100, 3), dtype) for _ in range(64)]
+    now = [rows.copy() for rows in before]
+    for rows in now[::10]:
+        rows[::10] = np.array(value).astype(dtype)
+    field = Field("features", dtype, (3,))
+    one, other = (
+        profile._counted(field, [profile._values(field, rows) for rows in each])["values of features"]
+        for each in (before, now)
+    )
+    drifted = drift_measures.change(one.distribution(), other.distribution())
+    other_value = str(int(np.array(value).astype(dtype)))
+    assert one.counts == {"0": 19200}
+    if other_value != "0":
+        assert other.counts == {"0": 19200 - 210, other_value: 210}
+        assert [shift.bin for shift in drifted.shifts if shift.now > shift.before] == ["others"]
 
 
 MIXED = TEXTS.replace(
