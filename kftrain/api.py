@@ -181,7 +181,7 @@ def open_dataset(
     split: Literal["train", "validation"] = "train",
     *,
     task: Task | TaskConfig | None = None,
-    verify: Literal["first_use", "everything", "size"] = "first_use",
+    verify: bool = True,
 ) -> OpenedDataset:
     """The samples of one split, for loops of your own: by number, in the training order, or as WebDataset.
 
@@ -194,29 +194,25 @@ def open_dataset(
         uri: A run, a folder of shards, or their manifest.json.
         split: Which samples.
         task: How they are decoded: a task, or the section of a configuration; None: samples are as they are stored.
-        verify: When a shard is hashed: before its first sample is given, once on a node; all of them now; or never.
+        verify: Whether a shard is hashed before its first sample is given, once on a node.
 
     Raises ConfigError for another split, DataError where there are no shards or they are damaged.
     """
     from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
     from kftrain.data.shards.manifest import read_manifest, reading
-    from kftrain.data.shards.verify import verify_shards
     from kftrain.stages.dataset import find_manifest
     from kftrain.tasks.base import Task
     from kftrain.tasks.registry import build_task_of
 
-    for value, known in ((split, SPLITS), (verify, ("first_use", "everything", "size"))):
-        if value not in known:
-            raise ConfigError("not known", where="open_dataset", value=value, fix=f"one of: {', '.join(known)}")
+    if split not in SPLITS:
+        raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")
     found = find_manifest(uri)
     with reading(found):
         manifest = read_manifest(found)
-    if verify == "everything":
-        verify_shards(found, manifest)
     if task is not None and not isinstance(task, Task):
         task = build_task_of(task, found, manifest.task_settings)
-    return OpenedDataset(found, manifest, split, task, verify != "size")
+    return OpenedDataset(found, manifest, split, task, verify)
 
 
 def load_export(run_uri: str, *, trusted_kinds: Sequence[str] = ()) -> LoadedExport:

@@ -203,14 +203,6 @@ def entries(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_resu
             yield path, path.stat()
 
 
-def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """`entries` of a folder and of all folders below it; links are not followed into folders."""
-    for path, status in entries(folder):
-        yield path, status
-        if stat.S_ISDIR(status.st_mode) and not path.is_symlink():
-            yield from entries_below(path)
-
-
 @retried("write")
 def publish(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""

@@ -19,12 +19,13 @@ from kftrain.data.parts.baselines import measured_baselines
 from kftrain.data.parts.encoder import Encoding
 from kftrain.data.schema import SPLITS
 from kftrain.data.settings import DataConfig
-from kftrain.data.sharding import Progress, ShardingResult, below_root, shard_dataset
+from kftrain.data.sharding import ShardingResult, below_root, shard_dataset
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Component, Manifest, Shard, Split
 from kftrain.data.sources import resolve_source
 from kftrain.data.sources.windowed import TIMES_FOLDER
 from kftrain.errors import DataError, EmptyWindowError
+from kftrain.progress import Progress
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task

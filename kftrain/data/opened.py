@@ -17,7 +17,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Samples, at_place
 from kftrain.data.expanded import expanded
 from kftrain.data.shards.manifest import Manifest
-from kftrain.data.shards.verified import FirstUse, Memory
+from kftrain.data.shards.verified import AtOnce, Memory
 from kftrain.data.windows import windowed
 from kftrain.errors import ConfigError, DataError
 
@@ -45,7 +45,7 @@ class OpenedDataset(ShardedDataset):
     ) -> None:
         """`is_hashed`: whether each shard is, before it is read."""
         memory = Memory.of_node("", manifest.dataset_digest)
-        super().__init__(manifest_uri, manifest, split, FirstUse(memory, is_hashed, in_background=False))
+        super().__init__(manifest_uri, manifest, split, AtOnce(memory, is_hashed))
         self.task = task
         self._opened = (manifest_uri, manifest, split, task, is_hashed)
         self._process = (0, 1)

@@ -15,7 +15,7 @@ of them again has the same bytes and digests. Neither the number of processes no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,10 @@ from kftrain.data.sources.listing import listing_digests
 from kftrain.data.sources.windowed import TIMES_FOLDER
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
+from kftrain.progress import Progress
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
-
-Progress = Callable[[str], None]
 
 PROCESS_BYTES = 32_000_000
 """A process that has less to read costs more than it saves."""

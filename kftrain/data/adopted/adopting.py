@@ -42,11 +42,10 @@ from kftrain.data.sources.listing import SourceFile, listing_digests
 from kftrain.data.sources.webdataset import WebDatasetSource, source_folder
 from kftrain.errors import DataError, KftrainError
 from kftrain.process.machine import num_cpus
+from kftrain.progress import Progress
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
-
-Progress = Callable[[str], None]
 
 MAX_THREADS = 8
 """Shards that are read at a time: hashing runs beside the interpreter, walking through headers does not."""

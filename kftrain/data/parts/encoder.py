@@ -12,7 +12,7 @@ import json
 import pickle
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from kftrain.data.shards.verify import refuse_duplicate_keys
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.data.sources import resolve_source
 from kftrain.errors import ConfigError, DataError
+from kftrain.progress import Progress
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
@@ -40,8 +41,6 @@ WAITING_BYTES = 32 << 20
 
 MAX_CLASSES = 1000
 """A field with more values than that has no classes."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Literal
 
 from kftrain import storage
 from kftrain.data.parts.document import PART_NAME, PARTS_FOLDER, PartDocument, read_part
-from kftrain.data.parts.encoder import Encoding, Progress, encode_part
+from kftrain.data.parts.encoder import Encoding, encode_part
 from kftrain.data.parts.records import RECORDS_NAME
 from kftrain.data.schema import SPLITS, Source, SourcePart
 from kftrain.data.shards.manifest import index_name, reading
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.errors import DataError, KftrainError
+from kftrain.progress import Progress
 
 Level = Literal["sha256", "size", "replaced"]
 

@@ -83,6 +83,6 @@ def _sync_file(path: Path) -> None:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder, status in storage.entries(parent, _PREFIX):
-        last_written = max([status.st_mtime, *(each.st_mtime for _, each in storage.entries_below(folder))])
-        if last_written < time.time() - ABANDONED_SECONDS:
+        below = (each for found, _, _ in os.walk(folder) for _, each in storage.entries(Path(found)))
+        if max(each.st_mtime for each in (status, *below)) < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)

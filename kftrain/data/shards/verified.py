@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 from kftrain import remote, storage, threads
 from kftrain.data.shards.manifest import SHARD_AGAIN, reading
@@ -31,8 +31,6 @@ FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
 
 MAX_FETCHES = 4
 """Remote files that one process fetches at the same time."""
-
-T = TypeVar("T")
 
 BUSY_SECONDS = 0.1
 """How soon is asked again for a file that another process of this node is hashing."""
@@ -190,14 +188,8 @@ def note_opened(uses: Uses | None, opened: list[Any]) -> None:
 class FirstUse:
     """Hashes files in threads. All methods may be called from any thread."""
 
-    def __init__(
-        self, memory: Memory, is_on: bool = True, copies: Copies | None = None, in_background: bool = True
-    ) -> None:
-        """Where it is not on, no file is hashed. `copies`: where remote files are fetched to, which verifies them.
-
-        Not `in_background`: `begin` itself hashes and raises, for whoever forks or would not wait in the end.
-        """
-        self._in_background = in_background
+    def __init__(self, memory: Memory, is_on: bool = True, copies: Copies | None = None) -> None:
+        """Where it is not on, no file is hashed. `copies`: where remote files are fetched to, which verifies them."""
         self._memory = memory
         self._is_on = is_on
         self._copies = copies
@@ -211,10 +203,6 @@ class FirstUse:
 
     def begin(self, file: File) -> None:
         """Says that the file is about to be read; only the first time counts."""
-        while not self._in_background:
-            if self._settle(file):
-                return
-            time.sleep(BUSY_SECONDS)
         with self._changed:
             is_copied = self._copies is not None and not storage.is_local(file.uri)
             if not (self._is_on or is_copied) or file in self._begun:
@@ -295,6 +283,15 @@ class FirstUse:
             self._current.pop(file)
             self._queue.append(file)
             self._changed.wait(BUSY_SECONDS)
+
+
+class AtOnce(FirstUse):
+    """Hashes in the thread that reads, and raises there: for whoever forks, or would not wait in the end."""
+
+    def begin(self, file: File) -> None:
+        """Returns when the file is found whole, which is remembered. Raises as `raise_found` does."""
+        while not self._settle(file):
+            time.sleep(BUSY_SECONDS)
 
 
 def _text(file: File) -> bytes:
