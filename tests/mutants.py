@@ -617,7 +617,7 @@ MUTANTS = [
     Mutant(
         "what came late is never read",
         "kftrain/data/sources/selection.py",
-        "return is_before and name not in self.names_before",
+        "return self.whole.start <= moment < self.window.start and self.is_new(name)",
         "return False",
         "tests/unit/stages/test_firing.py -k last_training",
     ),
@@ -862,8 +862,8 @@ MUTANTS = [
     Mutant(
         "each file is a part",
         "kftrain/data/sources/pieces.py",
-        "return hashed * target_bytes < size << 64",
-        "return hashed >= 0",
+        "return hash_of(name) * target_bytes < size << 64",
+        "return True",
         "tests/unit/data/sources/test_source_parts.py -k about_the_size",
     ),
     Mutant(

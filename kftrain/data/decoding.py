@@ -12,12 +12,16 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, KftrainError, UserCodeError, error_from_dict
+from kftrain.plugins import user_code
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Task
 
 DecodeRow = Callable[[Arrays, np.random.Generator], Arrays]
 """From one sample as it is stored to the same as it is used. The generator is for this call only."""
@@ -110,6 +114,16 @@ class Layout:
     def empty(self, num_rows: int) -> Arrays:
         """Arrays for so many samples."""
         return {name: np.empty((num_rows, *value.shape), value.dtype) for name, value in self.example.items()}
+
+
+def decode_row(task: Task, is_random: bool = True) -> DecodeRow:
+    """The task's own `decode`: what it raises is a UserCodeError, or an error of ours as it is."""
+
+    def decode(sample: Arrays, generator: np.random.Generator) -> Arrays:
+        with user_code("task.decode"):
+            return task.decode(sample, generator if is_random else None)
+
+    return decode
 
 
 def put_row(into: Arrays, row: int, decoded: Any) -> None:

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 PROCESS_BYTES = 32_000_000
 """A process that has less to read costs more than it saves."""
 
-_OTHER = {"train": "lower", "validation": "raise"}
-
 LISTING_SHARE = 0.05
 """Of the time, what may go into looking whether the source is unchanged."""
 
@@ -286,13 +284,14 @@ class _Sharding:
         splits = {split: [shard for document in documents for shard in document.located(split)] for split in SPLITS}
         for split, shards in splits.items():
             if not shards:
-                raise self._empty(split)
+                raise resolve_source.empty_split(split, self._config.data)
         found = findings.find(documents, store.uri)
         for line in findings.lines(found):
             self._progress(f"found {line}")
         schema, validation = (self._encoding.schemas[split] for split in SPLITS)
         own = validation if validation != schema else None
         digest = manifests.content_digest(schema, self._encoding.settings, splits, validation_schema=own)
+        latest = str(self._latest().get("dataset_digest", ""))
         return Manifest(
             dataset_digest=digest,
             sample_schema=schema,
@@ -303,14 +302,10 @@ class _Sharding:
             source=self._config.data.source,
             source_listing_digest=self._listing_digest,
             baselines={},
-            parent=self._parent(digest),
+            parent="" if latest == digest else latest,
             findings=found,
             statistics=total(documents),
         )
-
-    def _parent(self, dataset_digest: str) -> str:
-        found = str(self._latest().get("dataset_digest", ""))
-        return "" if found == dataset_digest else found
 
     def _latest(self) -> dict[str, Any]:
         """Digest and strata of the last dataset of this source; empty where there is none, or nobody knows."""
@@ -318,14 +313,6 @@ class _Sharding:
             return dict(storage.read_json_if_exists(self.latest_uri()) or {})
         except (DataError, ValueError, TypeError):
             return {}
-
-    def _empty(self, split: str) -> DataError:
-        return DataError(
-            f"no samples for the {split} split",
-            where=self._config.data.source,
-            value=self._config.data.validation_fraction,
-            fix=f"add data, or {_OTHER[split]} data.validation_fraction",
-        )
 
     def _refuse_changed_source(self) -> None:
         if listing_digests(self.source.listing())[0] != self._listing_digest:

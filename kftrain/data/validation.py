@@ -15,12 +15,10 @@ from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import Conversion, conversion_of
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoder, DecodeRow, Decoding, Layout
-from kftrain.data.schema import Arrays
+from kftrain.data.decoding import Decoder, Decoding, Layout, decode_row
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import Uses
 from kftrain.errors import DataError, UserCodeError
-from kftrain.plugins import user_code
 from kftrain.process.machine import num_cpus
 from kftrain.progress import Progress
 
@@ -74,7 +72,7 @@ def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: M
     if bad is None:
         progress("decoding the validation split, once")
         dataset = ShardedDataset(manifest_uri, manifest, "validation", None, conversion_of(manifest, task))
-        decoding = Decoding(_decode_of(task), 0, limit)
+        decoding = Decoding(decode_row(task, is_random=False), 0, limit)
         try:
             layout = Decoder(dataset, decoding).layout(lambda positions: positions)
         except UserCodeError as error:  # the image of the steps may lack what a user's code needs
@@ -86,14 +84,6 @@ def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: M
         raise DataError(what, where="data.max_bad_samples", value=limit, fix="mend the data, or allow more")
     for line in lines:
         progress(f"warning: left out of validation, {len(lines)} of at most {limit}: {line}")
-
-
-def _decode_of(task: Task) -> DecodeRow:
-    def decode(sample: Arrays, _generator: np.random.Generator) -> Arrays:
-        with user_code("task.decode"):
-            return task.decode(sample, None)
-
-    return decode
 
 
 def _undecodable(dataset: ShardedDataset, decoding: Decoding, layout: Layout) -> dict[str, str]:

@@ -69,9 +69,9 @@ def read_measured(folder: str) -> MeasuredExport:
 
 def read_on_reference(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport | None:
     """What was evaluated, on the run's reference set; None where it has none. Raises EvaluationError."""
-    if not storage.exists(paths.reference_set):
+    reference = documents.read_if_exists(ReferenceSet, paths.reference_set, EvaluationError)
+    if reference is None:
         return None
-    reference = documents.read(ReferenceSet, paths.reference_set, EvaluationError)
     folder = paths.evaluation(evaluation.checkpoint_digest, reference.evaluation_digest)
     found = read_measured(folder)
     if found.evaluation.export_digest != evaluation.export_digest:
@@ -125,11 +125,10 @@ def find_measured(reference: Reference | None, evaluation_digest: str, trust: Tr
 
 def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) -> str:
     """Why the evaluation of a run could not score the champion's export; empty where it says nothing of that."""
-    if not storage.exists(paths.unmeasured):
+    found = documents.read_if_exists(Unmeasured, paths.unmeasured, EvaluationError)
+    if found is None or (found.evaluation_digest, found.export_digest) != (evaluation_digest, export_digest):
         return ""
-    found = documents.read(Unmeasured, paths.unmeasured, EvaluationError)
-    is_ours = (found.evaluation_digest, found.export_digest) == (evaluation_digest, export_digest)
-    return found.reason if is_ours else ""
+    return found.reason
 
 
 def improvement(

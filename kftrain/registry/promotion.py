@@ -20,7 +20,7 @@ from kftrain.registry.comparison import MeasuredExport
 from kftrain.registry.declined import Declined, DeclinedModels
 from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
 from kftrain.registry.judgement import Challenger, Judgement
-from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, Reference, require_export
+from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
 from kftrain.registry.registration import RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
@@ -46,23 +46,13 @@ def champion(config: Config) -> Champion | None:
     """
     alias = ChampionAlias.of(config)
     entries, aliased, situation = alias.observe()
-    number = aliased if situation == "external" else champion_version(entries)
-    if number is not None:
-        return _described(number, alias.reference(entries, number))
-    found = ((entry.version, alias.reference(entries, entry.version)) for entry in former_champions(entries))
-    return next((_described(number, reference) for number, reference in found if number and reference), None)
-
-
-def _described(number: int, reference: Reference | None) -> Champion | None:
-    if reference is None:
-        return None
-    return Champion(
-        version=number,
-        run_uri=reference.run_uri,
-        checkpoint_digest=reference.checkpoint_digest,
-        export_uri=reference.export_uri,
-        export_digest=reference.export_digest,
-    )
+    standing = aliased if situation == "external" else champion_version(entries)
+    versions = [entry.version for entry in former_champions(entries)] if standing is None else [standing]
+    for version in filter(None, versions):
+        found = alias.reference(entries, version)
+        if found is not None:
+            return Champion(version, found.run_uri, found.checkpoint_digest, found.export_uri, found.export_digest)
+    return None
 
 
 def gate_and_promote(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kftrain.data.decoding import DecodeRow, at_place
+from kftrain.data.decoding import at_place
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, UserCodeError
 from kftrain.plugins import user_code
@@ -34,16 +34,6 @@ def decoded(task: Task, arrays: Arrays, numbers: Sequence[int], place_of: Callab
             raise at_place(error, place_of(number)) from error
     with user_code("task.decode"):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def decode_row(task: Task) -> DecodeRow:
-    """The task's own `decode`, for training: what it raises is a UserCodeError, or an error of ours as it is."""
-
-    def decode(sample: Arrays, generator: np.random.Generator) -> Arrays:
-        with user_code("task.decode"):
-            return task.decode(sample, generator)
-
-    return decode
 
 
 def prepare(task: Task, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:

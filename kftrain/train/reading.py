@@ -12,7 +12,7 @@ from typing import Any
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
-from kftrain.data.decoding import Decoding, Samples
+from kftrain.data.decoding import Decoding, Samples, decode_row
 from kftrain.data.expanded import Gather, ValidationRows, expanded
 from kftrain.data.loader import CountTerms, Send, TrainLoader, Workers
 from kftrain.data.order import BatchPlan, Order
@@ -26,7 +26,6 @@ from kftrain.process.machine import num_cpus
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task_of
 from kftrain.tasks.base import Task
-from kftrain.tasks.prepare import decode_row
 from kftrain.trust import read_shards, require_places
 
 MAX_WORKERS = 16

@@ -52,8 +52,6 @@ MAX_THREADS = 8
 
 MAX_NAMED = 10
 
-_OTHER = {"train": "lower", "validation": "raise"}
-
 
 @dataclass(frozen=True)
 class Adopted:
@@ -199,12 +197,7 @@ class _Adopting:
         shards, incomplete, empty = self._indexed(folder, scans, schema)
         for split in SPLITS:
             if not shards[split]:
-                raise DataError(
-                    f"no samples for the {split} split",
-                    where=self._config.data.source,
-                    value=self._config.data.validation_fraction,
-                    fix=f"add data, or {_OTHER[split]} data.validation_fraction",
-                )
+                raise resolve_source.empty_split(split, self._config.data)
         found = {"incomplete, left out": incomplete, "empty": empty}
         noticed = {kind: each.to_dict() for kind, each in found.items() if each.count}
         for line in findings.lines(noticed):

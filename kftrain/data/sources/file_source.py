@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from kftrain.data.schema import Record, SourcePart
 from kftrain.data.sources.listing import ListedFile, SourceFile, is_hidden, list_with_times
 from kftrain.data.sources.pieces import Piece, group, whole
-from kftrain.data.sources.selection import Selection, with_late
+from kftrain.data.sources.selection import LATE, Selection
 from kftrain.errors import DataError
 
 
@@ -36,7 +36,7 @@ class FileSource:
     def listing(self) -> list[dict[str, Any]]:
         """Names, sizes and times or versions of the files. Raises DataError where there are none."""
         entries = [entry.to_dict() for entry in self.entries()]
-        return with_late(entries, self._selection.late_names)
+        return [{**each, LATE: True} if each["name"] in self._selection.late_names else each for each in entries]
 
     def entries(self) -> list[SourceFile]:
         """The files that are selected, in their order. Raises DataError where there are none."""

@@ -8,7 +8,6 @@ it in two. A piece that grows beyond a power of two, or goes, may be the end of 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from kftrain import storage
 from kftrain.data.schema import SourcePart
+from kftrain.data.sources.keyed import hash_of
 from kftrain.data.sources.listing import SourceFile
 
 PIECE_BYTES = 4096
@@ -82,8 +82,7 @@ def group(
 def ends_part(name: str, size_bytes: int, target_bytes: int) -> bool:
     """Whether a part ends after a piece of this name: with the probability of its size over the target's."""
     size = 1 << (size_bytes + PIECE_BYTES).bit_length()  # the next power of two: a small change of a file moves no end
-    hashed = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-    return hashed * target_bytes < size << 64
+    return hash_of(name) * target_bytes < size << 64
 
 
 def _by_folder(pieces: Iterable[Piece], folder_of: Callable[[str], str] | None) -> Iterator[Iterable[Piece]]:

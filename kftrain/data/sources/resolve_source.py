@@ -147,6 +147,12 @@ def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
     return "validation" if is_held_out else "train"
 
 
+def empty_split(split: str, data: DataConfig) -> DataError:
+    """Of a source that has nothing for a split."""
+    fix = f"add data, or {'lower' if split == 'train' else 'raise'} data.validation_fraction"
+    return DataError(f"no samples for the {split} split", where=data.source, value=data.validation_fraction, fix=fix)
+
+
 def _only_kind(names: list[str], where: str) -> FileKind:
     """The kind of the files. Pictures beside text illustrate it; any other mixture is refused."""
     seen = dict.fromkeys(FILE_KINDS, [name for name in names if not is_hidden(name)] or names) | {TEXT: names}

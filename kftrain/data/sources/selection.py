@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any
 
 from kftrain.data.settings import WindowConfig
 from kftrain.data.sources.listing import ListedFile, SourceFile
@@ -23,36 +21,29 @@ LATE = "late"
 
 
 class AskedFiles:
-    """What a window asks of one source: what lies in it and, after a watermark, what came too late for those before."""
+    """What a window asks of one source: what lies in it and, after a watermark, what came too late for those before.
+
+    `window` begins where this source was trained on up to, which is not where others were; `whole` has all time before
+    it, too, of which files that were not read are.
+    """
 
     def __init__(self, config: WindowConfig, source: str) -> None:
-        self._config = config
-        self._source = source
-        self._placed = config.window()
-        self.is_after_another = number_of(config.watermark) > 0
+        """Raises DataError where the watermark is damaged."""
+        self.window = config.window()
+        self.whole = self.window
+        if number_of(config.watermark):
+            ends, first = read_watermark(config.watermark).ends, config.late_from
+            self.whole = TimeWindow(instant(first), self.window.end)
+            self.window = TimeWindow(max(self.whole.start, instant(ends.get(source, first))), self.window.end)
+        self._names_before = read_names(config.watermark, source)
 
-    @functools.cached_property
-    def window(self) -> TimeWindow:
-        """From where this source was trained on up to, which is not where others were."""
-        if not self.is_after_another:
-            return self._placed
-        ends, first = read_watermark(self._config.watermark).ends, self._config.late_from
-        return TimeWindow(max(instant(first), instant(ends.get(self._source, first))), self._placed.end)
-
-    @functools.cached_property
-    def names_before(self) -> frozenset[str]:
-        """The files that were read before."""
-        return read_names(self._config.watermark, self._source)
-
-    @functools.cached_property
-    def whole(self) -> TimeWindow:
-        """The window with all time before it of which files that were not read are."""
-        return TimeWindow(instant(self._config.late_from), self._placed.end)
+    def is_new(self, name: str) -> bool:
+        """Whether no window before this one, if there were any, has read a file."""
+        return self.whole != self.window and name not in self._names_before
 
     def is_late(self, moment: datetime, name: str) -> bool:
         """Whether a file of a time before the window came too late for those before."""
-        is_before = self.is_after_another and moment < self.window.start and self.whole.holds(moment)
-        return is_before and name not in self.names_before
+        return self.whole.start <= moment < self.window.start and self.is_new(name)
 
 
 class Selection:
@@ -150,11 +141,6 @@ class ByTime(_InWindow):
             found.append((modified, file))
         ordered = sorted(self._within(found, where), key=lambda each: (each[0], each[1].name))
         return [file for _, file in ordered]
-
-
-def with_late(listing: list[dict[str, Any]], names: frozenset[str]) -> list[dict[str, Any]]:
-    """A listing in which the files of these names are marked."""
-    return [{**each, LATE: True} if names and each["name"] in names else each for each in listing]
 
 
 def empty_window(where: str, window: object) -> EmptyWindowError:

@@ -16,23 +16,8 @@ from kftrain.data.sources.pieces import Piece, whole
 TEXT_SUFFIXES = frozenset(
     (
         *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm"),
-        *(
-            ".py",
-            ".pyi",
-            ".c",
-            ".h",
-            ".cc",
-            ".cpp",
-            ".hpp",
-            ".cs",
-            ".java",
-            ".kt",
-            ".scala",
-            ".js",
-            ".jsx",
-            ".ts",
-            ".tsx",
-        ),
+        *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".java", ".kt", ".scala"),
+        *(".js", ".jsx", ".ts", ".tsx"),
         *(".go", ".rs", ".rb", ".php", ".swift", ".lua", ".pl", ".r", ".jl", ".sh", ".sql"),
     )
 )

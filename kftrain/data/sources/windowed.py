@@ -12,7 +12,7 @@ from kftrain import storage
 from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.data.settings import DataConfig, WindowConfig
 from kftrain.data.sources.file_source import FileSource
-from kftrain.data.sources.selection import AskedFiles, ByPath, ByTime, empty_window, with_late
+from kftrain.data.sources.selection import LATE, AskedFiles, ByPath, ByTime, empty_window
 from kftrain.data.time_window import TimeWindow, instant, moment_of, utc_text
 from kftrain.errors import ConfigError, DataError, KftrainError
 
@@ -22,8 +22,8 @@ TIMES_FOLDER = "times"
 CLIPPED = "window"
 """In the context of a part: what of it lies in the window, where not all of it does."""
 
-Times = tuple[datetime, datetime] | None
-"""Of the first and of the last record of a part by time; None where it has none."""
+Times = tuple[datetime, ...]
+"""Of the first and of the last record of a part by time; empty where it has none."""
 
 
 def within_window(source: Source, data: DataConfig, times_uri: str) -> Source:
@@ -64,9 +64,8 @@ class RecordsInWindow:
 
     def listing(self) -> list[dict[str, Any]]:
         """That of the source, and the window. Raises DataError."""
-        listed = self._source.listing()
-        late = frozenset(each["name"] for each in listed if self._is_new(each))
-        return [*with_late(listed, late), {"window": str(self._asked.window), **self._column()}]
+        listed = [{**each, LATE: True} if self._is_new(each) else each for each in self._source.listing()]
+        return [*listed, {"window": str(self._asked.window), **self._column()}]
 
     def parts(self, target_bytes: int) -> list[SourcePart]:
         """The parts of the source that have records in the window.
@@ -100,7 +99,7 @@ class RecordsInWindow:
 
     def _is_new(self, file: dict[str, Any]) -> bool:
         """Whether no window before this one has read a file."""
-        return self._has_files and self._asked.is_after_another and file["name"] not in self._asked.names_before
+        return self._has_files and self._asked.is_new(file["name"])
 
     def _asked_of(self, part: SourcePart) -> Iterator[tuple[SourcePart, TimeWindow]]:
         """A part, and what is asked of it: of files that were not read before also what came late."""
@@ -115,13 +114,10 @@ class RecordsInWindow:
     def _clipped(self, part: SourcePart, window: TimeWindow) -> SourcePart | None:
         """The part as far as it lies in a window; None where nothing of it does."""
         times = self._times(part)
-        if times is None:
+        if not times or times[1] < window.start or times[0] >= window.end:
             return None
-        first, last = times
-        if last < window.start or first >= window.end:
-            return None
-        start = utc_text(window.start) if first < window.start else ""
-        end = utc_text(window.end) if last >= window.end else ""
+        start = utc_text(window.start) if times[0] < window.start else ""
+        end = utc_text(window.end) if times[1] >= window.end else ""
         if not start and not end:
             return part
         return replace(part, context={**part.context, CLIPPED: {"start": start, "end": end, **self._column()}})
@@ -129,24 +125,20 @@ class RecordsInWindow:
     def _times(self, part: SourcePart) -> Times:
         digest = storage.digest_json({"part": part.identity(), **self._column()})
         if digest not in self._known:
-            self._known[digest] = self._remembered(digest, part)
+            uri = storage.join(self._times_uri, f"{digest}.json") if self._times_uri else ""
+            times = _read_times(uri) if uri else None
+            if times is None:
+                times = self._seen(part)
+                if uri:
+                    storage.publish_json(uri, {"times": [utc_text(moment) for moment in times]})
+            self._known[digest] = times
         return self._known[digest]
 
-    def _remembered(self, digest: str, part: SourcePart) -> Times:
-        uri = storage.join(self._times_uri, f"{digest}.json") if self._times_uri else ""
-        known, times = _read_times(uri) if uri else (False, None)
-        if not known:
-            times = self._seen(part)
-            if uri:
-                storage.publish_json(uri, {"times": [utc_text(moment) for moment in times or ()]})
-        return times
-
     def _seen(self, part: SourcePart) -> Times:
-        first = last = None
-        for record in self._source.read(part):
-            moment = self._time_of(record)
-            first, last = min(first or moment, moment), max(last or moment, moment)
-        return None if first is None or last is None else (first, last)
+        times: Times = ()
+        for moment in map(self._time_of, self._source.read(part)):
+            times = min((moment, *times)), max((moment, *times))
+        return times
 
     def _column(self) -> dict[str, str]:
         """What decides the time of a record."""
@@ -170,17 +162,13 @@ class RecordsInWindow:
             ) from error
 
 
-def _read_times(uri: str) -> tuple[bool, Times]:
-    """Whether something was remembered that is whole, and what."""
+def _read_times(uri: str) -> Times | None:
+    """What was remembered; None where that is nothing, or damaged."""
     try:
         found = storage.read_json_if_exists(uri)
-        if found is None:
-            return False, None
-        if not found["times"]:
-            return True, None
-        first, last = map(instant, found["times"])
+        times = None if found is None else tuple(map(instant, found["times"]))
     except (KftrainError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, KftrainError) and error.retryable:
             raise
-        return False, None
-    return True, (first, last)
+        return None
+    return times if times is None or len(times) in (0, 2) else None

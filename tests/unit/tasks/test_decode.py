@@ -9,7 +9,7 @@ from helpers.toy_data import shard_toy, text_folder
 from torch import nn
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoding, Generators
+from kftrain.data.decoding import Decoding, Generators, decode_row
 from kftrain.data.loader import TrainLoader, Workers
 from kftrain.data.order import BatchPlan, TrainingOrder
 from kftrain.data.schema import Field, SampleSchema
@@ -18,7 +18,6 @@ from kftrain.evaluate import examples
 from kftrain.evaluate.score import score
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import Regression
-from kftrain.tasks.prepare import decode_row
 
 SEED = 3
 

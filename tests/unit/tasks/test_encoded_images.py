@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from kftrain.data import images
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.decoding import Decoding
+from kftrain.data.decoding import Decoding, decode_row
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.data.schema import Record
@@ -28,7 +28,6 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
 from kftrain.tasks.augment import Augment
 from kftrain.tasks.image_classification import ImageClassification
-from kftrain.tasks.prepare import decode_row
 from kftrain.tasks.settings import TaskConfig
 
 RNG = np.random.default_rng(0)
