@@ -229,9 +229,9 @@ MUTANTS = [
     ),
     Mutant(
         "the weight of rows comes to the device within a step",
-        "kftrain/train/step.py",
-        "        begin(tensors.weight)\n",
-        "        begin(torch.from_numpy(micro.weight))\n",
+        "kftrain/train/spmd.py",
+        "norms.begin(tensors.weight)",
+        "norms.begin(torch.from_numpy(micro.weight))",
         "tests/unit/train/test_spmd.py -k stay_on_the_device",
     ),
     Mutant(

@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from kftrain.checkpoint.export_tensors import ExportTensors, WantedPart
 from kftrain.checkpoint.tensor_files import Part, TensorForm
 from kftrain.parallel import initialize
 from kftrain.parallel.initialize import Places
+from kftrain.parallel.sharded import part_of
 from kftrain.parallel.world import World
 
 
@@ -77,7 +77,7 @@ class ModelSlots:
         `model`: what became of the one that the slots are of. `on_host`: in the host's memory, whatever the device.
         """
         device = initialize.HOST if world is None or on_host else world.device
-        parts = {name: initialize.part_of(initialize.stored_parameter(slots[0])) for name, slots in self.places.items()}
+        parts = {name: part_of(initialize.stored_parameter(slots[0])) for name, slots in self.places.items()}
         values = {name: torch.empty(part[1], dtype=torch.float32, device=device) for name, part in parts.items()}
         buffers = self._empty_buffers()
         tensors.load(self._wanted(tensors, {**values, **buffers}, parts), world)
@@ -123,9 +123,7 @@ def is_fillable(model: nn.Module) -> bool:
     kept = set(model.state_dict())
     if any(buffer.is_meta and name not in kept for name, buffer in model.named_buffers()):
         return False
-    leaves = [leaf for module in model.modules() for leaf in tree_leaves(initialize.attributes_of(module))]
-    others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
-    return not any(leaf.is_meta for leaf in others)
+    return not any(each.is_meta for each in initialize.kept_tensors(model))
 
 
 def _kept_tensors(model: nn.Module) -> dict[str, KeptTensor]:

@@ -16,12 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import parameter_like, standing_in
+from kftrain.parallel.initialize import Slot, parameter_like, standing_in
+from kftrain.parallel.sharded import local
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Slots = list[tuple[nn.Module, str, nn.Parameter]]
-"""Modules, and the names and values of parameters of theirs; a shared one has several."""
 
 
 def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitting: bool = False) -> list[Any]:
@@ -53,9 +51,9 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitt
     return [cast_inputs_of(unit) for unit in (model, *(model.get_submodule(name) for name in names))]
 
 
-def slots_of(model: nn.Module) -> Slots:
-    """Where the model's parameters stand."""
-    return [(module, name, each) for module in model.modules() for name, each in module.named_parameters(recurse=False)]
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Where the model's parameters stand; a shared one has several."""
+    return [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
 
 
 class WorkingCopies:
@@ -64,13 +62,11 @@ class WorkingCopies:
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
         self._slots = slots_of(model)
         self._reduce = reduce
-        self._masters: list[torch.Tensor] = list({id(master): master for _, _, master in self._slots}.values())
+        self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
-            parameter_like(each, _local(each).detach().to(compute, copy=True)) for each in self._masters
+            parameter_like(each, local(each).detach().to(compute, copy=True)) for each in self._masters
         ]
-        self._copy_of: dict[int, Any] = {
-            id(master): copy for master, copy in zip(self._masters, self._copies, strict=True)
-        }
+        self._copy_of = dict(zip(self._masters, self._copies, strict=True))
         self._sums: dict[int, torch.Tensor] = {}
         """Gradients of this step so far, by the number of the parameter."""
         for number, copy in enumerate(self._copies):
@@ -83,10 +79,10 @@ class WorkingCopies:
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the copies, as the masters are now."""
         with torch.no_grad():
-            torch._foreach_copy_(self._copies, list(map(_local, self._masters)))
-        for master, copy in zip(self._masters, self._copies, strict=True):
+            torch._foreach_copy_(self._copies, list(map(local, self._masters)))
+        for master, copy in self._copy_of.items():
             copy.requires_grad_(master.requires_grad)
-        with standing_in([(module, name) for module, name, _ in self._slots], lambda master: self._copy_of[id(master)]):
+        with standing_in(self._slots, self._copy_of.__getitem__):
             yield
 
     def hand_over(self) -> None:
@@ -104,10 +100,6 @@ class WorkingCopies:
         copy.grad = None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(master: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """What is distributed as `master` is, and is `local` on this process."""
-    return DTensor.from_local(local, master.device_mesh, master.placements) if isinstance(master, DTensor) else local
+def _like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What is distributed as `master` is, and is `part` on this process."""
+    return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

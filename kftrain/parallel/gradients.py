@@ -37,8 +37,7 @@ class UsedParameters:
             model.set_reduce_scatter_unused_params(True)
         self._num_processes = world.size
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._place_of = {parameter: place for place, parameter in enumerate(self._parameters.values())}
-        self._used = [0.0] * len(self._parameters)
+        self._used: set[str] = set()
         self._names = {each: name for name, each in model.named_parameters()}
         self._gathered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Name -> a whole parameter, and its memory and version before the first forward."""
@@ -57,8 +56,8 @@ class UsedParameters:
                 value=changed,
                 fix="change it in the model's after_step, or compute with a changed value: weight.clamp(…)",
             )
-        used = self._used
-        self._used = [0.0] * len(self._used)
+        used = [float(name in self._used) for name in self._parameters]
+        self._used.clear()
         return used
 
     def drop_unused(self, num_users: list[float]) -> None:
@@ -79,19 +78,16 @@ class UsedParameters:
 
     def _watch(self, unit: nn.Module, gathered: Gathered) -> None:
         for parameter, whole in gathered.items():
-            self._gathered[self._names[parameter]] = whole, _memory(whole)
+            name = self._names[parameter]
+            self._gathered[name] = whole, _memory(whole)
             if whole.requires_grad:
-                place = self._place_of[parameter]
-                whole.register_post_accumulate_grad_hook(lambda _each, place=place: self._mark(place))  # type: ignore[no-untyped-call]
+                whole.register_post_accumulate_grad_hook(lambda _each, name=name: self._used.add(name))  # type: ignore[no-untyped-call]
 
         def keep_flags(*_inputs: object) -> None:
             for parameter, whole in gathered.items():  # what is gathered the next time is as this one is
                 parameter.requires_grad_(whole.requires_grad)
 
         unit.register_forward_hook(keep_flags, prepend=True)
-
-    def _mark(self, place: int) -> None:
-        self._used[place] = 1.0
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.gradients import watch_units
+from kftrain.parallel.sharded import Part, index_in, part_of
 from kftrain.parallel.world import World
 from kftrain.plugins import user_code
 
@@ -45,9 +45,6 @@ class Places(dict[str, list[Slot]]):
     attributes: dict[str, dict[str, Any]]
     """Of each parameter, what others had set on it."""
 
-
-Part = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a process's part of a parameter begins, and its shape."""
 
 HOST = torch.device("cpu")
 
@@ -105,7 +102,7 @@ class Drawn:
 
         def cut(name: str, part: Part) -> torch.Tensor:
             whole = self.whole(name, torch.device("cpu"))
-            return whole if whole.shape == part[1] else whole[_index(part)].clone()
+            return whole if whole.shape == part[1] else whole[index_in(part)].clone()
 
         with isolated():
             fill_parts(model, self.places, cut, HOST if on_host else self._device)
@@ -146,7 +143,7 @@ class Scattered:
     def _exchange(self, whole: torch.Tensor | None, parts: list[Part]) -> torch.Tensor:
         """This process's part; `whole` on the first one."""
         rank, group = self._world.rank, self._world.control
-        own = torch.empty(parts[rank][1], dtype=torch.float32) if whole is None else whole[_index(parts[0])]
+        own = torch.empty(parts[rank][1], dtype=torch.float32) if whole is None else whole[index_in(parts[0])]
         if len(parts) > 1 and all(part == parts[0] for part in parts):  # all have all of it
             own = own.contiguous()
             dist.broadcast(own, src=0, group=group)
@@ -156,7 +153,7 @@ class Scattered:
         else:
             for other, part in enumerate(parts[1:], start=1):
                 if 0 not in part[1]:
-                    dist.send(whole[_index(part)].contiguous(), dst=other, group=group)
+                    dist.send(whole[index_in(part)].contiguous(), dst=other, group=group)
         return own if whole is None or own.shape == whole.shape else own.clone()
 
 
@@ -288,8 +285,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
                 put(module, "_buffers", key, torch.empty_like(buffer, device="cpu"))
-    kept = [leaf for module in model.modules() for leaf in tree_leaves(attributes_of(module))]
-    attributes = [each for each in kept if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+    attributes = kept_tensors(model)
     shapes = world.gather([(tuple(each.shape), str(each.dtype), each.is_meta) for each in attributes])
     if any(each != shapes[0] for each in shapes):
         raise ConfigError(
@@ -342,18 +338,6 @@ def fill_parts(
     watch_units(model, lambda _, gathered: [vars(whole).update(vars(own)) for own, whole in gathered.items()])
 
 
-def part_of(parameter: torch.Tensor) -> Part:
-    """This process's part of a parameter, which may be spread over several."""
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.dim(), tuple(parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(offset), tuple(shape)
-
-
-def _index(part: Part) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
-
-
 def stored_parameter(slot: Slot) -> nn.Parameter:
     """What stands in a place."""
     parameter = slot[0]._parameters[slot[1]]
@@ -365,6 +349,10 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside what torch knows of; of a stored container the leaves count."""
-    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+def kept_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What modules keep as attributes, or in containers, beside what torch knows of."""
+    known = ("_parameters", "_buffers", "_modules")
+    others = [value for module in model.modules() for name, value in vars(module).items() if name not in known]
+    return [
+        each for each in tree_leaves(others) if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+    ]

@@ -62,8 +62,7 @@ class Replicas:
         if self._compute == torch.float32:
             yield
             return
-        slots = [(module, name) for module, name, _ in slots_of(self._model)]
-        with standing_in(slots, lambda master: master.to(self._compute)):
+        with standing_in(slots_of(self._model), lambda master: master.to(self._compute)):
             yield
 
     def exchange(self, does: bool) -> None:

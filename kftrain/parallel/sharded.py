@@ -16,18 +16,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a process's part of a tensor begins, and its shape."""
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def index_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+def part_of(tensor: torch.Tensor) -> Part:
     """Which part of the whole this process has."""
     if not isinstance(tensor, DTensor):
-        return (slice(None),) * tensor.dim()
+        return (0,) * tensor.dim(), tuple(tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
+    return tuple(start), tuple(shape)
+
+
+def index_in(part: Part) -> tuple[slice, ...]:
+    """Of a part in the whole."""
+    return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
+
+
+def index_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Of the part that this process has."""
+    return index_in(part_of(tensor))
 
 
 def cut_axes(tensor: torch.Tensor) -> tuple[int, ...]:

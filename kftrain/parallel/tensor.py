@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, standing_in
-from kftrain.parallel.sharded import local
+from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, standing_in, stored_parameter
+from kftrain.parallel.sharded import cut_axes, local
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
 from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
 from kftrain.parallel.vocabulary import SplitLogits, first_of_part, look_up
@@ -132,7 +132,7 @@ class CopiedParameters:
 
     def __init__(self, places: Places, partial: Sequence[str], peers: Peers) -> None:
         """`partial`: names of those whose gradients are sums over the processes; of the others all have the whole."""
-        self._places = {name: slots for name, slots in places.items() if not _is_split(slots)}
+        self._places = {name: slots for name, slots in places.items() if not cut_axes(stored_parameter(slots[0]))}
         self._partial = frozenset(partial)
         self._peers = peers
 
@@ -143,8 +143,8 @@ class CopiedParameters:
     @torch.no_grad()
     def __call__(self) -> None:
         """Makes the gradients those of all processes, in place. Collective."""
-        found_here = {name: _gradient(slots) for name, slots in self._places.items()}
-        gradients = {name: gradient for name, gradient in found_here.items() if gradient is not None}
+        parameters = {name: stored_parameter(slots[0]) for name, slots in self._places.items()}
+        gradients = {name: local(each.grad) for name, each in parameters.items() if each.grad is not None}
         if not gradients:
             return
         own = [each if name in self._partial else each / self._peers.size for name, each in gradients.items()]
@@ -165,8 +165,7 @@ def _spread(places: Places, names: Mapping[int, str], plan: Mapping[str, SplitMo
                 fix="split it in all of them alike (vocabulary and logits), or do not share it",
             )
         (dim,) = found
-        old = slots[0][0]._parameters[slots[0][1]]
-        assert old is not None
+        old = stored_parameter(slots[0])
         value = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
         put_all(slots, parameter_like(old, value))
 
@@ -175,16 +174,6 @@ def _is_partial(names: Mapping[int, str], slots: Any, plan: Mapping[str, SplitMo
     """Whether each process has seen a part only of what the gradient of a copy comes from."""
     kinds = {plan[name].kind for module, _ in slots if (name := names[id(module)]) in plan}
     return in_parts and bool(kinds & {"sequence", "row"})
-
-
-def _is_split(slots: Any) -> bool:
-    parameter = slots[0][0]._parameters[slots[0][1]]
-    return any(isinstance(each, Shard) for each in parameter.placements)
-
-
-def _gradient(slots: Any) -> torch.Tensor | None:
-    gradient = slots[0][0]._parameters[slots[0][1]].grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _slots_of(model: nn.Module, unit: str, blocks: Sequence[str]) -> list[tuple[nn.Module, str]]:

@@ -74,19 +74,18 @@ def require_fit(config: Config, task: Task) -> None:
 
 def _require_same_options(config: Config, exported: ModelConfig) -> None:
     """Raises ConfigError for an option that another one had, even where all shapes are the same."""
-    ours, theirs, train = options_of(config.model), options_of(exported), config.train
-    may_differ = {*TOLD_BY_SHAPES, *train.from_may_differ}
-    for name in sorted({*ours, *theirs} - may_differ):
+    ours, theirs, origin = options_of(config.model), options_of(exported), config.train.initial_weights.origin
+    for name in sorted({*ours, *theirs} - TOLD_BY_SHAPES):
         if ours.get(name) != theirs.get(name) and "drop" not in name:  # whatever is dropped is so in training alone
             raise ConfigError(
-                f"the model is not the one of {train.initial_weights.origin}, whose {name} is {theirs.get(name)}",
+                f"the model is not the one of {origin}, whose {name} is {theirs.get(name)}",
                 where=f"model.{name}",
                 value=ours.get(name),
-                fix="set it to that, name it in train.from_may_differ if it changes no output, or train from scratch",
+                fix="set it to that, or train from scratch",
             )
 
 
-TOLD_BY_SHAPES = ("num_kv_heads", "ffn_dim")
+TOLD_BY_SHAPES = {"num_kv_heads", "ffn_dim"}
 """Options of built-in models of which 0 stands for a size that the tensors tell."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,21 +30,25 @@ Leaves = dict[tuple[str, str], Any]
 """Name of an attribute, and where it is in it -> tensor, number or text."""
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks")
+_CONTAINERS = ("_modules", "_non_persistent_buffers_set", "_forward_hooks")
 
 
 @contextlib.contextmanager
-def lend_attributes(model: nn.Module) -> Iterator[None]:
+def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
     """Within it modules work on copies of what they keep; after it they have what they had, and nothing more.
 
-    What cannot be copied (a lock, torch's generator, an open file) stays the same.
+    What cannot be copied (a lock, torch's generator, an open file) stays the same. `tensors`: by the `id` of parameters
+    and buffers, what stands in for them wherever they are.
     """
-    shared = [*model.modules(), *model.parameters(), random.uniform.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
-    memo = {id(each): each for each in shared}
+    shared: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    shared += [random.uniform.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
+    memo = {**{id(each): each for each in shared}, **(tensors or {})}
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for attributes, own in before:
             attributes.update({key: copy.copy(own[key]) for key in _CONTAINERS})
+            for kind in ("_parameters", "_buffers"):
+                attributes[kind] = {key: memo.get(id(each), each) for key, each in own[kind].items()}
             attributes.update({key: _copy_of(own[key], memo) for key in own if key not in _OF_TORCH})
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all
+from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all, stored_parameter
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Loans:
     def lend(self, names: Sequence[str]) -> None:
         for name in names:
             slots = self._weights.places[name]
-            empty = slots[0][0]._parameters[slots[0][1]]
-            assert empty is not None and name not in self._empty
+            empty = stored_parameter(slots[0])
+            assert name not in self._empty
             parameter = parameter_like(empty, self._value(name))
             self._empty[name] = empty
             if parameter.numel():
@@ -75,8 +75,7 @@ class _Loans:
             if name not in self._empty:
                 continue
             slots = self._weights.places[name]
-            lent = slots[0][0]._parameters[slots[0][1]]
-            assert lent is not None
+            lent = stored_parameter(slots[0])
             self._name_of.pop(_address(lent), None)
             put_all(slots, self._empty.pop(name))
             lent.data = lent.data.new_empty(0)  # the graph of the loss keeps the parameter, but not its memory

@@ -43,7 +43,6 @@ class Adafactor(SkippingOptimizer):
 
     def __init__(self, groups: list[Group], learning_rate: float) -> None:
         super().__init__(groups, {"lr": learning_rate, "weight_decay": 0.0})
-        self.begin_all()
         self._indices = {each: index_of(each) for group in self.param_groups for each in group["params"]}
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

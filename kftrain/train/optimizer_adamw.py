@@ -17,7 +17,6 @@ class AdamW(SkippingOptimizer):
 
     def __init__(self, groups: list[Group], learning_rate: float, betas: tuple[float, float], epsilon: float) -> None:
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
-        self.begin_all()
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Its count and its two moments."""

@@ -23,15 +23,15 @@ class SkippingOptimizer(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
     """Scalar: 1 where the gradients are not finite, else 0; None: they are."""
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter before its first step."""
-        raise NotImplementedError
-
-    def begin_all(self) -> None:
-        """Gives each parameter its state."""
+    def __init__(self, groups: list[Group], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self.begin(parameter)
+
+    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Updates parameters that have a gradient; `gradients`: their local parts, which may be changed."""

@@ -49,7 +49,6 @@ class Muon(SkippingOptimizer):
         super().__init__(groups, defaults)
         self._compute = compute
         self._replicas = replicas
-        self.begin_all()
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Its count and its momentum."""

@@ -16,7 +16,6 @@ class Sgd(SkippingOptimizer):
 
     def __init__(self, groups: list[Group], learning_rate: float, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
-        self.begin_all()
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Its count, and its momentum, where there is one."""

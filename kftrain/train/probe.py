@@ -26,12 +26,12 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
-from kftrain.parallel.initialize import isolated, parameter_like, put, seed_all
+from kftrain.parallel.initialize import isolated, parameter_like, seed_all
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
 from kftrain.train.attributes import first_difference, lend_attributes, read_attributes, require_no_state
 from kftrain.train.lender import Lender
-from kftrain.train.step import after_step, loss_of, terms_of
+from kftrain.train.step import after_step, loss_of, received, terms_of
 
 ROWS = 2
 """Of one process's first micro batch, and as many others; more would only take longer."""
@@ -82,14 +82,14 @@ def look(
 
     def loss_again(rows: MicroBatch, turn: int = 0) -> float:
         with isolate(seed, device, turn):
-            return loss_of(model, task, rows, device).item()
+            return loss_of(model, task, received(task, rows, device)).item()
 
     with contextlib.closing(log):
         with lend_copies(model, device, torch.float32, lender) as buffers, isolate(seed, device):
-            at_first, chance = read_attributes(model), _state_of_chance(device)
-            loss = loss_of(model, task, micro, device).item()
+            at_first, chance, saved = read_attributes(model), _state_of_chance(device), set(model.state_dict())
+            loss = loss_of(model, task, received(task, micro, device)).item()
             is_random, calls = _state_of_chance(device) != chance, [log.take()]
-            _require_registered(model, buffers)
+            _require_known(model, saved)
             changed = _changed(model, buffers)
             after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
             attributes = read_attributes(model)
@@ -127,7 +127,7 @@ def rehearse(
     handles = cast_inputs(model, names, dtype)
     try:
         with lend_copies(model, device, dtype, lender), isolate(seed, device):
-            loss_of(model, task, first_rows(micro, ROWS), device)
+            loss_of(model, task, received(task, first_rows(micro, ROWS), device))
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in bf16: {error.what}",
@@ -185,32 +185,21 @@ def lend_copies(
 
     Yields its own buffers.
     """
-    parameters = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
-    copies: dict[int, torch.Tensor] = {}
-    with lend_attributes(model):
-        for module, key, parameter in [] if lender else parameters:
-            if id(parameter) not in copies:
-                copy = parameter.detach().to(device, dtype, copy=True)
-                copies[id(parameter)] = parameter_like(parameter, copy)
-            put(module, "_parameters", key, copies[id(parameter)])
-        for module, key, buffer in buffers:
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.detach().to(device, copy=True)
-            put(module, "_buffers", key, copies[id(buffer)])
-        with lender.lending(model, device, dtype) if lender else contextlib.nullcontext():
-            yield buffers
+    copies = {id(each): each.detach().to(device, copy=True) for each in model.buffers()}
+    for each in [] if lender else model.parameters():
+        copies[id(each)] = parameter_like(each, each.detach().to(device, dtype, copy=True))
+    lending = lender.lending(model, device, dtype) if lender else contextlib.nullcontext()
+    with lend_attributes(model, copies), lending:
+        yield buffers
 
 
-def _require_registered(model: nn.Module, buffers: Slots) -> None:
+def _require_known(model: nn.Module, saved: Collection[str]) -> None:
     """Raises ConfigError for a saved buffer that a forward pass has made: a model that resumes would not know it."""
-    before = {(id(module), key) for module, key, _ in buffers}
-    for name, module in model.named_modules():
-        made = {key for key, each in module._buffers.items() if each is not None and (id(module), key) not in before}
-        for key in made - module._non_persistent_buffers_set:
-            what = "the forward pass makes a buffer that checkpoints hold, and that a model has not when it resumes"
-            fix = "give it its values in the constructor, or register it with persistent=False"
-            raise ConfigError(what, where=f"model {f'{name}.{key}'.lstrip('.')}", fix=fix)
+    for name in model.state_dict().keys() - saved:
+        what = "the forward pass makes a buffer that checkpoints hold, and that a model has not when it resumes"
+        fix = "give it its values in the constructor, or register it with persistent=False"
+        raise ConfigError(what, where=f"model {name}", fix=fix)
 
 
 def _changed(model: nn.Module, buffers: Slots) -> dict[str, str]:

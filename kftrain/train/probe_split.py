@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError
-from kftrain.parallel.initialize import part_of, places_of, stored_parameter
+from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
 from kftrain.parallel.tensor_plan import plan_of
 from kftrain.parallel.transforms import Distributed
@@ -37,7 +38,7 @@ from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.attributes import lend_attributes
 from kftrain.train.lender import Lender
-from kftrain.train.step import loss_of
+from kftrain.train.step import loss_of, received
 
 CHANGE = 2.0**-20
 """Of each weight, relative: sixteen times what fp32 resolves, more than what another order of sums does to it."""
@@ -90,7 +91,7 @@ def require_same_as_whole(
                 if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):
-                loss = loss_of(model, task, probe.first_rows(micro, probe.ROWS), device)
+                loss = loss_of(model, task, received(task, probe.first_rows(micro, probe.ROWS), device))
             seen.take("", "loss", loss)
             torch.autograd.grad(loss, lent, allow_unused=True)
         return seen.record
@@ -161,7 +162,7 @@ class _Weights:
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
         """Matrices keep the size of what passes through them; gains and biases are about one."""
-        shape, part = self._parameters[name].shape, part_of(self._parameters[name])
+        shape = self._parameters[name].shape
         draw = torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
         if len(shape) < 2:
             value = torch.rand(shape, generator=draw, device=device) + 0.5
@@ -170,7 +171,7 @@ class _Weights:
         if self._change:
             draw.manual_seed(self._change)
             value *= 1 + CHANGE * torch.randn(shape, generator=draw, device=device)
-        own = value[tuple(slice(start, start + length) for start, length in zip(*part, strict=True))]
+        own = value[index_of(self._parameters[name])]
         return value if own.shape == value.shape else own.clone()
 
 

@@ -145,8 +145,6 @@ class TrainConfig(Section):
     """Whose weights the training starts with, with a new optimizer: `scratch`, `champion` (the champion of the moment
     when the run is opened; where there is none yet, from scratch), a version of the registered model, the URI of a run
     or of an export."""
-    from_may_differ: tuple[str, ...] = ()
-    """Options of the model that need not be those of the one it starts from; rates of dropout never need to be."""
     initial_weights: InitialWeights = InitialWeights()
     """What `from` came to when the run was opened."""
     global_batch_size: Count = 32

@@ -29,7 +29,7 @@ from kftrain.train.engine import Agree, StepResult
 from kftrain.train.groups import names_of
 from kftrain.train.optimizer import Optimizer
 from kftrain.train.parts import Parts, model_part, optimizer_part
-from kftrain.train.step import after_step, has_hook, loss_of
+from kftrain.train.step import after_step, has_hook, loss_of, received
 
 
 class SpmdEngine:
@@ -133,10 +133,12 @@ class SpmdEngine:
                 )
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        tensors = received(self.task, micro, self.mesh.world.device)
+        if self.norms is not None:
+            self.norms.begin(tensors.weight)
         if self._log is not None:
             self._log.take()  # what a validation has called
-        begin = None if self.norms is None else self.norms.begin
-        loss = loss_of(self.model, self.task, micro, self.mesh.world.device, begin)
+        loss = loss_of(self.model, self.task, tensors)
         if self._log is not None:
             blocks.require_same_calls(self._calls, self._log.take())
         return loss

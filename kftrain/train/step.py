@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,25 +41,14 @@ def received(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
     return sent
 
 
-def loss_of(
-    model: nn.Module,
-    task: Task,
-    micro: MicroBatch,
-    device: torch.device,
-    begin: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
+def loss_of(model: nn.Module, task: Task, tensors: Tensors) -> torch.Tensor:
     """The sum of the loss terms, fp32, auxiliary ones among them.
-
-    `begin`: is given the weight of the rows, on the device, before the forward pass.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
-    tensors = received(task, micro, device)
-    if begin is not None:
-        begin(tensors.weight)
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
-        found = split_output(model(*inputs), len(micro.weight))
+        found = split_output(model(*inputs), len(tensors.weight))
     with user_code("task.loss"):
         loss = task.loss(found.output, tensors.batch, tensors.weight)
     if not isinstance(loss, torch.Tensor) or loss.dim():

@@ -162,7 +162,6 @@ def test_an_option_that_changes_no_shape_must_be_that_of_the_export(
         require_fit(tmp_path, champion, model)
     assert "\n" not in caught.value.line
     require_fit(tmp_path, champion, {"kind": kind, name: theirs})
-    require_fit(tmp_path, champion, model, f"train.from_may_differ=['{name}']")
 
 
 def test_what_is_dropped_in_training_and_sizes_by_another_name_may_differ(tmp_path, champions):

@@ -121,8 +121,8 @@ def test_a_loss_is_the_same_of_what_was_sent_and_of_rows():
     generator = np.random.default_rng(1)
     micro = MicroBatch({"x": generator.normal(size=(8, odd_models.DIM)).astype(np.float32)}, np.ones(8, np.float32))
     sent = Carrier(task, FakeStreams()).send(micro, np.ones(8))
-    found = loss_of(model, task, MicroBatch({}, micro.weight, sent), CPU)
-    assert found.item() == loss_of(model, task, micro, CPU).item()
+    found = loss_of(model, task, received(task, MicroBatch({}, micro.weight, sent), CPU))
+    assert found.item() == loss_of(model, task, received(task, micro, CPU)).item()
 
 
 class Drawing(odd_models.Task):
