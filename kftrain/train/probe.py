@@ -31,7 +31,7 @@ from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
 from kftrain.train.attributes import first_difference, lend_attributes, read_attributes, require_no_state
 from kftrain.train.lender import Lender
-from kftrain.train.step import after_step, loss_of, received, terms_of
+from kftrain.train.step import after_step, loss_of, receive_tensors, terms_of
 
 ROWS = 2
 """Of one process's first micro batch, and as many others; more would only take longer."""
@@ -82,12 +82,12 @@ def look(
 
     def loss_again(rows: MicroBatch, turn: int = 0) -> float:
         with isolate(seed, device, turn):
-            return loss_of(model, task, received(task, rows, device)).item()
+            return loss_of(model, task, receive_tensors(task, rows, device)).item()
 
     with contextlib.closing(log):
         with lend_copies(model, device, torch.float32, lender) as buffers, isolate(seed, device):
             at_first, chance, saved = read_attributes(model), _state_of_chance(device), set(model.state_dict())
-            loss = loss_of(model, task, received(task, micro, device)).item()
+            loss = loss_of(model, task, receive_tensors(task, micro, device)).item()
             is_random, calls = _state_of_chance(device) != chance, [log.take()]
             _require_known(model, saved)
             changed = _changed(model, buffers)
@@ -127,7 +127,7 @@ def rehearse(
     handles = cast_inputs(model, names, dtype)
     try:
         with lend_copies(model, device, dtype, lender), isolate(seed, device):
-            loss_of(model, task, received(task, first_rows(micro, ROWS), device))
+            loss_of(model, task, receive_tensors(task, first_rows(micro, ROWS), device))
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in bf16: {error.what}",

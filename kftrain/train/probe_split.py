@@ -38,7 +38,7 @@ from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.attributes import lend_attributes
 from kftrain.train.lender import Lender
-from kftrain.train.step import loss_of, received
+from kftrain.train.step import loss_of, receive_tensors
 
 CHANGE = 2.0**-20
 """Of each weight, relative: sixteen times what fp32 resolves, more than what another order of sums does to it."""
@@ -91,7 +91,7 @@ def require_same_as_whole(
                 if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):
-                loss = loss_of(model, task, received(task, probe.first_rows(micro, probe.ROWS), device))
+                loss = loss_of(model, task, receive_tensors(task, probe.first_rows(micro, probe.ROWS), device))
             seen.take("", "loss", loss)
             torch.autograd.grad(loss, lent, allow_unused=True)
         return seen.record

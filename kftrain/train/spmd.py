@@ -29,7 +29,7 @@ from kftrain.train.engine import Agree, StepResult
 from kftrain.train.groups import names_of
 from kftrain.train.optimizer import Optimizer
 from kftrain.train.parts import Parts, model_part, optimizer_part
-from kftrain.train.step import after_step, has_hook, loss_of, received
+from kftrain.train.step import after_step, has_hook, loss_of, receive_tensors
 
 
 class SpmdEngine:
@@ -133,7 +133,7 @@ class SpmdEngine:
                 )
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
-        tensors = received(self.task, micro, self.mesh.world.device)
+        tensors = receive_tensors(self.task, micro, self.mesh.world.device)
         if self.norms is not None:
             self.norms.begin(tensors.weight)
         if self._log is not None:

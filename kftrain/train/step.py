@@ -33,7 +33,7 @@ def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
     return weighted
 
 
-def received(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
+def receive_tensors(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
     """The tensors that were sent to the device, or else are made now."""
     if micro.sent is None:
         return to_device(built(task, micro, terms_of(task, micro)), device)

@@ -17,7 +17,7 @@ from kftrain.data.order import BatchPlan
 from kftrain.errors import UserCodeError
 from kftrain.train import probe
 from kftrain.train.carrier import Carrier
-from kftrain.train.step import loss_of, received
+from kftrain.train.step import loss_of, receive_tensors
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_tensors_are_copied_aside_in_the_loaders_thread_and_waited_for_where_the
         assert batch.num_terms == 18
         for micro in batch.micro_batches:
             sent, before = micro.sent, len(streams.did)
-            tensors = received(task, micro, CPU)
+            tensors = receive_tensors(task, micro, CPU)
             everything = [*tensors.batch.values(), tensors.weight, tensors.terms]
             copied = [number for number, (what, _, _, _) in enumerate(streams.did) if what == "copy"]
             own = [n for n in copied if any(streams.did[n][1] is tensor for tensor in everything)]
@@ -121,8 +121,8 @@ def test_a_loss_is_the_same_of_what_was_sent_and_of_rows():
     generator = np.random.default_rng(1)
     micro = MicroBatch({"x": generator.normal(size=(8, odd_models.DIM)).astype(np.float32)}, np.ones(8, np.float32))
     sent = Carrier(task, FakeStreams()).send(micro, np.ones(8))
-    found = loss_of(model, task, received(task, MicroBatch({}, micro.weight, sent), CPU))
-    assert found.item() == loss_of(model, task, received(task, micro, CPU)).item()
+    found = loss_of(model, task, receive_tensors(task, MicroBatch({}, micro.weight, sent), CPU))
+    assert found.item() == loss_of(model, task, receive_tensors(task, micro, CPU)).item()
 
 
 class Drawing(odd_models.Task):
