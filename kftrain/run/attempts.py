@@ -39,8 +39,7 @@ class Claim(documents.Document):
 
 def last_attempt(paths: RunPaths) -> int:
     """Number of the highest claim; 0 where there is none."""
-    numbers = [name.removesuffix(".json") for name in storage.list_names(paths.attempts)]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return storage.last_number(paths.attempts)
 
 
 def claims(paths: RunPaths) -> list[Claim]:

@@ -17,6 +17,7 @@ from pydantic import Field
 from kftrain import storage
 from kftrain.run import documents
 from kftrain.run.documents import Document
+from kftrain.storage import number_of
 
 
 class Watermark(Document):
@@ -38,12 +39,6 @@ class WindowFiles(Document):
     files: dict[str, list[str]]
 
 
-def number_of(uri: str) -> int:
-    """The number of an entry; 0 for what is none."""
-    stem = uri.rpartition("/")[2].removesuffix(".json")
-    return int(stem) if stem.isdigit() else 0
-
-
 def read_watermark(uri: str) -> Watermark:
     """An entry. Raises DataError where it is missing or damaged."""
     return documents.read(Watermark, uri) if number_of(uri) else Watermark()
@@ -51,7 +46,7 @@ def read_watermark(uri: str) -> Watermark:
 
 def find_watermark(folder: str, run_uri: str) -> str:
     """The entry at which the window of a run begins: the last one, or the one before where that is its own."""
-    last = storage.join(folder, f"{max(map(number_of, storage.list_names(folder)), default=0)}.json")
+    last = storage.join(folder, f"{storage.last_number(folder)}.json")
     return _beside(last, number_of(last) - (read_watermark(last).run_uri == run_uri))
 
 

@@ -13,7 +13,7 @@ from kftrain.settings.section import Amount, Section
 
 SINCE = "since_last_trained"
 
-EARLIEST = "0001-01-02T00:00:00Z"
+EARLIEST = datetime(1, 1, 2, tzinfo=timezone.utc)
 """Everything comes after it, by the calendar of any zone."""
 
 Hours = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -51,7 +51,7 @@ class Policy(Section):
     @property
     def first(self) -> datetime:
         """What comes before is never read. Raises ConfigError."""
-        return parse_instant(self.window_start or EARLIEST, "window_start")
+        return parse_instant(self.window_start, "window_start") if self.window_start else EARLIEST
 
 
 class ScheduleConfig(Policy):

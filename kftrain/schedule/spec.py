@@ -15,7 +15,7 @@ from kftrain import plain
 from kftrain.config import Config
 from kftrain.errors import ConfigError
 from kftrain.schedule import cron
-from kftrain.schedule.settings import EARLIEST, NAME, SINCE, Policy, ScheduleConfig, parse_instant
+from kftrain.schedule.settings import NAME, SINCE, Policy, ScheduleConfig, parse_instant
 
 
 class ScheduleFile(Policy):
@@ -90,7 +90,8 @@ def _require_window(file: ScheduleFile, config: Config, where: str) -> None:
             value=file.window or file.window_hours,
             fix="set data.window.by to path, modified or column",
         )
-    parse_instant(file.window_start or EARLIEST, f"{where}: window_start")
+    if file.window_start:
+        parse_instant(file.window_start, f"{where}: window_start")
     is_since = file.window == SINCE or (window.is_set and not window.start and not file.window_hours)
     wrong = {"window_hours": file.window_hours, "data.window.start": window.start} if file.window else {}
     if not is_since:

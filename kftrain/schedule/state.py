@@ -118,13 +118,12 @@ class History:
 
     def ended(self, key: str) -> FiringEnd | None:
         """How a firing has ended; None: nobody has said so yet."""
-        uri = self._outcome(key)
-        return documents.read(FiringEnd, uri) if storage.exists(uri) else None
+        return documents.read_if_exists(FiringEnd, self._place("outcomes", key))
 
     def end(self, key: str, ended: FiringEnd) -> bool:
         """Says how a firing has ended; False where somebody has said so before."""
         try:
-            storage.create_json(self._outcome(key), ended.to_dict())
+            storage.create_json(self._place("outcomes", key), ended.to_dict())
         except FileExistsError:
             return False
         self._close(key, ended)
@@ -171,8 +170,8 @@ class History:
 
     def last_event(self) -> ScheduleEvent | None:
         """The last time that it was paused or resumed."""
-        number = self._last_number()
-        return documents.read(ScheduleEvent, self._event(number)) if number else None
+        number = storage.last_number(storage.join(self.uri, "events"))
+        return documents.read(ScheduleEvent, self._place("events", str(number))) if number else None
 
     def paused(self) -> ScheduleEvent | None:
         """Since when and why it is paused; None: it is not."""
@@ -184,17 +183,13 @@ class History:
         event = self.last_event()
         if (event.kind if event is not None else "resumed") == kind:
             return False
-        number = self._last_number() + 1
+        number = storage.last_number(storage.join(self.uri, "events")) + 1
         said = ScheduleEvent(kind=kind, line=line, time=time.time() if now is None else now)
         try:
-            storage.create_json(self._event(number), said.to_dict())
+            storage.create_json(self._place("events", str(number)), said.to_dict())
         except FileExistsError:  # somebody has said something at the same time: what they said may be the same
             return self.add(kind, line, now)
         return True
-
-    def _last_number(self) -> int:
-        names = storage.list_names(storage.join(self.uri, "events"))
-        return max((int(name.removesuffix(".json")) for name in names if name[:-5].isdigit()), default=0)
 
     def _close(self, key: str, ended: FiringEnd) -> None:
         """Puts into the index how a firing has ended; what came before a training counts no more."""
@@ -209,27 +204,18 @@ class History:
         """Makes the index of a schedule that has none, from all that it has ever done."""
         if storage.exists(storage.join(self.uri, INDEX)):
             return
-        keys, ended = self.keys(), set(self.keys("outcomes"))
-        for key in keys:
-            if key not in ended:
-                storage.publish_json(self._place(OPEN, key), {})
-        for key in keys:
+        ends = self.keys("outcomes")
+        for key in set(self.keys()) - set(ends):
+            storage.publish_json(self._place(OPEN, key), {})
+        for key in ends:
             with contextlib.suppress(DataError):
-                found = self.ended(key)
-                if found is not None:
-                    self._close(key, found)
-                if found is not None and found.result == "trained" and BACKFILL not in key:
-                    break
+                self._close(key, documents.read(FiringEnd, self._place("outcomes", key)))
+            if self.keys("trained"):
+                break
         storage.publish_json(storage.join(self.uri, INDEX), {})
 
     def _place(self, folder: str, key: str) -> str:
         return storage.join(self.uri, folder, f"{key}.json")
-
-    def _outcome(self, key: str) -> str:
-        return self._place("outcomes", key)
-
-    def _event(self, number: int) -> str:
-        return storage.join(self.uri, "events", f"{number}.json")
 
 
 def names_below(storage_root: str) -> list[str]:

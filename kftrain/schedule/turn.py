@@ -78,7 +78,7 @@ class Turn:
         """Waits for the turn; False where somebody else had one since the last. Raises LaunchError."""
         silence, until = Silence(), self.clock() + MAX_WAIT_SECONDS
         while True:
-            start, number = self.clock(), self._last()
+            start, number = self.clock(), storage.last_number(self.uri)
             found = self._read(number)
             silence = silence.after(str(number).encode(), start, self.clock())
             if found is None or found.given_back or silence.seconds >= SILENT_SECONDS:
@@ -98,14 +98,14 @@ class Turn:
             return
         if not self._put(self._number + 1):
             self._kept_at = None
-            raise self._lost(self._read(self._last()))
+            raise self._lost(self._read(storage.last_number(self.uri)))
 
     def give_back(self) -> None:
         """Lets others have their turn; where that fails they wait until nothing was heard for long."""
         if self._kept_at is None:
             return
         with best_effort("the turn to change the schedule could not be given back"):
-            older = [name for name in storage.list_names(self.uri) if _number_of(name) < self._number]
+            older = [name for name in storage.list_names(self.uri) if storage.number_of(name) < self._number]
             if self._put(self._number + 1, given_back=True):
                 for name in older:
                     storage.remove(storage.join(self.uri, name))
@@ -119,13 +119,10 @@ class Turn:
             storage.create_json(self._document(number), taken.to_dict())
         except FileExistsError:
             return False
-        if self._last() != number:
+        if storage.last_number(self.uri) != number:
             return False
         self._number, self._kept_at = number, start
         return True
-
-    def _last(self) -> int:
-        return max(map(_number_of, storage.list_names(self.uri)), default=0)
 
     def _read(self, number: int) -> TurnTaken | None:
         """None where there is none, or it was removed because others went on."""
@@ -141,8 +138,3 @@ class Turn:
             value=found.host if found else None,
             fix="find out who, and apply it again",
         )
-
-
-def _number_of(name: str) -> int:
-    stem = name.removesuffix(".json")
-    return int(stem) if stem.isdigit() else 0

@@ -126,9 +126,7 @@ def unchanged(
     identity = _identity(config, dataset_digest)
     fired = Fired(schedule=schedule.name, key=begun.key, job_id=job_id, identity=identity)
     storage.publish_json(_fired_uri(paths), fired.to_dict())
-    if (
-        not schedule.skip_unchanged or config.data.window.watermark
-    ):  # of what follows a watermark nothing was trained on
+    if not schedule.skip_unchanged or config.data.window.watermark:  # nothing was trained on what follows one
         return None
     last = History.of(paths.storage_root, schedule.name).last_trained()
     if last is None or last.identity != identity or last.run_uri == paths.uri:
@@ -157,7 +155,7 @@ def skipped_outcome(paths: RunPaths, progress: Progress) -> Outcome | None:
 
 def read_skipped(paths: RunPaths) -> Skipped | None:
     """Why a run has nothing to do; None: it has. Raises DataError where the document is damaged."""
-    return documents.read(Skipped, paths.skipped) if storage.exists(paths.skipped) else None
+    return documents.read_if_exists(Skipped, paths.skipped)
 
 
 def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | None, progress: Progress) -> None:
@@ -165,36 +163,24 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
     schedule = config.schedule
     if not schedule.name:
         return
-    key, identity, skipped = "", "", None
     with best_effort("what became of the schedule could not be recorded", REPORT_SECONDS):
-        fired = documents.read(Fired, _fired_uri(paths)) if storage.exists(_fired_uri(paths)) else None
+        fired = documents.read_if_exists(Fired, _fired_uri(paths))
+        own = fired if fired is not None and fired.job_id == job_id else None
         history = History.of(config.run.storage_root, schedule.name)
-        if fired is not None and fired.job_id == job_id:
-            key, identity = fired.key, fired.identity
-        else:
-            key = history.key_of(job_id)
-        skipped = read_skipped(paths) if error is None else None
-        result, line = _result(error, skipped)
+        key, identity = (own.key, own.identity) if own else (history.key_of(job_id), "")
+        result, line = _result(error, read_skipped(paths) if error is None else None)
         if key:
             ended = FiringEnd(
                 result=result, line=line, job_id=job_id, run_uri=paths.uri, time=time.time(), identity=identity
             )
-            is_empty = skipped is not None and skipped.why == "empty"
-            record(config, history, key, ended, progress, is_empty)
+            record(config, history, key, ended, progress)
 
 
-def record(
-    config: Config, history: History, key: str, ended: FiringEnd, progress: Progress, is_empty: bool = False
-) -> None:
-    """Records how a firing has ended; the first to do so counts, pauses and alerts. Before, the watermark is moved.
-
-    `is_empty`: nothing was in its window, which is left behind only where it could have ended later: else the rest
-    would never come.
-    """
-    schedule, name, data, paths = config.schedule, history.name, config.data, RunPaths(ended.run_uri)
-    is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
+def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
+    """Records how a firing has ended; the first to do so counts, pauses and alerts. Before, the watermark is moved."""
+    schedule, name, paths = config.schedule, history.name, RunPaths(ended.run_uri)
     is_over = ended.result == "trained" or _is_registered(paths)
-    if data.window.watermark and (is_over or (is_empty and schedule.max_window_hours and is_one)):
+    if config.data.window.watermark and (is_over or (ended.result == "skipped" and _has_empty_window(config, paths))):
         leave_behind(config, paths, progress)
     if not history.end(key, ended) or ended.result != "failed":
         return
@@ -206,6 +192,13 @@ def record(
             line = f"{name} is paused after {why}; to go on: kftrain schedule resume"
             progress(line)
     alert.send(line, link(config, ended), schedule.alert_over_http, progress)
+
+
+def _has_empty_window(config: Config, paths: RunPaths) -> bool:
+    """Whether nothing was in a window that could have ended later: else the rest would never come."""
+    skipped, data = read_skipped(paths), config.data
+    is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
+    return skipped is not None and skipped.why == "empty" and config.schedule.max_window_hours > 0 and is_one
 
 
 def close_lost(

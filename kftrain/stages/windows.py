@@ -64,7 +64,7 @@ def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetim
         start = cron.days_before(cron.parse(schedule.cron), cron.zone(schedule.time_zone), instant, days)
         return TimeWindow(start - timedelta(hours=hours + schedule.settle_hours), until)
     start = max([*ends, schedule.first])
-    if schedule.max_window_hours and start > parse_instant(EARLIEST, "window_start"):
+    if schedule.max_window_hours and start > EARLIEST:
         until = min(until, start + timedelta(hours=schedule.max_window_hours))
     return TimeWindow(start, until) if start < until else None
 
@@ -89,14 +89,11 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
     window = scheduled_window(schedule, instant, ends)
     if window is None:
         return None
-    placed = with_window(config, window)
     if not uri:
-        return placed
+        return with_window(config, window)
     rest = f"; max_window_hours leaves what comes until {instant - settle}" if window.end < instant - settle else ""
     progress(f"window: {window}{rest}")
-    beside = {"watermark": uri, "late_from": utc_text(schedule.first)}
-    data = placed.data.model_copy(update={"window": placed.data.window.model_copy(update=beside)})
-    return placed.model_copy(update={"data": data})
+    return with_window(config, window, watermark=uri, late_from=utc_text(schedule.first))
 
 
 def new_files(
@@ -122,27 +119,22 @@ def new_files(
 def leave_behind(config: Config, paths: RunPaths, progress: Progress) -> None:
     """Moves the watermark behind the window of a run, unless another run has done so. Raises DataError."""
     window = config.data.window
-    files = documents.read(WindowFiles, paths.window_files).files if storage.exists(paths.window_files) else {}
+    found = documents.read_if_exists(WindowFiles, paths.window_files)
     ends = dict.fromkeys(config.data.windowed_sources, window.end)
-    if move_watermark(window.watermark, ends, files, paths.uri):
+    if move_watermark(window.watermark, ends, found.files if found else {}, paths.uri):
         progress(f"the next window begins at {window.end}")
     else:
         progress("warning: another run was trained from where this window begins: the next one begins behind that")
 
 
-def with_window(config: Config, window: TimeWindow) -> Config:
-    """The configuration of a run of that window. Raises ConfigError where `data.window.by` says nothing."""
+def with_window(config: Config, window: TimeWindow, **beside: str) -> Config:
+    """The configuration of a run of that window, with `beside` in it. Raises ConfigError for no `data.window.by`."""
     settings = config.data.window
     if not settings.is_set:
         fix = "set it to path, modified or column"
         raise ConfigError("nothing says what lies in a window", where="data.window.by", value=settings.by, fix=fix)
-    data = config.data.model_copy(update={"window": settings.placed(window)})
+    data = config.data.model_copy(update={"window": settings.placed(window).model_copy(update=beside)})
     return config.model_copy(update={"data": data})
-
-
-def without_promotion(config: Config) -> Config:
-    """The same, whose model never becomes champion."""
-    return config.model_copy(update={"registry": config.registry.model_copy(update={"promotion": "never"})})
 
 
 def with_replay(config: Config, paths: RunPaths, progress: Progress) -> Config:
@@ -178,7 +170,8 @@ def backfill(
     """
     found: list[WindowResult[T]] = []
     ordered = sorted(windows, key=lambda window: (window.start, window.end))
-    configs = [with_window(without_promotion(config), window) for window in ordered]
+    registry = config.registry.model_copy(update={"promotion": "never"})
+    configs = [with_window(config.model_copy(update={"registry": registry}), window) for window in ordered]
     for number, (window, placed) in enumerate(zip(ordered, configs, strict=True), start=1):
         progress(f"window {number} of {len(ordered)}: {window}")
         try:

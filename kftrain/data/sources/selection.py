@@ -10,7 +10,8 @@ from kftrain.data.sources.listing import ListedFile, SourceFile
 from kftrain.data.time_window import UTC, TimeWindow, instant, partition_of
 from kftrain.errors import DataError, EmptyWindowError
 from kftrain.progress import to_log
-from kftrain.run.watermark import number_of, read_names, read_watermark
+from kftrain.run.watermark import read_names, read_watermark
+from kftrain.storage import number_of
 
 DATE_COLUMN = "date"
 """What the date in a path is called, unless `data.window.column` says otherwise."""

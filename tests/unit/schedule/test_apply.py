@@ -16,6 +16,7 @@ from kftrain.schedule import turn as turns
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Content, Create, Delete, Disable, Enable, Recurring, Wanted, changes_to, plan
 from kftrain.schedule.turn import Turn
+from kftrain.storage import number_of
 
 NIGHTLY = Content("nightly", "0 0 2 * * *", "p-1", "e-1", {"config": "train: {steps: 100}\n", "resume_run": ""})
 LATER = replace(NIGHTLY, cron="0 0 3 * * *")
@@ -89,6 +90,11 @@ class Folder:
     def list_names(self, uri):
         self.before()
         return sorted(name.removeprefix(f"{uri}/") for name in self.files)
+
+    def last_number(self, uri):
+        return max(map(number_of, self.list_names(uri)), default=0)
+
+    number_of = staticmethod(number_of)
 
     def create_json(self, uri, document):
         self.before()

@@ -12,10 +12,11 @@ from kftrain import storage
 from kftrain.data.sources import resolve_source
 from kftrain.errors import DataError
 from kftrain.run.paths import RunPaths
-from kftrain.run.watermark import find_watermark, move_watermark, number_of, read_names, read_watermark
+from kftrain.run.watermark import find_watermark, move_watermark, read_names, read_watermark
 from kftrain.schedule import cron
 from kftrain.schedule.settings import Policy
 from kftrain.stages import firing, windows
+from kftrain.storage import number_of
 
 UTC = timezone.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
