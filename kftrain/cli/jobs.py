@@ -87,7 +87,7 @@ def _show_run(paths: RunPaths, as_json: bool) -> None:
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
     """Print what the workers of a RUN print now; complete logs of ended ones lie in the run's folder, under logs/."""
-    _jobs_of(run, namespace).logs(run, task, follow, echo)
+    _jobs(_config_of(run), namespace).logs(run, task, follow, echo)
 
 
 @click.command("cancel")
@@ -95,7 +95,7 @@ def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:
 @namespace_option
 def cancel_command(run: str, namespace: str) -> None:
     """End the jobs of a RUN: workers commit a checkpoint, then every one of them goes."""
-    _say("deleted", _jobs_of(run, namespace).cancel(run))
+    _say("deleted", _jobs(_config_of(run), namespace).cancel(run))
 
 
 @click.command("suspend")
@@ -103,7 +103,7 @@ def cancel_command(run: str, namespace: str) -> None:
 @namespace_option
 def suspend_command(run: str, namespace: str) -> None:
     """Take the pods of a RUN away after a commit; its launcher waits."""
-    _say("suspended", _jobs_of(run, namespace).suspend(run))
+    _say("suspended", _jobs(_config_of(run), namespace).suspend(run))
 
 
 @click.command("unsuspend")
@@ -111,7 +111,7 @@ def suspend_command(run: str, namespace: str) -> None:
 @namespace_option
 def unsuspend_command(run: str, namespace: str) -> None:
     """Let the suspended jobs of a RUN go on."""
-    _say("unsuspended", _jobs_of(run, namespace).unsuspend(run))
+    _say("unsuspended", _jobs(_config_of(run), namespace).unsuspend(run))
 
 
 @click.command("gc")
@@ -158,12 +158,13 @@ def gc_command(dry_run: bool, tracking_uri: str, storage_root: str, host: str, n
 
 
 def _close_firings(cluster: Cluster, storage_root: str, dry_run: bool, host: str) -> None:
-    from kftrain.schedule.state import paused_below
+    from kftrain.schedule.state import History, names_below
     from kftrain.stages import firing
 
     for name, run_uri in firing.close_lost(cluster, storage_root, datetime.now(timezone.utc), dry_run, echo):
         echo(f"{'would count' if dry_run else 'counted'} as failed for {name}: {run_uri}")
-    paused = paused_below(storage_root) if host else []
+    names = names_below(storage_root) if host else []
+    paused = [name for name in names if History.of(storage_root, name).paused()]
     if paused:
         from kftrain.kubeflow.recurring import disable_all
 
@@ -172,10 +173,6 @@ def _close_firings(cluster: Cluster, storage_root: str, dry_run: bool, host: str
                 echo(line)
         except KftrainError as error:  # a paused schedule runs nothing either way: its runs end at once
             _warn(f"what is paused may still be enabled in Kubeflow: {error.line}")
-
-
-def _jobs_of(run: str, namespace: str) -> Jobs:
-    return _jobs(_config_of(run), namespace)
 
 
 def _jobs(config: Config | None, namespace: str) -> Jobs:

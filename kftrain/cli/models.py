@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kftrain import config as configuration
 from kftrain import registry, report, storage
 from kftrain.cli.options import config_options, echo, json_option
+from kftrain.cli.summary import shown
 from kftrain.config import Config
 from kftrain.errors import ConfigError, TrackingError
-from kftrain.report import environment, wording
+from kftrain.report import environment
 from kftrain.report.comparison import headline
 from kftrain.report.versions import VersionComparison, called, to_plain
 from kftrain.run.config import read_config
-from kftrain.run.documents import Interval
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group("models")
@@ -34,10 +33,22 @@ def models_command() -> None:
     """
 
 
-def model_options(command: Command) -> Command:
-    """`--run`, `--config` and `--set`."""
+def model_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """`--run`, `--config` and `--set`; the command gets the configuration that they name."""
+
+    @functools.wraps(command)
+    def configured(
+        run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...], **others: Any
+    ) -> int | None:
+        if run_uri:
+            saved = read_config(RunPaths(storage.absolute(run_uri)))
+            config = configuration.parse(saved.to_yaml(), overrides, where=run_uri)
+        else:
+            config = resolve.anchored(configuration.load(config_file, overrides), ".")
+        return command(config, **others)
+
     run = click.option("--run", "run_uri", metavar="RUN_URI", help="Take the configuration of this run.")
-    return run(config_options(command))
+    return run(config_options(configured))
 
 
 @models_command.command()
@@ -46,15 +57,7 @@ def model_options(command: Command) -> Command:
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the same as Markdown.")
 @model_options
 @json_option
-def compare(
-    versions: tuple[str, ...],
-    html: Path | None,
-    markdown: Path | None,
-    run_uri: str | None,
-    config_file: tuple[str, ...],
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdown: Path | None, as_json: bool) -> None:
     """Show versions beside each other: metrics with intervals, improvement over one of them, what differs.
 
     VERSIONS are numbers (3, v3) or aliases (champion). All are compared with the champion if it is among them, else
@@ -63,7 +66,6 @@ def compare(
     from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
 
     pages = [path for path in (html, markdown) if path is not None]
-    config = _config(run_uri, config_file, overrides)
     found = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
     if html is not None:
         _write(html, report.comparison_html(found, environment.facts()))
@@ -76,11 +78,9 @@ def compare(
 @click.argument("version", type=int)
 @click.option("--reason", required=True, help="Why; it goes to the journal of promotions.")
 @model_options
-def promote(
-    version: int, reason: str, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]
-) -> None:
+def promote(config: Config, version: int, reason: str) -> None:
     """Make a version champion, whatever the gate says."""
-    entry = registry.promote(_config(run_uri, config_file, overrides), version, reason)
+    entry = registry.promote(config, version, reason)
     echo(f"version {entry.version} is champion ({entry.reason})")
 
 
@@ -88,19 +88,17 @@ def promote(
 @click.argument("version", type=int)
 @click.option("--reason", required=True, help="Why; it is kept beside the journal of promotions.")
 @model_options
-def decline(
-    version: int, reason: str, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]
-) -> None:
+def decline(config: Config, version: int, reason: str) -> None:
     """Say that a version is no champion, whatever the gate says, until somebody promotes it."""
-    said = registry.decline(_config(run_uri, config_file, overrides), version, reason)
+    said = registry.decline(config, version, reason)
     echo(f"version {said.version} is declined: {said.reason}")
 
 
 @models_command.command()
 @model_options
-def rollback(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+def rollback(config: Config) -> None:
     """Make the champion before the last promotion champion again."""
-    entry = registry.rollback(_config(run_uri, config_file, overrides))
+    entry = registry.rollback(config)
     echo(f"version {entry.version} is champion ({entry.reason})")
 
 
@@ -108,15 +106,13 @@ def rollback(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple
 @click.option("--contents", is_flag=True, help="Read every export in full and check every byte.")
 @model_options
 @json_option
-def audit(
-    contents: bool, run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
-) -> int:
+def audit(config: Config, contents: bool, as_json: bool) -> int:
     """Check that every version resolves to an export that is there; exit code 15 if one does not."""
-    findings = registry.audit(_config(run_uri, config_file, overrides), contents)
+    findings = registry.audit(config, contents)
     if as_json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        lines = [f"{_subject(finding.version)}: {finding.problem}" for finding in findings]
+        lines = [f"{f'version {each.version}' if each.version else 'model'}: {each.problem}" for each in findings]
         echo("\n".join(lines) or "every version resolves, and journal and alias agree")
     return TrackingError.exit_code if findings else 0
 
@@ -126,20 +122,12 @@ def audit(
 @click.option("--render", is_flag=True, required=True, help="Print the document; `kubectl apply -f -` takes it.")
 @click.option("--image", default="", help="Image of the container. Default: NAME:VERSION.")
 @model_options
-def deploy(
-    version: str,
-    render: bool,
-    image: str,
-    run_uri: str | None,
-    config_file: tuple[str, ...],
-    overrides: tuple[str, ...],
-) -> None:
+def deploy(config: Config, version: str, render: bool, image: str) -> None:
     """Render a version as a KServe InferenceService. VERSION is a number or an alias; default: the champion."""
     import yaml
 
     from kftrain.registry.inference_service import inference_service
 
-    config = _config(run_uri, config_file, overrides)
     number, reference = registry.find_version(config, version)
     image = image or f"{config.model_name}:{number}"
     document = inference_service(config, number, reference, image)
@@ -152,13 +140,6 @@ def deploy(
         echo(
             "warning: the model lies in a folder; set launch.kubernetes.volumes and volume_mounts to reach it", err=True
         )
-
-
-def _config(run_uri: str | None, config_file: tuple[str, ...], overrides: tuple[str, ...]) -> Config:
-    if run_uri:
-        saved = read_config(RunPaths(storage.absolute(run_uri)))
-        return configuration.parse(saved.to_yaml(), overrides, where=run_uri)
-    return resolve.anchored(configuration.load(config_file, overrides), ".")
 
 
 def _write(path: Path, text: str) -> None:
@@ -174,19 +155,10 @@ def _table(found: VersionComparison, pages: list[Path]) -> str:
     lines = []
     for each in found.versions:
         metrics = each.evaluation.metrics if each.evaluation else {}
-        shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items()) or "no evaluation"
+        values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items()) or "no evaluation"
         gain = found.improvement(each.differences.get(found.metric))
-        better = f"; improvement over {found.base.name} {_shown(gain, signed=True)}" if gain else ""
+        better = f"; improvement over {found.base.name} {shown(gain, signed=True)}" if gain else ""
         problem = f"; {each.problem}" if each.problem else ""
-        lines.append(f"{called(each)}: {shown}{better}{problem}")
+        lines.append(f"{called(each)}: {values}{better}{problem}")
     lines += [headline(found), *(f"page: {path}" for path in pages)]
     return "\n".join(lines)
-
-
-def _shown(found: Interval, signed: bool = False) -> str:
-    value, edges = wording.interval(found.value, found.low, found.high, signed)
-    return f"{value} ({edges})"
-
-
-def _subject(version: int | None) -> str:
-    return "model" if version is None else f"version {version}"

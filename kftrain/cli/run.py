@@ -32,6 +32,8 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run as dry_runs
 from kftrain.stages import parameters, resolve, tracked
 
+ARGUMENTS = "arguments.json"
+
 
 @click.command("run")
 @config_options
@@ -77,13 +79,12 @@ def run_here(config: Config, resume_run: str, folder: Path, command: str) -> End
         command: What starts such a run anew, for people who read of a failure.
     """
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
-    with log.opened(folder, config.run.name, _warn) as log_file, _temporary_folder() as temporary:
+    with log.opened(folder, config.run.name, _warn) as log_file, _inputs(config, resume_run) as temporary:
         situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))
         with display() as shown, channel.opened(temporary) as told:
             watched = Watched(shown, log_file, told)
-            arguments = _write_inputs(temporary, config, resume_run)
             process = PipelineProcess(
-                runner.OWN_PIPELINE, arguments, temporary / "root", folder, situation.to_environment()
+                runner.OWN_PIPELINE, temporary / ARGUMENTS, temporary / "root", folder, situation.to_environment()
             )
             code = process.follow(watched.on_line)
             watched.listen()
@@ -140,22 +141,17 @@ def _warn(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A folder for what the pipeline hands from step to step. Raises StorageError where there is no room for it."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="kftrain-run-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise _no_room(error) from error
-    with folder as path:
-        yield Path(path)
-
-
-def _no_room(error: OSError) -> StorageError:
-    return StorageError(
-        f"temporary files cannot be written: {error.strerror}",
-        where=tempfile.gettempdir(),
-        fix="make room, or set TMPDIR",
-    )
+def _inputs(config: Config, resume_run: str) -> Iterator[Path]:
+    """A folder for what the pipeline hands from step to step, with its arguments. Raises StorageError for no room."""
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="kftrain-run-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(temporary))
+            (folder / ARGUMENTS).write_text(json.dumps(parameters.to_send(config, resume_run)))
+        except OSError as error:
+            what = f"temporary files cannot be written: {error.strerror}"
+            raise StorageError(what, where=tempfile.gettempdir(), fix="make room, or set TMPDIR") from error
+        yield folder
 
 
 def resolved(config_file: tuple[str, ...], overrides: tuple[str, ...], folder: Path, resume: str) -> tuple[Config, str]:
@@ -176,16 +172,6 @@ def placed(config: Config, overrides: Sequence[str], folder: Path, resume: str, 
     here = storage.absolute(resume)  # what a shell completes starts in the current folder
     is_here = "/" in resume and storage.is_local(here) and storage.exists(RunPaths(here).config)
     return resolve.resumed(config, overrides, here if is_here else resume, folder, keep=keep)
-
-
-def _write_inputs(folder: Path, config: Config, resume_run: str) -> Path:
-    """The pipeline's arguments, as a file. Raises StorageError where there is no room for it."""
-    arguments = folder / "arguments.json"
-    try:
-        arguments.write_text(json.dumps(parameters.to_send(config, resume_run)))
-    except OSError as error:
-        raise _no_room(error) from error
-    return arguments
 
 
 def _after_kill(watched: Watched, config: Config) -> None:

@@ -25,7 +25,7 @@ from kftrain.progress import to_log
 from kftrain.schedule import cron, overview, spec
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Change, Content, Recurring, Wanted, changes_to
-from kftrain.schedule.settings import parse_instant
+from kftrain.schedule.settings import format_instant, parse_instant
 from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
@@ -65,7 +65,12 @@ def apply_command(path: str, wait_seconds: float, render: str | None, image: str
     once no run of it lives.
     """
     if render:
-        echo(_cronjob(_read(path), image, connection["namespace"]), nl=False)
+        from kftrain.components.images import STEPS_IMAGE
+        from kftrain.schedule import cronjob
+
+        schedule = _read(path)
+        chosen = image or schedule.file.steps_image or STEPS_IMAGE
+        echo(cronjob.render(schedule, chosen, datetime.now(timezone.utc), connection["namespace"]), nl=False)
         return
     schedule, pipelines = _opened(path, connection)
     submission = _prepared(schedule.config, schedule, connection["host"])
@@ -201,14 +206,6 @@ def fire_command(config_file: tuple[str, ...], job: str) -> None:
     echo(ended.to_json(), nl=False)
 
 
-def _cronjob(schedule: Schedule, image: str, namespace: str) -> str:
-    from kftrain.components.images import STEPS_IMAGE
-    from kftrain.schedule import cronjob
-
-    chosen = image or schedule.file.steps_image or STEPS_IMAGE
-    return cronjob.render(schedule, chosen, datetime.now(timezone.utc), namespace)
-
-
 def _read(path: str) -> Schedule:
     """The schedule in a file. Raises ConfigError, and LaunchError for what cannot run on Kubeflow."""
     schedule = spec.read(path)
@@ -296,8 +293,6 @@ def _send(
 
 
 def _instants(schedule: Schedule, start: datetime, end: datetime) -> list[str]:
-    from kftrain.schedule.settings import format_instant
-
     file = schedule.file
     found = cron.instants(cron.parse(file.cron), cron.zone(file.time_zone), start, end)
     if not found:

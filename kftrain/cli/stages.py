@@ -20,6 +20,7 @@ from kftrain import storage
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo, override_option
 from kftrain.progress import ERROR_LINE, Progress, unmarked
+from kftrain.run.completion import JobTask
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
 
@@ -43,13 +44,9 @@ def shard_command(config_file: tuple[str, ...], overrides: tuple[str, ...], run_
 @dry_run_option
 def train_command(run_uri: str, dry_run: bool) -> None:
     """Train the model of a run, from its last checkpoint if it has one."""
-    from kftrain.stages.dry_run import job_of_run
     from kftrain.stages.train import train
 
-    if dry_run:
-        echo(job_of_run(storage.absolute(run_uri), "train"), nl=False)
-        return
-    _run(lambda progress: train(storage.absolute(run_uri), progress))
+    _run_job("train", train, storage.absolute(run_uri), dry_run)
 
 
 @click.command("evaluate")
@@ -57,13 +54,9 @@ def train_command(run_uri: str, dry_run: bool) -> None:
 @dry_run_option
 def evaluate_command(run_uri: str, dry_run: bool) -> None:
     """Measure the trained model of a run, and the champion on the same data."""
-    from kftrain.stages.dry_run import job_of_run
     from kftrain.stages.evaluate import evaluate
 
-    if dry_run:
-        echo(job_of_run(storage.absolute(run_uri), "evaluate"), nl=False)
-        return
-    _run(lambda progress: evaluate(storage.absolute(run_uri), progress))
+    _run_job("evaluate", evaluate, storage.absolute(run_uri), dry_run)
 
 
 @click.command("register")
@@ -88,6 +81,15 @@ def gate_command(run_uri: str, overrides: tuple[str, ...]) -> None:
 def new_run_id(name: str) -> str:
     """An id that nobody else has: the name, the time, and four random digits."""
     return f"{name}-{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _run_job(task: JobTask, stage: Callable[[str, Progress], Outcome], run_uri: str, dry_run: bool) -> None:
+    from kftrain.stages.dry_run import job_of_run
+
+    if dry_run:
+        echo(job_of_run(run_uri, task), nl=False)
+    else:
+        _run(lambda progress: stage(run_uri, progress))
 
 
 def _run(stage: Callable[[Progress], Outcome]) -> None:

@@ -129,7 +129,14 @@ class SubmittedRun:
 
 def send(pipelines: Pipelines, submission: Submission, config: Config, resume_run: str) -> SubmittedRun:
     """Uploads the pipeline unless it is there, and starts a run of it."""
-    run_id = _submit(pipelines, submission)
+    from kftrain.pipelines.compile import PIPELINE_DESCRIPTION
+
+    pipeline_id = pipelines.ensure_pipeline(submission.pipeline, PIPELINE_DESCRIPTION)
+    version_id, uploaded = pipelines.ensure_version(pipeline_id, submission.version, submission.text)
+    echo(f"version {submission.version} {'uploaded' if uploaded else 'is there already'}", err=True)
+    experiment_id = pipelines.ensure_experiment(submission.experiment)
+    run_id = pipelines.start_run(submission, pipeline_id, version_id, experiment_id)
+    echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
     folder = resolve.make_run_id(resume_run, run_id, config.run.name)
     run_uri = RunPaths.of(config.run.storage_root, folder).uri
     return SubmittedRun(run_id, pipelines.run_url(run_id), run_uri, pipelines, submission)
@@ -158,19 +165,6 @@ def prepared(config: Config, resume_run: str, host: str, experiment: str, run_na
     )
 
 
-def _submit(pipelines: Pipelines, submission: Submission) -> str:
-    """Uploads what is not there yet and starts the run; returns its id."""
-    from kftrain.pipelines.compile import PIPELINE_DESCRIPTION
-
-    pipeline_id = pipelines.ensure_pipeline(submission.pipeline, PIPELINE_DESCRIPTION)
-    version_id, uploaded = pipelines.ensure_version(pipeline_id, submission.version, submission.text)
-    echo(f"version {submission.version} {'uploaded' if uploaded else 'is there already'}", err=True)
-    experiment_id = pipelines.ensure_experiment(submission.experiment)
-    run_id = pipelines.start_run(submission, pipeline_id, version_id, experiment_id)
-    echo(f"run {submission.run_name} started in experiment {submission.experiment}", err=True)
-    return run_id
-
-
 def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> RunState:
     """Reads a run until it has ended, and prints what changes to stderr; returns its final state.
 
@@ -186,7 +180,8 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
                 silent_since = time.monotonic()
                 echo(f"no answer, trying again: {error.what}", err=True)
             if time.monotonic() - silent_since > OUTAGE_SECONDS:
-                raise _gone(error, url) from error
+                line = f"no answer for {OUTAGE_SECONDS / 60:g} minutes; the run may go on: {error.what}"
+                raise LaunchError(line, where=url, fix="look for it there") from error
         else:
             silent_since = None
             for line in changes(before, now):
@@ -199,10 +194,3 @@ def follow(read: Callable[[], RunState], url: str, timeout_seconds: float) -> Ru
                 f"the run has not ended after {timeout_seconds:g} s; it goes on", where=url, fix="watch it there"
             )
         time.sleep(POLL_SECONDS)
-
-
-def _gone(error: UnavailableError, url: str) -> LaunchError:
-    minutes = OUTAGE_SECONDS / 60
-    return LaunchError(
-        f"no answer for {minutes:g} minutes; the run may go on: {error.what}", where=url, fix="look for it there"
-    )

@@ -98,7 +98,10 @@ class LocalLauncher:
 
     def cancel(self, run: str) -> list[str]:
         """See `Jobs.cancel`."""
-        jobs = _some(run)
+        assert run, "no run would mean every run"
+        jobs = _found(run)
+        if not jobs:
+            raise LaunchError("this run has no job on this machine", where=run, fix="kftrain runs says how it ended")
         for job in jobs:
             job.terminate()
         deadline = time.monotonic() + GOING_SECONDS
@@ -210,14 +213,6 @@ def _shell_line(command: list[str], environment: Mapping[str, str]) -> str:
 
 def _found(run: str) -> list[Present]:
     return presence.find(storage.absolute(run) if run else "")
-
-
-def _some(run: str) -> list[Present]:
-    assert run, "no run would mean every run"
-    found = _found(run)
-    if not found:
-        raise LaunchError("this run has no job on this machine", where=run, fix="kftrain runs says how it ended")
-    return found
 
 
 def _name(job: Present) -> str:

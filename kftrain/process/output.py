@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from kftrain.printable import printable
 from kftrain.progress import to_log
@@ -87,9 +86,7 @@ class Output:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *caught: object) -> None:
         self._ended.set()
         self._thread.join()
         self._selector.close()
@@ -146,7 +143,9 @@ class _Source:
             self._show([self._begun])
 
     def _show(self, lines: list[bytes]) -> None:
-        self._console.show([self._prefix + _printable(line) + b"\n" for line in lines])
+        """What of each a terminal may show: user code and libraries print what they like."""
+        shown = (printable(line.decode(errors="replace")).encode() for line in lines)
+        self._console.show([self._prefix + line + b"\n" for line in shown])
 
 
 class _Console:
@@ -230,11 +229,6 @@ class _Log:
         self._stream.truncate()
         self._stream.write(kept)
         self._size = len(kept)
-
-
-def _printable(line: bytes) -> bytes:
-    """What of a line a terminal may show: user code and libraries print what they like."""
-    return printable(line.decode(errors="replace")).encode()
 
 
 def _to_console(data: bytes) -> None:

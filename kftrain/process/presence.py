@@ -29,13 +29,9 @@ class Present:
     since: float
     """Seconds since the epoch."""
 
-    @property
-    def _path(self) -> Path:
-        return _folder() / f"{self.process_id}.json"
-
     def is_there(self) -> bool:
         """Whether it still works on that."""
-        return _read(self._path) == self
+        return _read(_folder() / f"{self.process_id}.json") == self
 
     def terminate(self) -> None:
         """Sends SIGTERM, unless it has gone."""

@@ -38,9 +38,9 @@ def find_completion(paths: RunPaths, config: Config) -> Completion | None:
 
     Raises CheckpointError for a damaged one, and OtherTrainingError for one of another training.
     """
-    if not storage.exists(paths.complete):
+    completion = documents.read_if_exists(Completion, paths.complete, CheckpointError)
+    if completion is None:
         return None
-    completion = documents.read(Completion, paths.complete, CheckpointError)
     dataset_digest = documents.read(RunShards, paths.shards).dataset_digest
     ended = completion.num_trained == config.train.steps or completion.selection is not None  # which may end it early
     if not ended or completion.training_digest != config.training_digest(dataset_digest):

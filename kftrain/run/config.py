@@ -55,8 +55,15 @@ def read_job_config(paths: RunPaths, digest: str) -> Config:
     """
     for uri in (paths.job_config(digest), paths.config):
         found = _parsed(uri)
+        if found is not None and found.digest() != digest:
+            raise ConfigError(
+                "config.yaml is not the one this job was started for",
+                where=uri,
+                value=found.digest()[:16],
+                fix="the job needs the same version of kftrain as its launcher",
+            )
         if found is not None:
-            return _require_digest(found, digest, uri)
+            return found
     raise _no_run(paths)
 
 
@@ -70,17 +77,6 @@ def _parsed(uri: str) -> Config | None:
         except UnicodeDecodeError as error:
             raise ConfigError(f"damaged: {error}", where=uri) from error
     return configuration.parse_kept(text, uri)
-
-
-def _require_digest(config: Config, digest: str, uri: str) -> Config:
-    if config.digest() != digest:
-        raise ConfigError(
-            "config.yaml is not the one this job was started for",
-            where=uri,
-            value=config.digest()[:16],
-            fix="the job needs the same version of kftrain as its launcher",
-        )
-    return config
 
 
 def _no_run(paths: RunPaths) -> ConfigError:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from kftrain import storage
 from kftrain.run.best_effort import best_effort
@@ -60,9 +59,7 @@ class Heartbeat:
         self._watch.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *caught: object) -> None:
         self._ended.set()
         deadline = time.monotonic() + END_SECONDS
         for thread in (self._watch, *self._threads):

@@ -223,11 +223,6 @@ def names_below(storage_root: str) -> list[str]:
     return storage.list_names(storage.join(storage_root, FOLDER))
 
 
-def paused_below(storage_root: str) -> list[str]:
-    """Those of them that are paused."""
-    return [name for name in names_below(storage_root) if History.of(storage_root, name).paused()]
-
-
 def key_of(instant: datetime, created: datetime, trigger: str, job_id: str) -> str:
     """What names a firing: of the schedule's own there is one for an instant, of people's any number at any time."""
     at = (instant if trigger == "cron" else created).astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")

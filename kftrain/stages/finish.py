@@ -83,8 +83,8 @@ def _ended(
     if warnings:
         error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)
-    if is_open:
-        _close(paths, config, error_document, progress)
+    if is_open:  # a step that was killed has left the MLflow run open
+        tracked.mark_failed(paths, config, error_document.to_error(), error_document, progress)
     return _failed(error_document, paths.uri, url, is_there=is_open is not False), error_document
 
 
@@ -163,8 +163,3 @@ def _explained(state: str) -> ErrorDocument:
         return of_stage("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
     kind = FencedError if found.failure_class is FailureClass.FENCED else LaunchError
     return of_stage("run", kind(found.line)).found_out(found)
-
-
-def _close(paths: RunPaths, config: Config, error: ErrorDocument, progress: Progress) -> None:
-    """Ends the MLflow run, which a step that was killed has left open."""
-    tracked.mark_failed(paths, config, error.to_error(), error, progress)

@@ -68,7 +68,8 @@ def cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Fail
             process that was killed at the same time.
     """
     first = min(failures, key=lambda failure: failure.timestamp)
-    killed = [f for f in failures if _was_killed(f) and f.timestamp <= first.timestamp + SAME_TIME_SECONDS]
+    at_once = [each for each in failures if each.timestamp <= first.timestamp + SAME_TIME_SECONDS]
+    killed = [each for each in at_once if each.returncode < 0 and each.returncode != -signal.SIGTERM]  # the agent's way
     if left is None or (only_lost_a_peer(left) and killed):
         found = killed[0] if killed else first
         return found, silent_end(found.returncode, found.rank)
@@ -120,8 +121,3 @@ def outranks(document: ErrorDocument, published: ErrorDocument) -> bool:
     if only_lost_a_peer(published):
         return not only_lost_a_peer(document)
     return published.exit_code >= FIRST_RETRYABLE_CODE > document.exit_code
-
-
-def _was_killed(failure: Failure) -> bool:
-    """By a signal that is not the agent's way to end the others."""
-    return failure.returncode < 0 and failure.returncode != -signal.SIGTERM

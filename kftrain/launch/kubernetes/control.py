@@ -55,7 +55,10 @@ class Garbage:
 
 
 class ClusterJobs:
-    """The jobs of a namespace, of some kinds. Connects when it is asked something."""
+    """The jobs of a namespace, of some kinds. Connects when it is asked something.
+
+    A run may be named by its id or by the URI of its folder.
+    """
 
     def __init__(self, kinds: Sequence[Kind], namespace: str = "", warn: Progress = to_log) -> None:
         self._kinds = kinds
@@ -69,24 +72,24 @@ class ClusterJobs:
 
     def describe(self, run: str) -> list[JobStatus]:
         """See `Jobs.describe`."""
-        return status(self.clusters, _run_id(run))
+        return status(self.clusters, RunPaths(run).run_id)
 
     def cancel(self, run: str) -> list[str]:
         """See `Jobs.cancel`."""
-        return cancel(self.clusters, _run_id(run))
+        return cancel(self.clusters, RunPaths(run).run_id)
 
     def suspend(self, run: str) -> list[str]:
         """See `Jobs.suspend`."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return [_set_suspended(cluster, job, now) for cluster, job in _some(self.clusters, _run_id(run))]
+        return [_set_suspended(cluster, job, now) for cluster, job in _some(self.clusters, RunPaths(run).run_id)]
 
     def unsuspend(self, run: str) -> list[str]:
         """See `Jobs.unsuspend`: through their queue, where they have one."""
-        return [_set_suspended(cluster, job, None) for cluster, job in _some(self.clusters, _run_id(run))]
+        return [_set_suspended(cluster, job, None) for cluster, job in _some(self.clusters, RunPaths(run).run_id)]
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
         """See `Jobs.logs`: all of what the pods have printed. Raises BrokenPipeError where nobody reads it."""
-        for cluster, job in _some(self.clusters, _run_id(run)):
+        for cluster, job in _some(self.clusters, RunPaths(run).run_id):
             if job["metadata"]["labels"].get(TASK_LABEL) == task:
                 _print_logs(cluster, job, follow, write)
 
@@ -181,11 +184,6 @@ def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: fl
         return ""
     limit = UNSEEN_SECONDS if _workflow_name(job) else ABANDONED_SECONDS
     return f"no launcher has looked at it for {(now - seen) / 3600:.0f} h" if now - seen > limit else ""
-
-
-def _run_id(run: str) -> str:
-    """A run may be named by its id or by the URI of its folder."""
-    return RunPaths(run).run_id
 
 
 def _some(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:

@@ -112,11 +112,8 @@ class JobClient(Cluster):
         Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`. Raises
         LaunchError after an outage.
         """
-        method = self._custom.patch_namespaced_custom_object
-        return (
-            self._explain(self._patch_verb, None, method, *self._at(self._resource), name, {"metadata": metadata})
-            is not None
-        )
+        method, patch = self._custom.patch_namespaced_custom_object, {"metadata": metadata}
+        return self._explain(self._patch_verb, None, method, *self._at(self._resource), name, patch) is not None
 
     def list_pods(self, job_name: str) -> list[Object]:
         """The job's pods. Raises LaunchError."""

@@ -123,13 +123,10 @@ class ClusterLauncher(ClusterJobs):
         if code and not is_own:
             raise FencedError(f"{FencedError.BY_LAUNCHER} by now", where=where)
         if code and self._is_terminated:
-            raise self._terminated(spec, paths)
+            error = Preempted("somebody terminated the run in the Kubeflow UI", where=paths.uri)
+            _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
+            raise error
         return code
-
-    def _terminated(self, spec: JobSpec, paths: RunPaths) -> KftrainError:
-        error = Preempted("somebody terminated the run in the Kubeflow UI", where=paths.uri)
-        _publish_failure(paths, diagnosis.of_launch(spec.task, FailureClass.TERMINATED, error))
-        return error
 
     def _follow(self, watcher: Watcher, spec: JobSpec, paths: RunPaths) -> int:
         try:

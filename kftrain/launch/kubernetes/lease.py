@@ -82,7 +82,10 @@ def create_or_adopt(
         try:
             creation.take_back()
         except LaunchError as away:
-            raise _left_behind(creation.document, error) from away
+            run = document["metadata"]["labels"][RUN_LABEL]
+            left = f"job {document['metadata']['name']} may be there all the same: kftrain cancel {run} deletes it"
+            fix = f"{error.fix}; {left}" if error.fix else left
+            raise LaunchError(error.what, where=error.where, value=error.value, fix=fix) from away
         raise
 
 
@@ -128,10 +131,19 @@ class _Creation:
         return self._cluster.create_job(self.document)
 
     def adopt(self, existing: dict[str, Any]) -> Lease | None:
-        """Makes a job that is there ours, where it may be changed. None: it has gone meanwhile. Raises LaunchError."""
-        uid = existing["metadata"]["uid"]
+        """Makes a job that is there ours, where it may be changed. None: it has gone meanwhile. Raises LaunchError.
+
+        Who cleans up after the launch that has created it must leave it alone from now on.
+        """
+        uid, ours = existing["metadata"]["uid"], self.document["metadata"]
+        patch = {
+            "uid": uid,
+            "annotations": {LAUNCH_ANNOTATION: self._lease.mark},
+            "labels": {KFP_RUN_LABEL: ours["labels"].get(KFP_RUN_LABEL)},
+            "ownerReferences": ours.get("ownerReferences"),
+        }
         self._was_sent = True
-        if _take_over(self._cluster, self.document["metadata"], existing["metadata"]):
+        if self._cluster.take_over_job(self._lease.name, patch):
             return Lease(self._lease.name, self._lease.mark, uid)
         found = self._cluster.read_job(self._lease.name)
         if found is None or found["metadata"]["uid"] != uid or _is_over(self._cluster.kind, found):
@@ -181,17 +193,6 @@ def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callabl
     return None
 
 
-def _take_over(cluster: JobStore, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Makes an adopted job ours: who cleans up after the launch that has created it must leave it alone from now on."""
-    patch = {
-        "uid": theirs["uid"],
-        "annotations": {LAUNCH_ANNOTATION: ours["annotations"][LAUNCH_ANNOTATION]},
-        "labels": {KFP_RUN_LABEL: ours["labels"].get(KFP_RUN_LABEL)},
-        "ownerReferences": ours.get("ownerReferences"),
-    }
-    return cluster.take_over_job(str(ours["name"]), patch)
-
-
 def _pods_at_work(cluster: JobStore, name: str) -> bool:
     return any(not pod.ended for pod in parse_pods(cluster.list_pods(name), 0.0, cluster.kind))
 
@@ -210,14 +211,6 @@ def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None
             where=f"job {name} in namespace {cluster.namespace}",
             fix="start the pipeline run again with resume_run",
         )
-
-
-def _left_behind(document: Mapping[str, Any], error: LaunchError) -> LaunchError:
-    """The same error, of a launch that may have left its job."""
-    metadata = document["metadata"]
-    left = f"job {metadata['name']} may be there all the same: kftrain cancel {metadata['labels'][RUN_LABEL]}"
-    fix = f"{error.fix}; {left} deletes it" if error.fix else f"{left} deletes it"
-    return LaunchError(error.what, where=error.where, value=error.value, fix=fix)
 
 
 def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:

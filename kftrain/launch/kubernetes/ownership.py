@@ -50,13 +50,10 @@ def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
     metadata = pod["metadata"]
     owners = metadata.get("ownerReferences", []) if cluster.own_namespace == cluster.namespace else []
     owner = next((o for o in owners if o["kind"] == "Workflow"), None)
-    return _reference(owner) if owner else None, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
-
-
-def _reference(owner: dict[str, Any]) -> dict[str, Any]:
-    """`blockOwnerDeletion` stays false: a step may not set finalizers of Workflows."""
-    kept = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
-    return {**kept, "controller": False, "blockOwnerDeletion": False}
+    if owner is not None:  # `blockOwnerDeletion` stays false: a step may not set finalizers of Workflows
+        kept = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+        owner = {**kept, "controller": False, "blockOwnerDeletion": False}
+    return owner, metadata.get("labels", {}).get(RUN_ID_LABEL, "")
 
 
 def identity_of(configuration: Any) -> str:

@@ -39,7 +39,7 @@ def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) 
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
             {"name": "scratch", "emptyDir": {}},
-            *_ca_volumes(settings),
+            *([{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []),
             *settings.volumes,
         ],
         "topologySpreadConstraints": [
@@ -105,10 +105,6 @@ def _rack(label: str) -> list[dict[str, Any]]:
     """A pod that has no such label is in a rack without a name."""
     path = {"fieldPath": f"metadata.labels['{label}']"}
     return [{"name": RACK_ENV, "valueFrom": {"fieldRef": path}}] if label else []
-
-
-def _ca_volumes(settings: KubernetesConfig) -> list[dict[str, Any]]:
-    return [{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []
 
 
 def _lost_node_tolerations() -> list[dict[str, Any]]:

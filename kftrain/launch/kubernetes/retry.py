@@ -59,7 +59,7 @@ class RetryPolicy:
         self._api_exception = api_exception
         self._warn = warn
         self._lock = threading.Lock()
-        self._said = False
+        self._is_away = False
         self._allowed: set[tuple[str, str]] = set()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -78,14 +78,14 @@ class RetryPolicy:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
                 if time.monotonic() - began >= self._lasting_seconds(error, kind, outage_seconds):
-                    self._answers_again(failed)
+                    self._tell(failed)
                     raise
                 problem, asked = message_of(error), retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
                 self._allowed.add(kind)
-                self._answers_again(failed)
+                self._tell(failed)
                 return answer
             failed, away_seconds = True, time.monotonic() - began
             if away_seconds > (min(outage_seconds, HURRIED_SECONDS) if self.hurried() else outage_seconds):
@@ -94,7 +94,7 @@ class RetryPolicy:
                     fix="look for the job by kftrain status, and resume the run",
                 )
             if away_seconds >= SAID_AFTER_SECONDS:
-                self._does_not_answer(problem)
+                self._tell(failed, problem)
             self._sleep(max(asked, delay * random.uniform(0.5, 1.0)))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
 
@@ -120,22 +120,16 @@ class RetryPolicy:
             if self.hurried():
                 return
 
-    def _does_not_answer(self, problem: str) -> None:
-        with self._lock:
-            said = self._said
-            self._said = True
-        if not said:
-            self._warn(f"the API server does not answer ({problem}): trying again")
-
-    def _answers_again(self, failed: bool) -> None:
-        """Only a call that had failed itself knows: others may never have met the problem."""
+    def _tell(self, failed: bool, problem: str = "") -> None:
+        """Says once that there is a `problem`, or that it is over; a call that has never failed knows of neither."""
         if not failed:
             return
         with self._lock:
-            said = self._said
-            self._said = False
-        if said:
-            self._warn("the API server answers again")
+            is_news = self._is_away != bool(problem)
+            self._is_away = bool(problem)
+        if is_news:
+            line = f"does not answer ({problem}): trying again" if problem else "answers again"
+            self._warn(f"the API server {line}")
 
 
 def _kind(method: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, str]:

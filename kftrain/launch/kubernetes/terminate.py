@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Protocol
 
 POLL_SECONDS = 2.0
@@ -51,9 +50,7 @@ class TerminateWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *caught: object) -> None:
         self._closed.set()
 
     def _watch(self) -> None:

@@ -221,7 +221,7 @@ def test_no_room_for_temporary_files_is_an_error_that_may_pass(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run.tempfile, "TemporaryDirectory", refuse)
-    with pytest.raises(RetryableError, match=r"No space left.*set TMPDIR"), run._temporary_folder():
+    with pytest.raises(RetryableError, match=r"No space left.*set TMPDIR"), run._inputs(config.parse(""), ""):
         pass
 
 
