@@ -13,8 +13,8 @@ import click
 
 from kftrain import config as configuration
 from kftrain import registry, report, storage
+from kftrain.cli import summary
 from kftrain.cli.options import config_options, echo, json_option
-from kftrain.cli.summary import shown
 from kftrain.config import Config
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.report import environment
@@ -155,9 +155,9 @@ def _table(found: VersionComparison, pages: list[Path]) -> str:
     lines = []
     for each in found.versions:
         metrics = each.evaluation.metrics if each.evaluation else {}
-        values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items()) or "no evaluation"
+        values = ", ".join(f"{name} {summary.shown(value)}" for name, value in metrics.items()) or "no evaluation"
         gain = found.improvement(each.differences.get(found.metric))
-        better = f"; improvement over {found.base.name} {shown(gain, signed=True)}" if gain else ""
+        better = f"; improvement over {found.base.name} {summary.shown(gain, signed=True)}" if gain else ""
         problem = f"; {each.problem}" if each.problem else ""
         lines.append(f"{called(each)}: {values}{better}{problem}")
     lines += [headline(found), *(f"page: {path}" for path in pages)]
