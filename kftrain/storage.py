@@ -82,12 +82,9 @@ def exists(uri: str) -> bool:
     return local_path(uri).exists() if is_local(uri) else RemotePath(uri).exists()
 
 
-@retried("read")
 def size_bytes(uri: str) -> int:
     """Size of a file. Raises FileNotFoundError."""
-    if is_local(uri):
-        return local_path(uri).stat().st_size
-    return int(RemotePath(uri).object_info()["size"])
+    return size_and_version(uri)[0]
 
 
 @retried("read")

@@ -12,6 +12,7 @@ units, *clusters* of groups that are alike (the images of one patient).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -217,5 +218,6 @@ class Source(Protocol):
         ...
 
     def records(self) -> Iterator[Record]:
-        """All records: those of one part after the other, whatever their size."""
-        ...
+        """All records: those of one part after the other, whatever their size. Raises as `read` does."""
+        for part in self.parts(sys.maxsize):
+            yield from self.read(part)

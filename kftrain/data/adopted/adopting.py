@@ -141,8 +141,10 @@ class _Adopting:
             place = storage.digest_json([manifest.dataset_digest, self._folder, [file.name for file in self._files]])
             folder = storage.join(root, "adopted", place)
             storage.publish_json(str(content / MANIFEST_NAME), manifest.to_dict())
-            manifest = self._with_baselines(str(content / MANIFEST_NAME), manifest)
-            storage.publish_json(str(content / MANIFEST_NAME), manifest.to_dict())
+            if self._encoding is not None:  # that the task can read the samples is seen here
+                measured = measured_baselines(self._encoding, str(content / MANIFEST_NAME), manifest)
+                manifest = manifest.model_copy(update={"baselines": measured})
+                storage.publish_json(str(content / MANIFEST_NAME), manifest.to_dict())
             publish_folder(content, folder, MANIFEST_NAME, verify.has_its_shards)
         self._progress(f"adopted: {folder}")
         uri = storage.join(folder, MANIFEST_NAME)
@@ -245,12 +247,6 @@ class _Adopting:
             folder=self._folder,
             index=f"{name}.index.npy",
         )
-
-    def _with_baselines(self, uri: str, manifest: Manifest) -> Manifest:
-        """The manifest, read by the task: that it can read the samples is seen here."""
-        if self._encoding is None:
-            return manifest
-        return manifest.model_copy(update={"baselines": measured_baselines(self._encoding, uri, manifest)})
 
 
 class _Noticed:

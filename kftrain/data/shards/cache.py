@@ -155,7 +155,9 @@ def _copy(stream: BinaryIO, file: File) -> File:
 def _download(file: File, part: BinaryIO) -> str:
     """Writes the object over what is there, no more of it than its size; the sha256 of what came."""
     digest, position = hashlib.sha256(), 0
-    with _opened(file) as stream:
+    with reading(file.uri):
+        opened = storage.open_read(file.uri)
+    with opened as stream:
         while position <= file.size_bytes:
             with reading(file.uri):
                 chunk = stream.read(CHUNK_BYTES)
@@ -166,14 +168,6 @@ def _download(file: File, part: BinaryIO) -> str:
             position += len(chunk)
     part.truncate(min(position, file.size_bytes))
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _opened(file: File) -> Iterator[BinaryIO]:
-    with reading(file.uri):
-        stream = storage.open_read(file.uri)
-    with stream:
-        yield stream
 
 
 def _locked(stream: BinaryIO, kind: int) -> bool:

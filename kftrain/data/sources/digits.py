@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from kftrain.data.schema import Record, SourcePart
+from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.errors import ConfigError
 
 
-class DigitsSource:
+class DigitsSource(Source):
     """Records `digit-00000` …: `{"image": uint8 [8, 8] of 0..16, "label": int}`.
 
     Raises ConfigError where scikit-learn is not installed.
@@ -30,10 +30,6 @@ class DigitsSource:
         return [SourcePart(tuple(self.listing()))]
 
     def read(self, part: SourcePart) -> Iterator[Record]:
-        """All images in the package's order."""
-        return self.records()
-
-    def records(self) -> Iterator[Record]:
         """All images in the package's order."""
         _, images, labels = _load()
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from kftrain.data.schema import Record, SourcePart
+from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.data.sources.listing import ListedFile, SourceFile, is_hidden, list_with_times
 from kftrain.data.sources.pieces import Piece, group, whole
 from kftrain.data.sources.selection import LATE, Selection
 from kftrain.errors import DataError
 
 
-class FileSource:
+class FileSource(Source):
     """The files of one kind below a folder, or one such file. What they hold is a subclass's matter: `read_piece`."""
 
     hides_underscores: ClassVar[bool] = True
@@ -62,11 +61,6 @@ class FileSource:
         """The records of a part. Raises DataError naming the file."""
         for document in part.pieces:
             yield from self.read_piece(Piece.from_dict(document))
-
-    def records(self) -> Iterator[Record]:
-        """The records of all files, in order. Raises DataError naming the file."""
-        for part in self.parts(sys.maxsize):
-            yield from self.read(part)
 
     def pieces(self, file: SourceFile, target_bytes: int) -> Iterable[Piece]:
         """A file's ranges of about `target_bytes`; the whole file where it can only be read from its beginning."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kftrain import storage
-from kftrain.data.schema import Record, SourcePart
+from kftrain.data.schema import Record, Source, SourcePart
 from kftrain.data.sources.decoding import held_out_name, load_library, parse_json
 from kftrain.data.sources.listing import SourceFile, list_files, listing_digests, reading_source
 from kftrain.data.sources.tables import batch_rows, find_columns, python_rows
@@ -26,7 +25,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What `datasets` raises for files that are missing, damaged or of a later version."""
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """A saved `Dataset` or `DatasetDict`: one record per row, key = `<row>` or `<split>:<row>`, from 0 on.
 
     Of a `DatasetDict`, `train` is trained on and `validation` is our validation split or, if there is none,
@@ -73,11 +72,6 @@ class HuggingFaceSource:
         for number, row in _rows(dataset, piece["start"], piece["stop"], split.uri):
             key = f"{split.name}:{number}" if split.name else f"{number}"
             yield columns.record(key, row, split.split, f"{split.uri}:{number}")
-
-    def records(self) -> Iterator[Record]:
-        """The records of all parts."""
-        for part in self.parts(sys.maxsize):
-            yield from self.read(part)
 
     @functools.cached_property
     def _splits(self) -> dict[str, _Split]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -43,7 +42,7 @@ def within_window(source: Source, data: DataConfig, times_uri: str) -> Source:
     return source
 
 
-class RecordsInWindow:
+class RecordsInWindow(Source):
     """The records of a source whose time, a field of theirs, lies in the window.
 
     Each part is read once to learn from when to when its records are, which is remembered. One that lies in the window
@@ -91,11 +90,6 @@ class RecordsInWindow:
             moment = self._time_of(record)
             if (first is None or first <= moment) and (end is None or moment < end):
                 yield record
-
-    def records(self) -> Iterator[Record]:
-        """All records in the window."""
-        for part in self.parts(sys.maxsize):
-            yield from self.read(part)
 
     def _is_new(self, file: dict[str, Any]) -> bool:
         """Whether no window before this one has read a file."""
