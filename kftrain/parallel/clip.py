@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from kftrain.parallel.shape import NORM_AXES
+from kftrain.parallel.sharded import local
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this process has of each gradient; parameters without one are left out."""
-    gradients = [gradient for each in parameters if (gradient := each.grad) is not None]
-    return [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    return [local(gradient) for each in parameters if (gradient := each.grad) is not None]
 
 
 def counted_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

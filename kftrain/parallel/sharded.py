@@ -126,17 +126,14 @@ def on_whole(
         if isinstance(tensor, DTensor) and [tensor.placements[axis] for axis in axes] == [Shard(0)]:
             by_rows.setdefault((tensor.device_mesh, axes[0]), []).append(place)
         else:
-            others.setdefault(_team_of(tensor, replicas), []).append(place)
+            team = _team(tensor.device_mesh) if isinstance(tensor, DTensor) else replicas
+            others.setdefault(team, []).append(place)
     done = list(parts)
     for (mesh, axis), places in by_rows.items():
         _row_by_row(done, like, work, places, mesh.get_group(axis), _team(mesh, without=axis))
     for team, places in others.items():
         _whole_by_whole(done, like, work, places, team)
     return done
-
-
-def _team_of(tensor: torch.Tensor, replicas: Team) -> Team:
-    return _team(tensor.device_mesh) if isinstance(tensor, DTensor) else replicas
 
 
 def _team(mesh: DeviceMesh, without: int = -1) -> Team:

@@ -67,7 +67,8 @@ def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> di
             value=num_processes,
             fix=f"give the model a method {METHOD}(), or set it to 1",
         )
-    _require_divisible(model, num_processes, sequence_parallel)
+    sizes: Any = getattr(model, SIZES, None)
+    require_equal_sizes(sizes() if callable(sizes) else {}, num_processes, sequence_parallel)
     patterns: Any = method()
     if not isinstance(patterns, Mapping) or not patterns:
         raise _error("is no plan", type(patterns).__name__, "return patterns of modules' names -> kinds")
@@ -121,12 +122,6 @@ def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes:
             require_parts(f"{name}.weight", height, num_processes)
         else:
             require_equal_parts(f"{name}.weight", height, num_processes)
-
-
-def _require_divisible(model: nn.Module, num_processes: int, sequence_parallel: bool) -> None:
-    method: Any = getattr(model, SIZES, None)
-    sizes: Mapping[str, int] = method() if callable(method) else {}
-    require_equal_sizes(sizes, num_processes, sequence_parallel)
 
 
 def _error(what: str, value: Any, fix: str) -> ConfigError:

@@ -25,7 +25,7 @@ class Lender:
     @contextlib.contextmanager
     def lending(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         """Within it the model can be called; parameters are in `dtype`, on the device."""
-        loans = _Loans(self.weights, device, dtype, self.tell)
+        loans = _Loans(self, device, dtype)
         handles = []
         with contextlib.ExitStack() as stack:
             left = set(self.weights.places)
@@ -50,11 +50,11 @@ class Lender:
 class _Loans:
     """What is lent at the moment. Autograd keeps the name of a weight, not the weight: nobody may ask for it again."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype, tell: Any) -> None:
-        self._weights = weights
+    def __init__(self, lender: Lender, device: torch.device, dtype: torch.dtype) -> None:
+        self._weights = lender.weights
         self._device = device
         self._dtype = dtype
-        self._tell = tell
+        self._tell = lender.tell
         self._empty: dict[str, nn.Parameter] = {}
         self._name_of: dict[int, str] = {}
 

@@ -74,7 +74,11 @@ def build_optimizer(
     if config.kind != "muon":
         return Optimizer(dict([_member(config.kind, groups, config, compute, replicas)]))
     hidden = _hidden(model, blocks)
-    chosen = {each: group for each, group in groups.items() if _is_muons(each, group, hidden)}
+    chosen = {
+        each: group
+        for each, group in groups.items()
+        if each.dim() == 2 and (each in hidden if group.muon is None else group.muon)
+    }
     if not chosen:
         raise ConfigError(
             "the model has no matrices within blocks, which Muon could update",
@@ -96,10 +100,6 @@ def _hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
         for each, names in names_of(model).items()
         if each not in embeddings and any(name.startswith(begins) for name in names)
     }
-
-
-def _is_muons(parameter: nn.Parameter, group: ParameterGroup, hidden: set[nn.Parameter]) -> bool:
-    return parameter.dim() == 2 and (parameter in hidden if group.muon is None else group.muon)
 
 
 def _member(

@@ -92,7 +92,7 @@ class SpmdEngine:
         norm = clip.total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
             clip.clip(gradients, norm, self._clip_norm)
-        self._update(norm)
+        self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             after_step(self.model)
         return StepResult(loss_sum, norm.to(loss_sum.device))  # gradients that are offloaded are on the host
@@ -142,7 +142,3 @@ class SpmdEngine:
         if self._log is not None:
             blocks.require_same_calls(self._calls, self._log.take())
         return loss
-
-    def _update(self, norm: torch.Tensor) -> None:
-        """Updates the parameters where the norm is finite, and forgets the gradients."""
-        self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1
