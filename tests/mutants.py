@@ -590,8 +590,22 @@ MUTANTS = [
         "a schedule of a release before begins without its firings",
         "kftrain/schedule/state.py",
         'ends = self.keys("outcomes")',
-        "return None",
+        "return len(keys)",
         "tests/unit/schedule/test_history.py",
+    ),
+    Mutant(
+        "an index of firings is trusted for ever",
+        "kftrain/schedule/state.py",
+        '== {"num_firings": len(keys)}:',
+        "is not None:",
+        "tests/unit/schedule/test_history.py -k beside_an_index",
+    ),
+    Mutant(
+        "each firing makes the index anew",
+        "kftrain/schedule/state.py",
+        '{"num_firings": num_firings + 1}',
+        "{}",
+        "tests/unit/schedule/test_history.py -k costs",
     ),
     Mutant(
         "a day of a sliding window has 24 hours",

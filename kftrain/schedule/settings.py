@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
@@ -86,13 +87,11 @@ class ScheduleConfig(Policy):
 
 def parse_instant(text: str, where: str) -> datetime:
     """A moment in RFC 3339, in UTC. Raises ConfigError."""
-    try:
+    with contextlib.suppress(ValueError, OverflowError):
         found = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
-    except ValueError:
-        found = datetime.min
-    if found.tzinfo is None:
-        raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
-    return found.astimezone(timezone.utc)
+        if found.tzinfo is not None:
+            return found.astimezone(timezone.utc)
+    raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
 
 
 def format_instant(moment: datetime) -> str:

@@ -100,7 +100,8 @@ def _require_window(file: ScheduleFile, config: Config, where: str) -> None:
     for key, value in wrong.items():
         if value:
             what = f"not of a window that is {SINCE}" if is_since else f"only of a window that is {SINCE}"
-            raise ConfigError(what, where=f"{where}: {key}", value=value, fix=f"remove it, or set window: {SINCE}")
+            fix = "remove window" if is_since else f"set window: {SINCE} without window_hours and data.window.start"
+            raise ConfigError(what, where=f"{where}: {key}", value=value, fix=f"remove it, or {fix}")
 
 
 def _validated(document: Any, where: str) -> ScheduleFile:

@@ -11,8 +11,8 @@ A key begins with the instant, or with the creation of a run by hand: names are 
 every scheduler: two that fire for one instant, a backlog, and a pod that runs again meet in one document.
 
 Decisions look at all firings, by the index, which stays as small as what lives and what failed. A firing is opened in
-it before it is claimed, and closed after its outcome is written, by whoever sees it next where that was interrupted. A
-folder of before has none: whoever comes first makes it.
+it before it is claimed, and closed after its outcome is written, by whoever sees it next where that was interrupted.
+Releases before know no index: it has the number of the firings that it knows, and is made anew where there are others.
 """
 
 from __future__ import annotations
@@ -108,12 +108,14 @@ class History:
 
     def claim(self, key: str, firing: Firing) -> Firing:
         """The firing of a key: this one where nobody was faster, else the other."""
-        self._require_index()
+        num_firings = self._require_index()
         storage.publish_json(self._place(OPEN, key), {})
         try:
             storage.create_json(self._place("firings", key), firing.to_dict())
         except FileExistsError:
             return self.firing(key)
+        # where others write at the same time it says too few, never too many: no firing is overlooked
+        storage.publish_json(storage.join(self.uri, INDEX), {"num_firings": num_firings + 1})
         return firing
 
     def ended(self, key: str) -> FiringEnd | None:
@@ -157,12 +159,12 @@ class History:
 
     def last_trained(self) -> FiringEnd | None:
         """The last firing that has trained."""
-        self._require_index()
+        self.unended()
         return next(map(self.ended, self.keys("trained")), None)
 
     def failures_in_a_row(self) -> int:
         """Failures since the last training, or since the schedule was told to go on; skipped runs are neither."""
-        self._require_index()
+        self.unended()
         event, last = self.last_event(), next(iter(self.keys("trained")), "")
         since = event.time if event is not None else 0.0
         ends = [self.ended(key) for key in self.keys("failed") if key > last]
@@ -200,19 +202,22 @@ class History:
                 storage.remove(self._place(name, each))
         storage.remove(self._place(OPEN, key))
 
-    def _require_index(self) -> None:
-        """Makes the index of a schedule that has none, from all that it has ever done."""
-        if storage.exists(storage.join(self.uri, INDEX)):
-            return
+    def _require_index(self) -> int:
+        """Makes the index from all that was ever done, unless it knows all firings; gives their number."""
+        keys = self.keys()
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if storage.read_json(storage.join(self.uri, INDEX)) == {"num_firings": len(keys)}:
+                return len(keys)
         ends = self.keys("outcomes")
-        for key in set(self.keys()) - set(ends):
+        for key in set(keys) - set(ends):
             storage.publish_json(self._place(OPEN, key), {})
         for key in ends:
             with contextlib.suppress(DataError):
                 self._close(key, documents.read(FiringEnd, self._place("outcomes", key)))
-            if self.keys("trained"):
+            if self.keys("trained")[:1] >= [key]:
                 break
-        storage.publish_json(storage.join(self.uri, INDEX), {})
+        storage.publish_json(storage.join(self.uri, INDEX), {"num_firings": len(keys)})
+        return len(keys)
 
     def _place(self, folder: str, key: str) -> str:
         return storage.join(self.uri, folder, f"{key}.json")

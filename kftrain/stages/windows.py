@@ -65,7 +65,7 @@ def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetim
         return TimeWindow(start - timedelta(hours=hours + schedule.settle_hours), until)
     start = max([*ends, schedule.first])
     if schedule.max_window_hours and start > EARLIEST:
-        until = min(until, start + timedelta(hours=schedule.max_window_hours))
+        until = start + min(until - start, timedelta(hours=schedule.max_window_hours))
     return TimeWindow(start, until) if start < until else None
 
 

@@ -121,6 +121,20 @@ def test_a_folder_of_a_release_before_gets_its_index_once():
     assert {len(HISTORY.keys(folder)) for folder in ("trained", "failed")} == {1, 2}
 
 
+def test_firings_of_a_release_before_are_seen_beside_an_index_whenever_they_come():
+    begin(0)
+    end(0, "trained")
+    write_old(range(1, 5), {1: "trained", 2: "failed", 4: None})
+    assert HISTORY.last_trained().job_id == "j1" and HISTORY.failures_in_a_row() == 1
+    assert list(HISTORY.unended()) == [key(4)]
+    write_old([7], {})
+    assert HISTORY.failures_in_a_row() == 1
+    write_old([6], {6: "failed"})
+    assert HISTORY.failures_in_a_row() == 2, "of an instant before those that are known"
+    write_old([4], {4: "trained"})
+    assert HISTORY.last_trained().job_id == "j4" and HISTORY.failures_in_a_row() == 1
+
+
 @pytest.mark.parametrize("result", ["trained", "failed", "skipped"])
 def test_an_end_that_was_interrupted_is_completed_by_whoever_comes_next(monkeypatch, result):
     begin(0)

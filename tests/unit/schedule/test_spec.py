@@ -67,6 +67,8 @@ def test_a_configuration_may_not_bring_a_schedule_of_its_own(folder):
 
 WINDOWED = GOOD.replace("s3://bucket/raw", "s3://b/raw").replace("data.source", "data.window.by: path, data.source")
 FIXED = ', data.window.start: "2026-01-01T00:00:00Z", data.window.end: "2026-02-01T00:00:00Z"'
+REMOVE = ".*remove it, or remove window$"
+INSTEAD = r".*remove it, or set window: since_last_trained without window_hours and data\.window\.start"
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,16 @@ FIXED = ', data.window.start: "2026-01-01T00:00:00Z", data.window.end: "2026-02-
     [
         (GOOD + "window: since_last_trained", "f.yaml: window: .*does not say what the time"),
         (GOOD + "window_hours: 24", "f.yaml: window_hours: .*does not say what the time"),
-        (WINDOWED + "window: since_last_trained\nwindow_hours: 24", "f.yaml: window_hours: .*not of a window"),
-        (WINDOWED.replace("path", f"path{FIXED}") + "window: since_last_trained", r"data\.window\.start: .*not of"),
-        (WINDOWED + "window_hours: 24\nmax_window_hours: 48", "f.yaml: max_window_hours: .*only of a window"),
-        (WINDOWED.replace("path", f"path{FIXED}") + "settle_hours: 48", "f.yaml: settle_hours: .*only of a window"),
+        (WINDOWED + "window: since_last_trained\nwindow_hours: 24", f"window_hours: .*not of a window{REMOVE}"),
+        (
+            WINDOWED.replace("path", f"path{FIXED}") + "window: since_last_trained",
+            rf"data\.window\.start: .*not{REMOVE}",
+        ),
+        (WINDOWED + "window_hours: 24\nmax_window_hours: 48", f"f.yaml: max_window_hours: .*only of{INSTEAD}"),
+        (WINDOWED.replace("path", f"path{FIXED}") + "settle_hours: 48", f"f.yaml: settle_hours: .*only of{INSTEAD}"),
         (WINDOWED + "window_start: yesterday", "f.yaml: window_start: .*yesterday"),
+        (WINDOWED + "window_start: 0001-01-01T00:00:00+14:00", "f.yaml: window_start: not a moment in UTC"),
+        (WINDOWED + "window_start: 9999-12-31T23:00:00-05:00", "f.yaml: window_start: not a moment in UTC"),
         (WINDOWED + "window: sliding", "f.yaml: window"),
         (WINDOWED + "window_hours: 9999999999", "f.yaml: window_hours"),
     ],
