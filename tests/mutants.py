@@ -909,6 +909,20 @@ MUTANTS = [
         "tests/unit/data/test_record_keys.py -k scikit",
     ),
     Mutant(
+        "strata learn their thresholds anew under another size of shards",
+        "kftrain/data/sharding.py",
+        "**known, **content})",
+        "**known, **content, **self._settings})",
+        "tests/unit/data/test_record_keys.py -k keep_their_thresholds",
+    ),
+    Mutant(
+        "thresholds of strata that hold nothing are learned anew",
+        "kftrain/data/sharding.py",
+        "                    if strata:  #",
+        "                    if True:  #",
+        "tests/unit/data/test_record_keys.py -k damaged_thresholds",
+    ),
+    Mutant(
         "a dataset of before is known by content from now on",
         "kftrain/data/sharding.py",
         "if not storage.exists(self.latest_uri()):",

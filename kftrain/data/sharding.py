@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from kftrain import storage
@@ -30,6 +31,7 @@ from kftrain.data.parts.document import PartDocument, total
 from kftrain.data.parts.encoder import Encoding
 from kftrain.data.parts.store import Level, PartStore
 from kftrain.data.schema import SPLITS, Record, Source, SourcePart
+from kftrain.data.settings import CONTENT_KEY
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
@@ -88,7 +90,9 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
         with storage.telling_of_disks(storage.join(root, "shards")):
             manifest = sharding.run(level)
             digest = manifest.dataset_digest
-            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest, "strata": sharding.source.strata})
+            if config.data.stratify:
+                storage.publish_json(sharding.strata_uri(), {"strata": sharding.source.strata})
+            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
             target = {"dataset_digest": digest, "manifest_uri": below_root(digest), "state": sharding.state}
             storage.publish_json(pointer, target)
     elif task.asset_names:
@@ -178,10 +182,17 @@ class _Sharding:
         """What leads to the last dataset of this source under these settings, whatever the source held then."""
         return storage.join(self._shards_uri, "latest", f"{storage.digest_json(self._settings)}.json")
 
+    def strata_uri(self) -> str:
+        """What holds the thresholds of this source's strata, keyed by what decides on which side a record is, alone."""
+        data = self._config.data
+        known = {"source": data.source, "validation_fraction": data.validation_fraction, **data.columns}
+        content = {"text_field": data.text_field} if data.key == CONTENT_KEY else {}
+        return storage.join(self._shards_uri, "strata", f"{storage.digest_json({**known, **content})}.json")
+
     def run(self, level: Level) -> Manifest:
         """Reads, encodes, writes and publishes; the manifest that is then in the store."""
         self._progress(f"sharding {self._config.data.source}")
-        self.source.learn_strata(self._latest().get("strata"))
+        self.source.learn_strata(self._known_strata())
         self._parts = parts = self.source.parts(self._config.data.part_size_bytes)
         self._learn(parts)
         store = PartStore(self._shards_uri, self._encoding, level)
@@ -284,7 +295,7 @@ class _Sharding:
         splits = {split: [shard for document in documents for shard in document.located(split)] for split in SPLITS}
         for split, shards in splits.items():
             if not shards:
-                raise resolve_source.empty_split(split, self._config.data)
+                raise resolve_source.empty_split(split, self._config.data, self.source.largest_stratum)
         found = findings.find(documents, store.uri)
         for line in findings.lines(found):
             self._progress(f"found {line}")
@@ -307,8 +318,22 @@ class _Sharding:
             statistics=total(documents),
         )
 
+    def _known_strata(self) -> dict[str, int]:
+        """Thresholds of the first sharding; before they had a file they stood beside the last dataset's digest."""
+        for uri in (self.strata_uri(), self.latest_uri()) if self._config.data.stratify else ():
+            try:
+                if (found := storage.read_json_if_exists(uri)) is not None:
+                    strata = {name: index(limit) for name, limit in found["strata"].items()}
+                    if strata:  # every sharding has learned some
+                        return strata
+                    raise ValueError("none")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                fix = "restore the file, or set another data.validation_fraction to split anew"
+                raise DataError("the thresholds of data.stratify cannot be read", where=uri, fix=fix) from error
+        return {}
+
     def _latest(self) -> dict[str, Any]:
-        """Digest and strata of the last dataset of this source; empty where there is none, or nobody knows."""
+        """Digest of the last dataset of this source; empty where there is none, or nobody knows."""
         try:
             return dict(storage.read_json_if_exists(self.latest_uri()) or {})
         except (DataError, ValueError, TypeError):

@@ -39,6 +39,8 @@ class KeyedSource:
         self._data = data
         self.strata = dict(strata or {})
         """Threshold of each stratum that is known; others are split by the fraction."""
+        self.largest_stratum = 0
+        """Different records of the largest stratum that was learned."""
         self.listing = source.listing
         self.parts = source.parts
 
@@ -65,6 +67,7 @@ class KeyedSource:
         fraction = self._data.validation_fraction
         for name, found in hashes.items():
             ordered = np.unique(found)
+            self.largest_stratum = max(self.largest_stratum, len(ordered))
             num_held_out = min(len(ordered) - 1, max(1, int(fraction * len(ordered) + 0.5)))
             lowest = int(ordered[num_held_out - 1]) + 1 if num_held_out else 0
             self.strata[name] = min(max(int(fraction * HASH_VALUES), lowest), int(ordered[num_held_out]))

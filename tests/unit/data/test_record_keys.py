@@ -233,6 +233,57 @@ def test_a_stratified_split_moves_no_record_when_data_is_added_anywhere(tmp_path
     assert 0 < share < 0.3, "a stratum that is new is split by the fraction"
 
 
+STRATIFIED = {"stratify": "label", "part_size_bytes": 1 << 16, "validation_fraction": 0.1}
+
+
+def small_and_grown(folder):
+    """A source of strata so small that their thresholds are above the fraction, sharded; a function that adds to it."""
+    rows, more = (stratified_rows(dict.fromkeys("abcdefghijkl", count), count) for count in (5, 170))
+    for row in (*rows, *more):
+        row["label"] = row["label"].replace("l", "\ud800")
+    source = write_lines(folder / "a.jsonl", rows)
+    first = shard_toy(source, folder / "root", **STRATIFIED)
+    return first, lambda: write_lines(source, [*rows, *more])
+
+
+@pytest.mark.parametrize(("data", "width"), [({"shard_size_bytes": 1 << 17}, None), ({}, 16)])
+def test_strata_keep_their_thresholds_under_other_shards_and_other_tasks(tmp_path, data, width):
+    first, grow = small_and_grown(tmp_path)
+    config = toy_config(grow(), tmp_path / "root", **{**STRATIFIED, **data})
+    after = shard_dataset(config, ToyTask(width=width) if width else ToyTask(), lambda line: None)
+    assert len(texts(first, "validation")) == 12
+    assert texts(first, "validation") <= texts(after, "validation")
+
+
+def test_strata_of_a_pointer_of_before_go_on(tmp_path):
+    first, grow = small_and_grown(tmp_path)
+    (strata,), (latest,) = ((tmp_path / "root/shards" / name).glob("*.json") for name in ("strata", "latest"))
+    latest.write_text(json.dumps({**json.loads(latest.read_text()), **json.loads(strata.read_text())}))
+    strata.unlink()
+    after = shard_toy(grow(), tmp_path / "root", **STRATIFIED)
+    assert texts(first, "validation") <= texts(after, "validation")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"strata": {}}', '{"strata": {"a": "x"}}', None])
+def test_damaged_thresholds_of_strata_are_refused(tmp_path, content):
+    _, grow = small_and_grown(tmp_path)
+    (strata,) = (tmp_path / "root/shards/strata").glob("*.json")
+    if content is None:
+        strata.unlink()
+    else:
+        strata.write_text(content)
+    with pytest.raises(DataError, match=r"thresholds of data\.stratify") as caught:
+        shard_toy(grow(), tmp_path / "root", **STRATIFIED)
+    assert "\n" not in caught.value.line
+
+
+def test_strata_of_one_record_each_are_refused_by_that_name(tmp_path):
+    rows = [{"text": f"document {number}", "id": number} for number in range(60)]
+    with pytest.raises(DataError, match=r"every stratum has one record.*\(got 'id'\); name a column") as caught:
+        shard_toy(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "root", stratify="id")
+    assert "raise data.validation_fraction" not in caught.value.line
+
+
 def test_settings_that_cannot_hold_together_are_refused(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", rows_of(range(9)))
     for data in ({"group": "a", "stratify": "b"}, {"group": "a", "shards": "adopt"}):
