@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kftrain.data.schema import CLUSTER, Block, Record
+from kftrain.data.sources.keyed import hash_of
 from kftrain.errors import DataError, UserCodeError
 
 if TYPE_CHECKING:
@@ -54,5 +54,4 @@ def cluster_of(task: Task, record: Record) -> str:
 
 def cluster_number(name: str) -> int:
     """The number that stands for a cluster: 63 bits of a hash, never 0."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
-    return (int.from_bytes(digest[:8], "big") >> 1) or 1
+    return (hash_of(name) >> 1) or 1
