@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,14 @@ def look(
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
         if first_difference(at_first, attributes) is not None:
-            with lend_copies(model, device, torch.float32, lender) as buffers:
+            own = model.state_dict()
+            with lend_copies(model, device, torch.float32, lender):
                 loss_again(others)
                 after_step(model)
-                has_changed, again = bool(_changed(model, buffers)), loss_again(micro)
+                _restore(model, own)  # what checkpoints have is no state that is lost
+                again = loss_again(micro)
                 after_step(model)
-                require_no_state(model, attributes, read_attributes(model), (loss, loss if has_changed else again))
+                require_no_state(model, attributes, read_attributes(model), (loss, again))
         for turn in range(1, num_chances if is_random else 1):
             log.take()
             with lend_copies(model, device, torch.float32, lender):
@@ -194,11 +196,18 @@ def lend_copies(
         yield buffers
 
 
+@torch.no_grad()
+def _restore(model: nn.Module, state: Mapping[str, Any]) -> None:
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape == state[name].shape and not state[name].is_meta:
+            tensor.copy_(state[name])
+
+
 def _require_known(model: nn.Module, saved: Collection[str]) -> None:
-    """Raises ConfigError for a saved buffer that a forward pass has made: a model that resumes would not know it."""
+    """Raises ConfigError for a saved tensor that a forward pass has made: a model that resumes would not know it."""
     for name in model.state_dict().keys() - saved:
-        what = "the forward pass makes a buffer that checkpoints hold, and that a model has not when it resumes"
-        fix = "give it its values in the constructor, or register it with persistent=False"
+        what = "the forward pass makes a tensor that checkpoints hold, and that a model has not when it resumes"
+        fix = "make it in the constructor, or register a buffer with persistent=False"
         raise ConfigError(what, where=f"model {name}", fix=fix)
 
 

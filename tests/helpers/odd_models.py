@@ -353,6 +353,9 @@ class Remembers(Stack):
         elif self.how == "makes a saved buffer":
             self.made = torch.linspace(0, 1, DIM)
             out = out + self.made
+        elif self.how == "makes a parameter":
+            self.scale = getattr(self, "scale", None) or nn.Parameter(torch.rand(()))
+            out = out * self.scale
         elif self.how == "begins with its first rows":
             self.center = out.detach().mean(0) if self.center is None else self.center
             out = out - self.center
@@ -371,6 +374,21 @@ class Remembers(Stack):
             before, self.last = self.last, x.detach().mean(0)
             out = out if before is None else out + 0.1 * before
         return out
+
+
+class Anneals(Stack):
+    """Computes an attribute of a count of steps that checkpoints hold, and shows its last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.num_steps += 1
+        self.temperature = 1 + 0.1 * float(self.num_steps)
+        self.last = super().forward(x) / self.temperature
+        return self.last
 
 
 class RemembersOpenly(Remembers):

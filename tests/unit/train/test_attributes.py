@@ -75,9 +75,18 @@ def test_a_state_that_no_checkpoint_has_is_refused_unless_the_model_says_so(how)
     assert isinstance(losses, list), losses
 
 
-def test_a_buffer_of_checkpoints_that_forward_makes_is_refused():
-    (line,) = ranks.on(1, losses_of, kind("Remembers", how="'makes a saved buffer'"))
-    assert line.startswith("ConfigError: model made: the forward pass makes a buffer that checkpoints hold"), line
+def test_what_a_forward_pass_computes_of_a_saved_buffer_is_no_state():
+    (alone,) = ranks.on(1, losses_of, kind("Anneals"))
+    torch.manual_seed(0)
+    assert isinstance(alone, list) and alone[0] == pytest.approx(first_loss(odd_models.Anneals()), rel=1e-6)
+    for both in ranks.on(2, losses_of, kind("Anneals")):
+        assert both == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(("how", "name"), [("makes a saved buffer", "made"), ("makes a parameter", "scale")])
+def test_what_checkpoints_hold_and_a_forward_pass_makes_is_refused(how, name):
+    (line,) = ranks.on(1, losses_of, kind("Remembers", how=f"'{how}'"))
+    assert line.startswith(f"ConfigError: model {name}: the forward pass makes a tensor that checkpoints hold"), line
 
 
 def test_a_buffer_that_begins_to_differ_during_a_run_is_refused_before_it_is_saved():
