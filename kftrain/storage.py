@@ -202,7 +202,7 @@ def number_of(uri: str) -> int:
 
 
 def entries(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_result]]:
-    """What lies directly in a folder of this machine and begins with `prefix`, with the status of what links lead to.
+    """List what a folder of this machine holds that begins with `prefix`, with the status of what links lead to.
 
     Others may change the folder meanwhile: whatever goes, the folder too, is left out. So is a link that leads nowhere.
     """

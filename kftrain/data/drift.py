@@ -193,7 +193,7 @@ def _number_bins(before: Distribution, now: Distribution) -> list[Bin]:
 
 
 def _missing(numbers: Distribution) -> float:
-    """How many are not finite, beside the quantiles of those that are."""
+    """Count the numbers that are not finite, beside the quantiles of those that are."""
     share = numbers.missing or 0.0
     return len(numbers.quantiles) * share / (1 - share) if share < 1 else numbers.size
 

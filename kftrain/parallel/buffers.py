@@ -145,7 +145,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor:
-    """In float64 or int64, in which nothing is lost on the way."""
+    """Convert to float64 or int64, in which nothing is lost on the way."""
     assert buffer is not None
     wide = torch.float64 if buffer.is_floating_point() else torch.int64
     return buffer.detach().to(wide, copy=True, memory_format=torch.contiguous_format)

@@ -101,5 +101,5 @@ class WorkingCopies:
 
 
 def _like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What is distributed as `master` is, and is `part` on this process."""
+    """Make a tensor that is distributed as `master` is, and is `part` on this process."""
     return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

@@ -91,7 +91,7 @@ class UsedParameters:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """What is another one when `tensor.data` is set, or numbers are changed in place."""
+    """Make a mark that differs once `tensor.data` is set, or numbers are changed in place."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 

@@ -43,7 +43,7 @@ class Places(dict[str, list[Slot]]):
     """Name of a parameter -> the modules that have it, and what each calls it: several for a tied one."""
 
     attributes: dict[str, dict[str, Any]]
-    """Of each parameter, what others had set on it."""
+    """Read what others have set on each parameter."""
 
 
 HOST = torch.device("cpu")

@@ -34,12 +34,12 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 
 def index_in(part: Part) -> tuple[slice, ...]:
-    """Of a part in the whole."""
+    """Build the index of a part in the whole."""
     return tuple(slice(start, start + length) for start, length in zip(*part, strict=True))
 
 
 def index_of(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Of the part that this process has."""
+    """Build the index of the part that this process has."""
     return index_in(part_of(tensor))
 
 

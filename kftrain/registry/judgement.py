@@ -33,7 +33,7 @@ class Challenger:
     on_reference: MeasuredExport | None = None
     """On the reference set, if there is one."""
     trained_on: GateReason | None = None
-    """What the champion knows of the validation split."""
+    """Tell what the champion knows of the validation split."""
 
     @property
     def digest(self) -> str:

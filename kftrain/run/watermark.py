@@ -24,7 +24,7 @@ class Watermark(Document):
     """`<n>.json`: all of some sources that lies before an instant has been trained on."""
 
     run_uri: str = ""
-    """Who has trained."""
+    """URI of the run that has trained."""
     ends: dict[str, str] = Field(default_factory=dict)
     """Source -> the instant, in RFC 3339."""
     files: dict[str, list[str]] = Field(default_factory=dict)

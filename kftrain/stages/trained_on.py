@@ -19,7 +19,7 @@ from kftrain.trust import Trust
 
 
 def gate_reason(config: Config, shards: RunShards, manifest: Manifest) -> GateReason | None:
-    """How many validation records of a dataset the champion, or weights that it began with, were trained on.
+    """Count the validation records of a dataset that the champion, or weights that it began with, were trained on.
 
     Reads the 24 bytes that parts remember of each record. It decides nothing: who is better all the same is better.
     None without a champion. Raises KftrainError where storage or MLflow is away.

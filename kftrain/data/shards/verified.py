@@ -337,7 +337,7 @@ def require_shard_size(uri: str, expected: int, fix: str = SHARD_AGAIN) -> tuple
 
 
 def truncated(num_bytes: int, expected: int) -> str:
-    """What is wrong with a file of another size."""
+    """Describe a file of another size."""
     return f"truncated or changed: it has {num_bytes} bytes, not {expected}"
 
 

@@ -25,7 +25,7 @@ from kftrain.errors import DataError
 
 HASH_VALUES = 1 << 64
 DIGEST_CHARACTERS = 24
-"""Of a content in a key: 96 bits."""
+"""A key shows so much of its content's digest: 96 bits."""
 
 
 class KeyedSource:
@@ -89,7 +89,7 @@ class KeyedSource:
 
 
 def hash_of(name: str) -> int:
-    """What the split goes by: the first 64 bits of the sha256 of a name."""
+    """Compute what the split goes by: the first 64 bits of the sha256 of a name."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 

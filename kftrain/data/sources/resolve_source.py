@@ -148,7 +148,7 @@ def split_of(record: Record, validation_fraction: float, name: str = "") -> str:
 
 
 def empty_split(split: str, data: DataConfig, largest_stratum: int = 0) -> DataError:
-    """Of a source that has nothing for a split. `largest_stratum`: its different records; 0: none was counted."""
+    """Describe a source that has nothing for a split. `largest_stratum`: its different records; 0: none was counted."""
     if split == "validation" and largest_stratum == 1:
         what, fix = "every stratum has one record", "name a column in data.stratify whose values come again"
         return DataError(f"no samples for the {split} split: {what}", where=data.source, value=data.stratify, fix=fix)

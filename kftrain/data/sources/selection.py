@@ -51,7 +51,7 @@ class Selection:
     """All files, sorted by name."""
 
     late_names: frozenset[str] = frozenset()
-    """Of the files that were chosen, those that came late."""
+    """Files among the chosen ones that came late."""
     folder_of: Callable[[str], str] | None = None
     """Of a file's name; what no part of the source reaches beyond."""
 
@@ -65,7 +65,7 @@ class Selection:
 
 
 class _InWindow(Selection):
-    """Those that a window asks for."""
+    """Select the files that a window asks for."""
 
     def __init__(self, config: WindowConfig, source: str) -> None:
         self._asked = AskedFiles(config, source)

@@ -157,7 +157,7 @@ class RecordsInWindow(Source):
 
 
 def _read_times(uri: str) -> Times | None:
-    """What was remembered; None where that is nothing, or damaged."""
+    """Read what was remembered; None where that is nothing, or damaged."""
     try:
         found = storage.read_json_if_exists(uri)
         times = None if found is None else tuple(map(instant, found["times"]))
