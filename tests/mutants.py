@@ -552,6 +552,27 @@ MUTANTS = [
         "tests/unit/registry/test_declined.py",
     ),
     Mutant(
+        "a decline is no entry of the journal, so that the gate does not meet it",
+        "kftrain/registry/promotion.py",
+        '        return (before, None) if before else (said, entry.model_copy(update={"declined": said}))\n',
+        "        declined_models(config)\n        return before or said, None\n",
+        "tests/unit/registry/test_meanwhile.py",
+    ),
+    Mutant(
+        "a register step that runs again undoes a rollback",
+        "kftrain/registry/promotion.py",
+        "        if back and not registered.identical:\n",
+        "        if False:\n",
+        "tests/unit/registry/test_meanwhile.py",
+    ),
+    Mutant(
+        "the alias is not read again after an export was read",
+        "kftrain/registry/champion_alias.py",
+        'if self.observe()[2] != "external" and self._append(entry):',
+        "if self._append(entry):",
+        "tests/unit/registry/test_meanwhile.py",
+    ),
+    Mutant(
         "a recurring run is deleted although a run of it lives",
         "kftrain/schedule/apply.py",
         "        if live:\n",

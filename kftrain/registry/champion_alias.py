@@ -9,10 +9,10 @@ write to the alias. Its writer read journal and alias again afterwards and found
 has a writer of its own, who would have written after it. A writer that dies leaves its mark.
 
 Why a change by hand is told from a write that lags behind. `settle` reads the end n of the journal, then the marks,
-then the alias. Without marks every earlier writer has finished, so what they left agrees with n; a later one reads n
-or more, and n + 1 does not exist if our entry for the change by hand can be created. So an alias that differs was set
-by somebody else, and becomes an `external` entry. With marks the journal wins: a change by hand while a promotion is
-under way, or after one that died, is overwritten.
+then the alias. Without marks every earlier writer has finished, so what they left agrees with n; a later one reads n or
+more, and n + 1 does not exist if our entry for the change by hand can be created. So an alias that differs was set by
+somebody else, and becomes an `external` entry. `transact` looks once more before it appends. With marks the journal
+wins: a change by hand while a promotion is under way, or after one that died, is overwritten.
 
 What this needs: a storage root with atomic exclusive creation and listings that show what was written; one storage
 root per model, which the registered model's tag `kftrain.journal` sees to (it can only refuse, it decides nothing); and
@@ -118,7 +118,9 @@ class ChampionAlias:
         """
         for _ in range(MAX_ROUNDS):
             result, entry = propose(self.settle())
-            if entry is None or self._append(entry):
+            if entry is None:
+                return result
+            if self.observe()[2] != "external" and self._append(entry):  # `propose` may read for minutes
                 return result
         raise TrackingError("other promotions are always faster", where=self.journal.uri, fix="try again later")
 

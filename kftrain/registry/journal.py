@@ -34,7 +34,18 @@ WATCH_SECONDS = 120.0
 """A writer whose mark does not change for this long is dead; one of an older kftrain, which never changes its mark, is
 done by then: no call to MLflow takes longer than a minute."""
 
-Kind = Literal["promote", "rollback", "external"]
+Kind = Literal["promote", "rollback", "external", "decline"]
+
+
+class Declined(documents.Document):
+    """That a person has declined a version."""
+
+    version: int
+    export_digest: str
+    reason: str
+    time: str
+    """UTC, ISO 8601."""
+    entry_id: str
 
 
 class Entry(documents.Document):
@@ -42,7 +53,7 @@ class Entry(documents.Document):
 
     number: int
     kind: Kind
-    """`external`: somebody changed the alias in MLflow by hand."""
+    """`external`: somebody changed the alias in MLflow by hand; `decline`: the champion stays."""
     version: int | None
     """The champion from here on; None: there is none any more."""
     previous: int | None
@@ -62,6 +73,8 @@ class Entry(documents.Document):
     """Which try against the champion before it was; 0: none was counted."""
     confidence: float = 0.0
     """Of the interval of `improvement`; 0: not known."""
+    declined: Declined | None = None
+    """What a person has declined with this entry."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +197,28 @@ def champion_version(entries: list[Entry]) -> int | None:
     return entries[-1].version if entries else None
 
 
+def last_change(entries: list[Entry]) -> Entry:
+    """The entry that made the champion of the moment; of several, by hand, the last."""
+    return next(entry for entry in reversed(entries) if entry.kind != "decline")
+
+
+def taken_back(entries: list[Entry], version: int, export_digest: str) -> str:
+    """Why a version is champion no more, where a person has taken that back; else empty."""
+    ends = (
+        each for each in reversed(entries) if each.previous != each.version and version in (each.previous, each.version)
+    )
+    last = next(ends, None)
+    is_same = entered_digest(entries, version) in ("", export_digest)
+    return last.reason if last and is_same and last.previous == version and last.kind != "promote" else ""
+
+
 def predecessors(entries: list[Entry]) -> list[int]:
     """What rollbacks would restore, nearest first; a rollback undoes a promotion, the next one goes further back."""
     stack: list[int | None] = [None]
     for entry in entries:
         if entry.kind == "rollback" and entry.version in stack:
             del stack[len(stack) - stack[::-1].index(entry.version) :]
-        else:
+        elif entry.version != stack[-1]:
             stack.append(entry.version)
     return [version for version in reversed(stack[:-1]) if version is not None]
 

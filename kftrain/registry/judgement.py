@@ -12,9 +12,8 @@ from kftrain.errors import ConfigError, EvaluationError
 from kftrain.registry import comparison, tries
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
-from kftrain.registry.declined import Declined
 from kftrain.registry.gate import Decision, Evidence, confidence_at, decide, metric_of
-from kftrain.registry.journal import Entry, champion_version, former_champions
+from kftrain.registry.journal import Entry, champion_version, former_champions, last_change
 from kftrain.registry.registration import RegisteredVersion
 from kftrain.registry.tries import Tries
 from kftrain.run.documents import GateReason, Interval
@@ -82,16 +81,15 @@ def judge(
     return replace(found, decision=decision, former=former)
 
 
-def declined(found: Judgement, said: Declined) -> Judgement:
-    """What is left of a judgement where a person has declined the challenger: its figures, and no promotion."""
-    text = f"declined by hand: {said.reason}"
-    reasons = (GateReason(code="declined", verdict="against", text=text), *found.decision.reasons)
+def overruled(found: Judgement, code: str, text: str) -> Judgement:
+    """What is left of a judgement where a person has said no before: its figures, and no promotion."""
+    reasons = (GateReason(code=code, verdict="against", text=text), *found.decision.reasons)
     return replace(found, decision=Decision(False, f"not promoted, {text}", reasons))
 
 
 def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:
     """The result for the champion itself: the one that made it champion, if this is a repetition."""
-    entry, registered = entries[-1], challenger.registered
+    entry, registered = last_change(entries), challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
         return Judgement(_refusal("identical", reason), registered.version)

@@ -17,8 +17,16 @@ from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, journal, judgement, lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
-from kftrain.registry.declined import Declined, DeclinedModels
-from kftrain.registry.journal import Entry, champion_version, former_champions, next_entry, predecessors
+from kftrain.registry.declined import DeclinedModels
+from kftrain.registry.journal import (
+    Declined,
+    Entry,
+    champion_version,
+    entered_digest,
+    former_champions,
+    next_entry,
+    predecessors,
+)
 from kftrain.registry.judgement import Challenger, Judgement
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
 from kftrain.registry.registration import RegisteredVersion, require_same_export
@@ -81,9 +89,12 @@ def gate_and_promote(
         if champion_version(entries) == registered.version:
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
-        declined = declined_models(config).find(registered.export_digest)
+        declined = declined_models(config).find(entries, registered.export_digest)
         if declined is not None:
-            return judgement.declined(result, declined), None
+            return judgement.overruled(result, "declined", f"declined by hand: {declined.reason}"), None
+        back = journal.taken_back(entries, registered.version, registered.export_digest)
+        if back and not registered.identical:
+            return judgement.overruled(result, "taken_back", f"taken back by hand: {back}"), None
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
@@ -115,17 +126,17 @@ def promote(config: Config, version: int, reason: str) -> Entry:
 
     Raises TrackingError.
     """
-    alias = ChampionAlias.of(config)
+    alias, declined = ChampionAlias.of(config), declined_models(config)
     export_digest = _require_version(alias, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
-        if champion_version(entries) == version:
-            return entries[-1], None
+        if champion_version(entries) == version and not declined.find(entries, export_digest):
+            return journal.last_change(entries), None
         entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
     entry = alias.transact(propose)
-    declined_models(config).remove(export_digest)
+    declined.remove(export_digest)
     alias.point_challenger(version, awaits_person=False)
     return entry
 
@@ -136,12 +147,22 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     Raises TrackingError, also for the champion of the moment.
     """
     alias = ChampionAlias.of(config)
-    reference = lineage.of(alias.uri, _existing(alias, version))
-    if champion_version(alias.settle()) == version:
-        raise TrackingError(
-            "the champion cannot be declined", where=alias.model_name, value=version, fix="kftrain models rollback"
+    export_digest = lineage.of(alias.uri, _existing(alias, version)).export_digest
+
+    def propose(entries: list[Entry]) -> tuple[Declined, Entry | None]:
+        champion = champion_version(entries)
+        if champion == version:
+            raise TrackingError(
+                "the champion cannot be declined", where=alias.model_name, value=version, fix="kftrain models rollback"
+            )
+        before = declined_models(config).find(entries, export_digest)
+        entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
+        said = Declined(
+            version=version, export_digest=export_digest, reason=reason, time=entry.time, entry_id=entry.entry_id
         )
-    said = declined_models(config).add(version, reference.export_digest, reason)
+        return (before, None) if before else (said, entry.model_copy(update={"declined": said}))
+
+    said = alias.transact(propose)
     alias.point_challenger(version, awaits_person=False)
     told = {PROMOTED_TAG: "false", GATE_TAG: f"declined by hand: {said.reason}"}
     client.set_version_tags(alias.uri, alias.model_name, version, told)
@@ -164,7 +185,7 @@ def rollback(config: Config) -> Entry:
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
             export_digest = _usable(alias, version) if alias.holds(entries, version) else None
-            if export_digest is not None and not (export_digest and declined.find(export_digest)):
+            if export_digest is not None and not (export_digest and declined.find(entries, export_digest)):
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry

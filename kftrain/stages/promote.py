@@ -8,8 +8,7 @@ from kftrain import config as configuration
 from kftrain import registry
 from kftrain.errors import ConfigError
 from kftrain.progress import Progress, to_log
-from kftrain.registry.declined import Declined
-from kftrain.registry.journal import Entry
+from kftrain.registry.journal import Declined, Entry
 from kftrain.report.markdown import escape
 from kftrain.stages import failure, parameters, resolve
 from kftrain.stages.outcome import Outcome

@@ -6,8 +6,7 @@ pytest.importorskip("mlflow")
 
 from kftrain import registry
 from kftrain.errors import ConfigError
-from kftrain.registry.journal import next_entry
-from kftrain.registry.promotion import declined_models
+from kftrain.registry.journal import Declined, next_entry
 from kftrain.stages.promote import promote_version
 
 CONFIG = "run: {name: digits, storage_root: /data}\nregistry: {model_name: named}\n"
@@ -44,7 +43,11 @@ def test_a_promotion_by_hand_needs_a_reason(asked, reason):
 
 def test_a_version_is_declined_the_same_way(monkeypatch):
     monkeypatch.setattr(
-        registry, "decline", lambda config, version, reason: declined_models(config).add(version, "d" * 64, reason)
+        registry,
+        "decline",
+        lambda config, version, reason: Declined(
+            version=version, export_digest="d" * 64, reason=reason, time="2026", entry_id="x"
+        ),
     )
     config = CONFIG.replace("/data", "memory://declined")
     outcome = promote_version(config, "", 7, "worse on _names_", decline=True, progress=lambda line: None)
