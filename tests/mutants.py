@@ -573,6 +573,27 @@ MUTANTS = [
         "tests/unit/registry/test_meanwhile.py",
     ),
     Mutant(
+        "the files of what others have registered are read, wherever they lie",
+        "kftrain/registry/lineage.py",
+        "client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None",
+        "client.read_model_file(uri, model, FILE_NAME)",
+        "tests/unit/registry/test_foreign_versions.py",
+    ),
+    Mutant(
+        "a run of MLflow whose creation was answered into the void stays beside the one that was made again",
+        "kftrain/tracking/client.py",
+        "[run for run in twins[1:] if not run.data.params]",
+        "[]",
+        "tests/unit/registry/test_lost_answers.py",
+    ),
+    Mutant(
+        "what a run has made is not looked for after MLflow refused to say it twice",
+        "kftrain/tracking/client.py",
+        "            if model_id not in _outputs(client, run_id):\n                raise\n",
+        "            raise\n",
+        "tests/unit/registry/test_lost_answers.py",
+    ),
+    Mutant(
         "a recurring run is deleted although a run of it lives",
         "kftrain/schedule/apply.py",
         "        if live:\n",

@@ -9,7 +9,13 @@ from pydantic import ValidationError
 
 from kftrain import storage
 from kftrain.errors import TrackingError
-from kftrain.registry.reference import EVALUATION_DIGEST_TAG, FILE_NAME, LOGGED_MODEL_TAG, Reference
+from kftrain.registry.reference import (
+    EVALUATION_DIGEST_TAG,
+    EXPORT_DIGEST_TAG,
+    FILE_NAME,
+    LOGGED_MODEL_TAG,
+    Reference,
+)
 from kftrain.run.documents import SCHEMA_VERSION
 from kftrain.tracking import client
 from kftrain.tracking.client import LoggedModel, ModelVersion
@@ -30,7 +36,7 @@ def find(uri: str, version: ModelVersion | None) -> Reference | None:
 def of_model(uri: str, model_id: str) -> Reference | None:
     """The reference in a LoggedModel; None where it has none that can be used. Raises TrackingError if MLflow fails."""
     model = client.get_logged_model(uri, model_id) if model_id else None
-    text = client.read_model_file(uri, model, FILE_NAME) if model else None
+    text = _text(uri, model) if model else None
     try:
         return None if text is None else _parse(text, model_id)
     except TrackingError:
@@ -90,10 +96,18 @@ def _read(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
     model = _logged_model(uri, version)
     if model is None:
         raise TrackingError("its LoggedModel was deleted", where=where, value=version.source, fix="register it again")
-    text = client.read_model_file(uri, model, FILE_NAME)
+    text = _text(uri, model)
     if text is None:
         raise TrackingError(f"not registered by kftrain: its LoggedModel has no {FILE_NAME}", where=where)
     return model, _parse(text, where)
+
+
+def _text(uri: str, model: LoggedModel) -> str | None:
+    """What a LoggedModel refers to; None where it has no such file, or has nothing that says that it is ours.
+
+    That is read nowhere: its place may be anything. The tag can only refuse, it decides nothing.
+    """
+    return client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None
 
 
 def _parse(text: str, where: str) -> Reference:

@@ -12,12 +12,12 @@ Tags only lead to candidates: whether a version is the same is decided by its re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.errors import EvaluationError, KftrainError, TrackingError
+from kftrain.errors import EvaluationError, KftrainError
 from kftrain.registry import lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.package import ModelPackage
@@ -32,7 +32,7 @@ from kftrain.registry.reference import (
 )
 from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
-from kftrain.tracking import client, runs
+from kftrain.tracking import client, runs, session
 from kftrain.tracking.client import ModelVersion
 from kftrain.tracking.session import StoredModel
 from kftrain.trust import Trust
@@ -86,9 +86,10 @@ def register(
     reference = _reference(paths, completion, evaluation)
     own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
     found = own.find() or own.create(
-        completion.step, package(), _description(config, paths, completion, evaluation), runs.kind_tags(config)
+        package(), _description(config, paths, completion, evaluation), runs.kind_tags(config)
     )
     if not found.identical:
+        client.ensure_output(uri, mlflow_run_id, found.logged_model_id, completion.step)
         client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
         points = runs.evaluation_points(uri, mlflow_run_id, metrics)
@@ -144,9 +145,7 @@ class _Own:
         """The lowest version of this very export; else the lowest with the same files."""
         return self._find_own() or self._find_identical()
 
-    def create(
-        self, step: int, package: ModelPackage, description: str, kind_tags: Mapping[str, str]
-    ) -> RegisteredVersion:
+    def create(self, package: ModelPackage, description: str, kind_tags: Mapping[str, str]) -> RegisteredVersion:
         """A new version; or a lower one, if another process made it at the same time."""
         tags = {
             runs.RUN_ID_TAG: self.run_id,
@@ -154,26 +153,35 @@ class _Own:
             DATASET_DIGEST_TAG: self.reference.dataset_digest,
             **kind_tags,
         }
-        model_id = self._find_or_create_logged_model(step, package, kind_tags)
+        model_id = self._find_logged_model() or session.create_and_find(
+            lambda: self._create_logged_model(package, kind_tags), self._find_logged_model
+        )
         shown = package.card if 0 < len(package.card) <= MAX_DESCRIPTION_CHARACTERS else description
-        made = client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown)
+        return session.create_and_find(
+            lambda: client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown),
+            self._find_first,
+        )
+
+    def _find_first(self) -> RegisteredVersion | None:
+        """The lowest version of this export or of the same files; its own ones above it are deleted."""
         found = [version for version in (self._find_own(), self._find_identical()) if version is not None]
-        if not found:
-            raise TrackingError("the version that was made is not there", where=self.name, value=made)
-        first = min(found, key=lambda version: (version.version, version.identical))
-        if first.version != made:
-            client.delete_version(self.uri, self.name, made)
+        first = min(found, key=lambda version: (version.version, version.identical), default=None)
+        for own in self._own_versions():
+            if first is not None and own.version > first.version:
+                client.delete_version(self.uri, self.name, own.version)
         return first
 
     def _content_digest(self) -> str:
         return lineage.content_digest(self.reference.export_uri, self.reference.export_digest)
 
     def _find_own(self) -> RegisteredVersion | None:
+        return next((self._registered(each, self.reference, False) for each in self._own_versions()), None)
+
+    def _own_versions(self) -> Iterator[ModelVersion]:
         for version in client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
             theirs = lineage.find(self.uri, version)
             if theirs is not None and theirs.export_digest == self.reference.export_digest:
-                return self._registered(version, theirs, identical=False)
-        return None
+                yield version
 
     def _find_identical(self) -> RegisteredVersion | None:
         content = self._content_digest()
@@ -186,11 +194,12 @@ class _Own:
                 return self._registered(version, theirs, identical=not is_own)
         return None
 
-    def _find_or_create_logged_model(self, step: int, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
+    def _find_logged_model(self) -> str | None:
         experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
         found = client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
-        if found and lineage.of_model(self.uri, found) == self.reference:
-            return found
+        return found if found and lineage.of_model(self.uri, found) == self.reference else None
+
+    def _create_logged_model(self, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
         return client.create_logged_model(
             self.uri,
             self.mlflow_run_id,
@@ -204,7 +213,6 @@ class _Own:
                 package.input_example,
                 package.answer_types,
             ),
-            step=step,
         )
 
     def _registered(self, version: ModelVersion, reference: Reference, identical: bool) -> RegisteredVersion:

@@ -1,7 +1,8 @@
 """All calls to MLflow.
 
 Small functions over `MlflowClient`: nothing uses the process-wide active run, everything takes the URI.
-Each function that writes may be repeated after a lost response. Every failure is a TrackingError, see `session`.
+Each function that writes may be repeated after a lost response; MLflow repeats requests itself, so what makes something
+is called by `session.create_and_find`. Every failure is a TrackingError, see `session`.
 """
 
 from __future__ import annotations
@@ -85,24 +86,26 @@ def ping(uri: str) -> None:
 
 def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str:
     """Id of the experiment of this name; made with this artifact location if it is not there."""
-    with session.connected(uri, f"cannot create the experiment {name}") as client:
-        for _ in range(2):
-            if found := client.get_experiment_by_name(name):
-                return str(found.experiment_id)
-            try:
-                return str(client.create_experiment(name, artifact_location=artifact_location))
-            except session.mlflow().MlflowException as error:
-                if error.error_code != session.TAKEN:
-                    raise
-        raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
+    for _ in range(2):
+        with session.connected(uri, f"cannot create the experiment {name}", session.TAKEN) as client:
+            found = client.get_experiment_by_name(name)
+            return str(found.experiment_id if found else client.create_experiment(name, artifact_location))
+    raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
 
 
 def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
-    """Id of the oldest run that has the tag; None where there is none."""
+    """Id of the oldest run that has the tag; None where there is none.
+
+    Of several with one start, which a repeated request has made, those are deleted in which nothing was recorded.
+    """
     with session.connected(uri, "cannot search runs") as client:
         query = f"tags.`{tag}` = '{_quotable(value)}'"
-        found = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"], max_results=1)
-        return str(found[0].info.run_id) if found else None
+        found = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
+        twins = [run for run in found if run.info.start_time == found[0].info.start_time]
+        twins.sort(key=lambda run: not run.data.params)
+        for twin in [run for run in twins[1:] if not run.data.params]:
+            client.delete_run(twin.info.run_id)
+        return str(twins[0].info.run_id) if twins else None
 
 
 def search_running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
@@ -218,24 +221,16 @@ def write_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
 
 def ensure_registered_model(uri: str, name: str, tags: Mapping[str, str], description: str = "") -> None:
     """Makes the registered model of this name, with these tags, if it is not there; one that is stays as it is."""
-    with session.connected(uri, f"cannot create the registered model {name}") as client:
-        try:
-            client.create_registered_model(name, tags=dict(tags), description=description or None)
-        except session.mlflow().MlflowException as error:
-            if error.error_code != session.TAKEN:
-                raise
+    with session.connected(uri, f"cannot create the registered model {name}", session.TAKEN) as client:
+        client.create_registered_model(name, tags=dict(tags), description=description or None)
 
 
 def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
     """The registered model of this name; None where there is none."""
-    with session.connected(uri, f"cannot read the registered model {name}") as client:
-        try:
-            found = client.get_registered_model(name)
-        except session.mlflow().MlflowException as error:
-            if error.error_code != session.ABSENT:
-                raise
-            return None
+    with session.connected(uri, f"cannot read the registered model {name}", session.ABSENT) as client:
+        found = client.get_registered_model(name)
         return RegisteredModel({alias: int(v) for alias, v in found.aliases.items()}, dict(found.tags))
+    return None
 
 
 def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
@@ -245,10 +240,14 @@ def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
 
 
 def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
-    """Id of a complete LoggedModel that has the tag; None where there is none."""
+    """Id of a complete LoggedModel that has the tag, or None; beside it those of its run that are not are deleted."""
     with session.connected(uri, "cannot search models") as client:
         found = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{_quotable(value)}'")
-        return next((str(model.model_id) for model in found if model.status == "READY"), None)
+        ready = [model for model in found if model.status == "READY"]
+        for each in [model for model in found if ready and model.status == "PENDING"]:
+            if each.source_run_id == ready[0].source_run_id:
+                client.delete_logged_model(each.model_id)
+        return str(ready[0].model_id) if ready else None
 
 
 def create_logged_model(
@@ -261,7 +260,6 @@ def create_logged_model(
     loader_module: str,
     data: str,
     stored: StoredModel,
-    step: int,
 ) -> str:
     """Id of a new LoggedModel of a run with the files of `stored`, of which `loader_module` gets the one named `data`.
 
@@ -276,26 +274,32 @@ def create_logged_model(
         session.write_model(Path(folder), run_id, model.model_id, loader_module, data, stored)
         client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, "READY")
-        client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model.model_id, step)])
         return str(model.model_id)
+
+
+def ensure_output(uri: str, run_id: str, model_id: str, step: int) -> None:
+    """Shows a LoggedModel as what a run has made; MLflow fails a second time, which may be its own repetition."""
+    with session.connected(uri, f"cannot link the model {model_id}") as client:
+        try:
+            if model_id not in _outputs(client, run_id):
+                client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model_id, step)])
+        except session.mlflow().MlflowException:
+            if model_id not in _outputs(client, run_id):
+                raise
 
 
 def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
     """A LoggedModel; None where there is none."""
-    with session.connected(uri, f"cannot read the model {model_id}") as client:
-        try:
-            found = client.get_logged_model(model_id)
-        except session.mlflow().MlflowException as error:
-            if error.error_code != session.ABSENT:
-                raise
-            return None
+    with session.connected(uri, f"cannot read the model {model_id}", session.ABSENT) as client:
+        found = client.get_logged_model(model_id)
         return LoggedModel(str(found.model_id), str(found.artifact_location), dict(found.tags))
+    return None
 
 
 def read_model_file(uri: str, model: LoggedModel, name: str) -> str | None:
     """The text of a file of a LoggedModel; None where it has no such file."""
     with session.connected(uri, f"cannot read {name} of the model {model.model_id}"):
-        return session.read_artifact(uri, f"{model.artifact_uri.rstrip('/')}/{name}")
+        return session.read_artifact(uri, model.artifact_uri.rstrip("/"), name)
 
 
 def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> None:
@@ -322,20 +326,16 @@ def create_version(
 
 
 def delete_version(uri: str, name: str, version: int) -> None:
-    """Deletes a version."""
-    with session.connected(uri, f"cannot delete version {version} of {name}") as client:
+    """Deletes a version, if it is there."""
+    with session.connected(uri, f"cannot delete version {version} of {name}", session.ABSENT) as client:
         client.delete_model_version(name, str(version))
 
 
 def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
     """A version; None where there is none."""
-    with session.connected(uri, f"cannot read version {version} of {name}") as client:
-        try:
-            return _version(client.get_model_version(name, str(version)))
-        except session.mlflow().MlflowException as error:
-            if error.error_code != session.ABSENT:
-                raise
-            return None
+    with session.connected(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
+        return _version(client.get_model_version(name, str(version)))
+    return None
 
 
 def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
@@ -383,13 +383,16 @@ def _record(run: Any) -> RunRecord:
     return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest, name)
 
 
+def _outputs(client: Any, run_id: str) -> list[str]:
+    outputs = client.get_run(run_id).outputs
+    return [each.model_id for each in outputs.model_outputs] if outputs else []
+
+
 def _version(entity: Any) -> ModelVersion:
     return ModelVersion(entity.name, int(entity.version), entity.source or "", entity.run_id or "", dict(entity.tags))
 
 
 def _quotable(value: str) -> str:
     if set(value) & set("'\"`\\"):
-        raise TrackingError(
-            "a name with quotes cannot be searched for", value=value, fix="use letters, digits and dashes"
-        )
+        raise TrackingError("a name with quotes cannot be searched for", value=value, fix="use letters and digits")
     return value

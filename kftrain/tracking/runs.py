@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from kftrain.config import Config
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, endpoint
+from kftrain.tracking import client, endpoint, session
 from kftrain.tracking.base import MAX_NAME_LENGTH, Point, metric_name, now_ms
 
 RUN_ID_TAG = "kftrain.run_id"
@@ -78,8 +78,9 @@ def start_run(
     check(uri)
     tags = run_tags(config, run_id, lineage)
     experiment_id = client.ensure_experiment(uri, config.experiment, _artifact_location(uri, config.experiment))
-    found = _same_training(uri, client.find_run(uri, experiment_id, RUN_ID_TAG, run_id), tags)
-    mlflow_run_id = found or client.create_run(uri, experiment_id, run_id, tags)
+    mlflow_run_id = _find(uri, experiment_id, tags) or session.create_and_find(
+        lambda: client.create_run(uri, experiment_id, run_id, tags), lambda: _find(uri, experiment_id, tags)
+    )
     record = client.read_run(uri, mlflow_run_id)
     client.set_status(uri, mlflow_run_id, "RUNNING")
     further = {key: value for key, value in (further_tags or {}).items() if value or key in record.tags}
@@ -91,12 +92,13 @@ def start_run(
     return mlflow_run_id
 
 
-def _same_training(uri: str, mlflow_run_id: str | None, tags: Mapping[str, str]) -> str | None:
-    """The MLflow run that was found, unless it is of another training: its parameters can never be changed.
+def _find(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | None:
+    """The MLflow run of a run, unless it is of another training: its parameters can never be changed.
 
     A run becomes another training only before its first commit, by a mistake that is mended. What was recorded until
     then stays under a tag of its own.
     """
+    mlflow_run_id = client.find_run(uri, experiment_id, RUN_ID_TAG, tags[RUN_ID_TAG])
     if mlflow_run_id is None:
         return None
     before = client.read_run(uri, mlflow_run_id).tags.get(TRAINING_DIGEST_TAG)

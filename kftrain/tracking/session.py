@@ -18,9 +18,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kftrain import outages
 from kftrain.errors import KftrainError, MlflowError, TrackingError
@@ -46,6 +45,8 @@ _EXAMPLE_INFO = {
 }
 
 _default_uri_lock = threading.Lock()
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,11 @@ def _client(uri: str) -> Any:
 
 
 @contextlib.contextmanager
-def connected(uri: str, failure: str) -> Iterator[Any]:
-    """Yields the client; what MLflow, or the driver of its artifacts, raises inside the block becomes a MlflowError."""
+def connected(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
+    """Yields the client; what MLflow, or the driver of its artifacts, raises inside the block becomes a MlflowError.
+
+    `harmless`: MLflow's code of an error that ends the block and nothing else.
+    """
     expected = (mlflow().MlflowException, OSError, *_database_errors())
     try:
         yield _client(uri)
@@ -95,6 +99,8 @@ def connected(uri: str, failure: str) -> Iterator[Any]:
     except Exception as error:  # drivers of artifact stores raise what they like; bugs pass
         if not (isinstance(error, expected) or outages.is_of_a_driver(error)):
             raise
+        if harmless and getattr(error, "error_code", "") == harmless:
+            return
         message = endpoint.redacted(str(error)).partition("\n")[0][:500]
         # Not chained: the cause may show credentials that are part of the URI.
         raise MlflowError(
@@ -116,6 +122,22 @@ def _fix(message: str) -> str:
     if "Max retries" in message or "timed out" in message:
         return "start it, or check tracking.uri and the network"
     return ""
+
+
+def create_and_find(create: Callable[[], object], find: Callable[[], Found | None]) -> Found:
+    """What `find` finds once `create` was called, whose answer may be lost; `find` removes what is there twice.
+
+    Raises what `create` raises where nothing is found.
+    """
+    lost = TrackingError("what was made is not there")
+    try:
+        create()
+    except TrackingError as error:
+        lost = error
+    found = find()
+    if found is None:
+        raise lost
+    return found
 
 
 def upsert(call: Callable[..., Any], *arguments: str) -> None:
@@ -183,17 +205,17 @@ def _signature(stored: StoredModel) -> Any:
     return ModelSignature(inputs=inputs, outputs=Schema(answer) if answer else None)
 
 
-def read_artifact(uri: str, artifact_uri: str) -> str | None:
-    """The text of an artifact; None where it is not there."""
-    from mlflow.artifacts import download_artifacts
+def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
+    """The text of an artifact; None where it is not there: a download does not tell that from an outage."""
+    from mlflow.artifacts import download_artifacts, list_artifacts
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            path = download_artifacts(artifact_uri=artifact_uri, dst_path=folder, tracking_uri=uri)
-            return Path(path).read_text()
-        except (FileNotFoundError, UnicodeDecodeError):
+    try:
+        if name not in [Path(info.path).name for info in list_artifacts(artifact_uri=folder_uri, tracking_uri=uri)]:
             return None
-        except OSError as error:
-            if getattr(getattr(error, "response", None), "status_code", 0) == HTTPStatus.NOT_FOUND:
-                return None
-            raise
+        with tempfile.TemporaryDirectory() as folder:
+            path = download_artifacts(artifact_uri=f"{folder_uri}/{name}", dst_path=folder, tracking_uri=uri)
+            return Path(path).read_text()
+    except UnicodeDecodeError:
+        return None
+    except Exception as error:  # the place is what others have written: what reads it raises anything
+        raise mlflow().MlflowException(outages.one_line(error)) from error

@@ -66,11 +66,13 @@ def test_a_champion_whose_reference_cannot_be_read_now_is_not_taken_for_one_that
     assert run.gate(registered).promoted, "the same step, run again"
 
 
-def test_a_reference_that_is_not_there_is_none(config, finished, monkeypatch):
+def test_a_reference_that_is_not_there_is_none(config, finished, tmp_path):
     finished("one", 0.6).submit()
-    with monkeypatch.context() as patched:
-        fail_downloads(patched, http_error(404))
-        assert registry.champion(config) is None
+    [reference] = (tmp_path / "mlruns").rglob("reference.json")
+    reference.unlink()
+    assert registry.champion(config) is None
+    [finding] = registry.audit(config)
+    assert finding.version == 1 and "has no reference.json" in finding.problem
 
 
 def test_a_rollback_passes_over_no_version_that_cannot_be_read_now(config, finished, aliases, monkeypatch):
