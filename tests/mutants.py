@@ -594,6 +594,13 @@ MUTANTS = [
         "tests/unit/registry/test_lost_answers.py",
     ),
     Mutant(
+        "MLflow shows as the champion's figure the one that it was registered with",
+        "kftrain/registry/recorded.py",
+        "theirs = judgement.measured_version(alias, alias.journal.entries(), rival, digest)",
+        "theirs = own",
+        "tests/unit/registry/test_shown_in_mlflow.py",
+    ),
+    Mutant(
         "a recurring run is deleted although a run of it lives",
         "kftrain/schedule/apply.py",
         "        if live:\n",

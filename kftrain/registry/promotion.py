@@ -14,7 +14,7 @@ from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
 from kftrain.progress import Progress, to_log
-from kftrain.registry import comparison, journal, judgement, lineage
+from kftrain.registry import comparison, journal, judgement, lineage, recorded
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
 from kftrain.registry.declined import DeclinedModels
@@ -117,6 +117,7 @@ def gate_and_promote(
     registration = _registration(config, paths, registered, evaluation, alias.transact(propose))
     alias.point_challenger(registered.version, registration.awaits_person)
     _record(config, registration)
+    recorded.record_comparison(config, alias, challenger, registration.champion_version, metrics)
     storage.publish_json(paths.registration, registration.to_dict())
     return registration
 

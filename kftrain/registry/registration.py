@@ -48,6 +48,12 @@ LOADER_MODULE = "kftrain.registry.pyfunc_loader"
 MAX_DESCRIPTION_CHARACTERS = 5000
 """MLflow's limit for the description of a version."""
 
+MEASURED = """
+
+Measured under evaluation {}: compare figures with a version of the same evaluation only. On the same data, its run \
+has the champion's as `evaluation/….champion` and the difference as `evaluation/….difference`."""
+"""What follows a version's figures: those of another one may be of other data."""
+
 
 @dataclass(frozen=True)
 class RegisteredVersion:
@@ -156,7 +162,9 @@ class _Own:
         model_id = self._find_logged_model() or session.create_and_find(
             lambda: self._create_logged_model(package, kind_tags), self._find_logged_model
         )
-        shown = package.card if 0 < len(package.card) <= MAX_DESCRIPTION_CHARACTERS else description
+        measured = MEASURED.format(self.reference.evaluation_digest[:12])
+        room = MAX_DESCRIPTION_CHARACTERS - len(measured)
+        shown = f"{package.card if 0 < len(package.card) <= room else description}{measured}"
         return session.create_and_find(
             lambda: client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown),
             self._find_first,

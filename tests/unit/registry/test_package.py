@@ -204,7 +204,7 @@ def test_a_registered_version_has_card_parameters_and_metrics_of_its_dataset(con
         run.config, run.paths, run.completion, run.evaluation, run.mlflow_run_id, lambda: made.append(1) or package
     )
     reader = MlflowClient(tracking_uri=config.tracking.uri)
-    assert reader.get_model_version("toy", "1").description == "# card"
+    assert reader.get_model_version("toy", "1").description.startswith("# card\n\nMeasured")
     model = reader.get_logged_model(found.logged_model_id)
     assert model.name == "one" and model.params == {"model.dim": "8"}
     assert {metric.key: (metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {
