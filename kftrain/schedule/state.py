@@ -4,15 +4,13 @@
 <root>/schedules/<name>/outcomes/<key>.json    finish, or gc in its place   -> later runs, `kftrain schedule list`
 <root>/schedules/<name>/events/<n>.json        pauses and their ends        -> later runs
 <root>/schedules/<name>/watermarks/<n>.json    run/watermark.py             -> the window of later runs
-<root>/schedules/<name>/open/<key>.json        the index: firings that nobody has ended yet
-<root>/schedules/<name>/trained/, failed/      the index: the last one that has trained, and what failed since
+<root>/schedules/<name>/results/<key>.<result>   the index: the outcomes' results as names, so that a listing tells
 
 A key begins with the instant, or with the creation of a run by hand: names are in the order of time. It is the same for
 every scheduler: two that fire for one instant, a backlog, and a pod that runs again meet in one document.
 
-Decisions look at all firings, by the index, which stays as small as what lives and what failed. A firing is opened in
-it before it is claimed, and closed after its outcome is written, by whoever sees it next where that was interrupted.
-Releases before know no index: it has the number of the firings that it knows, and is made anew where there are others.
+Decisions look at all firings, and read those that nobody has ended or that have failed since the last training. Whoever
+decides puts into the index what it lacks: the newest outcomes, and those of releases before, which know none.
 """
 
 from __future__ import annotations
@@ -37,10 +35,6 @@ FOLDER = "schedules"
 
 BACKFILL = "-backfill-"
 """In the key of a run of an earlier window."""
-
-OPEN, INDEX = "open", "index.json"
-KEPT = ("trained", "failed")
-"""Results that are in the index."""
 
 
 class Firing(Document):
@@ -98,7 +92,7 @@ class History:
         return self.uri.rsplit("/", 1)[-1]
 
     def keys(self, folder: str = "firings") -> list[str]:
-        """Of all firings, or of those that a folder of the index has; the newest first."""
+        """Of all firings, or of those that have a document in another folder; the newest first."""
         names = storage.list_names(storage.join(self.uri, folder))
         return sorted((name.removesuffix(".json") for name in names), reverse=True)
 
@@ -108,14 +102,10 @@ class History:
 
     def claim(self, key: str, firing: Firing) -> Firing:
         """The firing of a key: this one where nobody was faster, else the other."""
-        num_firings = self._require_index()
-        storage.publish_json(self._place(OPEN, key), {})
         try:
             storage.create_json(self._place("firings", key), firing.to_dict())
         except FileExistsError:
             return self.firing(key)
-        # where others write at the same time it says too few, never too many: no firing is overlooked
-        storage.publish_json(storage.join(self.uri, INDEX), {"num_firings": num_firings + 1})
         return firing
 
     def ended(self, key: str) -> FiringEnd | None:
@@ -128,19 +118,14 @@ class History:
             storage.create_json(self._place("outcomes", key), ended.to_dict())
         except FileExistsError:
             return False
-        self._close(key, ended)
         return True
 
     def unended(self, progress: Progress = to_log) -> dict[str, Firing]:
         """Firings of which nobody has said how they ended, by key, the newest first; a damaged one is a warning."""
-        self._require_index()
-        found = {}
-        for key in self.keys(OPEN):
+        found, ended = {}, set(self.keys("outcomes"))
+        for key in self.keys():
             try:
-                ended = self.ended(key)
-                if ended is not None:  # whoever wrote that was interrupted
-                    self._close(key, ended)
-                elif storage.exists(self._place("firings", key)):
+                if key not in ended:
                     found[key] = self.firing(key)
             except DataError as error:  # a damaged one stops no schedule for ever
                 progress(f"warning: {error.line}")
@@ -159,15 +144,13 @@ class History:
 
     def last_trained(self) -> FiringEnd | None:
         """The last firing that has trained."""
-        self.unended()
-        return next(map(self.ended, self.keys("trained")), None)
+        return next((self.ended(key) for key, result in self._results() if result == "trained"), None)
 
     def failures_in_a_row(self) -> int:
         """Failures since the last training, or since the schedule was told to go on; skipped runs are neither."""
-        self.unended()
-        event, last = self.last_event(), next(iter(self.keys("trained")), "")
+        event = self.last_event()
         since = event.time if event is not None else 0.0
-        ends = [self.ended(key) for key in self.keys("failed") if key > last]
+        ends = [self.ended(key) for key, result in self._results() if result == "failed"]
         return sum(found is not None and found.time > since for found in ends)
 
     def last_event(self) -> ScheduleEvent | None:
@@ -193,31 +176,19 @@ class History:
             return self.add(kind, line, now)
         return True
 
-    def _close(self, key: str, ended: FiringEnd) -> None:
-        """Puts into the index how a firing has ended; what came before a training counts no more."""
-        if ended.result in KEPT and BACKFILL not in key:
-            storage.publish_json(self._place(ended.result, key), {})
-            older = [(name, each) for name in KEPT for each in self.keys(name) if each < key]
-            for name, each in older if ended.result == "trained" else ():
-                storage.remove(self._place(name, each))
-        storage.remove(self._place(OPEN, key))
-
-    def _require_index(self) -> int:
-        """Makes the index from all that was ever done, unless it knows all firings; gives their number."""
-        keys = self.keys()
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            if storage.read_json(storage.join(self.uri, INDEX)) == {"num_firings": len(keys)}:
-                return len(keys)
-        ends = self.keys("outcomes")
-        for key in set(keys) - set(ends):
-            storage.publish_json(self._place(OPEN, key), {})
-        for key in ends:
+    def _results(self) -> Iterator[tuple[str, str]]:
+        """Key and result of each firing, the newest first, back to the last that has trained."""
+        folder = storage.join(self.uri, "results")
+        known = dict(name.split(".") for name in storage.list_names(folder))
+        for key in self.keys("outcomes"):
             with contextlib.suppress(DataError):
-                self._close(key, documents.read(FiringEnd, self._place("outcomes", key)))
-            if self.keys("trained")[:1] >= [key]:
-                break
-        storage.publish_json(storage.join(self.uri, INDEX), {"num_firings": len(keys)})
-        return len(keys)
+                if BACKFILL not in key and key not in known:
+                    known[key] = documents.read(FiringEnd, self._place("outcomes", key)).result
+                    storage.publish(storage.join(folder, f"{key}.{known[key]}"), "")
+            if key in known:
+                yield key, known[key]
+            if known.get(key) == "trained":
+                return
 
     def _place(self, folder: str, key: str) -> str:
         return storage.join(self.uri, folder, f"{key}.json")
