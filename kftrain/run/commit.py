@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator
 
 from kftrain import storage
 from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
@@ -35,10 +35,8 @@ HISTORY = "history.json"
 _NAME = re.compile(r"step-(\d{8,})-a(\d+)")
 
 
-class FileEntry(BaseModel):
+class FileEntry(documents.Part):
     """One file of a checkpoint or an export."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     bytes: int
     sha256: str

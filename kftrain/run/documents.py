@@ -20,10 +20,14 @@ from kftrain.run.selection import BestEvaluation, in_words
 SCHEMA_VERSION = 1
 
 
-class Document(BaseModel):
-    """A JSON file that one stage writes and another reads."""
+class Part(BaseModel):
+    """A part of a document, without fields that nobody knows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Document(Part):
+    """A JSON file that one stage writes and another reads."""
 
     schema_version: int = SCHEMA_VERSION
 
@@ -86,10 +90,8 @@ class Completion(Document):
         return in_words(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
 
 
-class Interval(BaseModel):
+class Interval(Part):
     """A metric with its bootstrap confidence interval. A bound that is not known is infinite, and null in JSON."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: float
     low: float
@@ -105,10 +107,8 @@ class Interval(BaseModel):
         return bound if math.isfinite(bound) else None
 
 
-class Slice(BaseModel):
+class Slice(Part):
     """The metrics of a named part of the data."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_samples: int
     metrics: dict[str, float]
@@ -116,10 +116,8 @@ class Slice(BaseModel):
     """Of the same metrics, from the resamples of the whole; evaluations of before have none."""
 
 
-class Example(BaseModel):
+class Example(Part):
     """A group (document, image) of the validation split, as a report shows it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
     is_worst: bool
@@ -131,19 +129,15 @@ class Example(BaseModel):
     """A PNG in base64."""
 
 
-class Confusion(BaseModel):
+class Confusion(Part):
     """Counts of true class (row) against predicted class (column)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     labels: list[str]
     matrix: list[list[int]]
 
 
-class CalibrationBin(BaseModel):
+class CalibrationBin(Part):
     """The samples whose prediction had a confidence within two bounds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     low: float
     high: float
@@ -153,20 +147,16 @@ class CalibrationBin(BaseModel):
     accuracy: float
 
 
-class Calibration(BaseModel):
+class Calibration(Part):
     """How far confidence and accuracy lie apart."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     error: float
     """Expected calibration error: the mean distance over all samples."""
     bins: list[CalibrationBin]
 
 
-class Curve(BaseModel):
+class Curve(Part):
     """A curve over all thresholds for one class against the others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["roc", "precision_recall"]
     """(false positive rate, true positive rate), or (recall, precision)."""
@@ -177,10 +167,8 @@ class Curve(BaseModel):
     """Under the curve as it was before; of `precision_recall` the average precision."""
 
 
-class ClassFigures(BaseModel):
+class ClassFigures(Part):
     """What is told of one class. None where it is not determined."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     label: str
     num_samples: int
@@ -222,10 +210,8 @@ class Evaluation(Document):
     """Digest of `slices.npz`: the same for each slice; empty where there are none, and in evaluations of before."""
 
 
-class Spread(BaseModel):
+class Spread(Part):
     """What was measured several times: the median, and between what the most of it lies."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     median: float
     low: float
@@ -252,10 +238,8 @@ class Performance(Document):
     """Peak of such a pass: tensors on a GPU, the whole process on a CPU; None where that could not be told."""
 
 
-class GateReason(BaseModel):
+class GateReason(Part):
     """One thing that the gate looked at, and what it said."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     code: str
     """What it is, for programs: `better`, `worse`, `slice_worse` … (docs/gate.md lists them)."""
@@ -309,10 +293,8 @@ class ReferenceSet(Document):
     evaluation_digest: str
 
 
-class EvaluationTarget(BaseModel):
+class EvaluationTarget(Part):
     """One export to score, and where its metrics go."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     export_uri: str
     export_digest: str

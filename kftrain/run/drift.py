@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from kftrain.run.documents import Document
+from kftrain.run.documents import Document, Part
 
 Figures = tuple[float, float]
 """Mean and standard deviation."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ProfiledDataset(_Part):
+class ProfiledDataset(Part):
     """The size of a dataset's training split."""
 
     manifest_uri: str
@@ -25,7 +19,7 @@ class ProfiledDataset(_Part):
     num_samples: int
 
 
-class DriftShift(_Part):
+class DriftShift(Part):
     """A bin of a distribution, and the share of the values in it."""
 
     bin: str
@@ -33,7 +27,7 @@ class DriftShift(_Part):
     now: float
 
 
-class DriftedDistribution(_Part):
+class DriftedDistribution(Part):
     """How one distribution has changed."""
 
     name: str

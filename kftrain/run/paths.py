@@ -28,11 +28,60 @@ from dataclasses import dataclass
 from kftrain import storage
 
 
+class _Below:
+    """The URI of something below a run's folder."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, paths: RunPaths, kind: type[RunPaths]) -> str:
+        return storage.join(paths.uri, *self._parts)
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """Where a run's files lie: `<root>/runs/<run id>`."""
 
     uri: str
+
+    config = _Below("config.yaml")
+    """The resolved configuration."""
+    shards = _Below("shards.json")
+    """Pointer to the run's shards."""
+    complete = _Below("COMPLETE.json")
+    """The proof that training succeeded."""
+    registration = _Below("registration.json")
+    """What registering and gating decided."""
+    error = _Below("error.json")
+    """Why the last stage failed."""
+    skipped = _Below("SKIPPED.json")
+    """Why a scheduled run had nothing to do."""
+    window_files = _Below("window.json")
+    """Which files of its window no run before has read, of a scheduled run."""
+    failure = _Below("failure.json")
+    """What the launcher found out about a failed job."""
+    launcher = _Below("launcher.json")
+    """The launcher's heartbeat."""
+    logs = _Below("logs")
+    """Folder of what every process printed: `attempt-<n>/rank-<r>.log` and `evaluation/rank-<r>.log`."""
+    history = _Below("history.json")
+    """Recorded points of the training curve, a JSON list; replaced as a whole at every commit."""
+    comparison = _Below("comparison.html")
+    """The page of the champion and the newest versions, as they were when this run was registered."""
+    report = _Below("report.html")
+    """The run's HTML report."""
+    attempts = _Below("attempts")
+    """Folder of claims."""
+    checkpoints = _Below("checkpoints")
+    """Folder of checkpoints."""
+    evaluation_request = _Below("evaluation", "request.json")
+    """What the evaluation job is asked to score."""
+    drift = _Below("drift.json")
+    """What has changed since the dataset before; not there where nothing was compared."""
+    unmeasured = _Below("evaluation", "unmeasured.json")
+    """Why the champion could not be scored; not there where it was."""
+    reference_set = _Below("evaluation", "reference.json")
+    """Which dataset the reference set was; not there where there is none."""
 
     @classmethod
     def of(cls, storage_root: str, run_id: str) -> RunPaths:
@@ -49,11 +98,6 @@ class RunPaths:
         """What the run lies below."""
         return self.uri.rstrip("/").rsplit("/", 2)[0]
 
-    @property
-    def config(self) -> str:
-        """The resolved configuration."""
-        return storage.join(self.uri, "config.yaml")
-
     def job_config(self, config_digest: str) -> str:
         """The configuration that one job was started for."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}.yaml")
@@ -62,103 +106,13 @@ class RunPaths:
         """The run's configuration before the one with this digest took its place."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}-before.yaml")
 
-    @property
-    def shards(self) -> str:
-        """Pointer to the run's shards."""
-        return storage.join(self.uri, "shards.json")
-
-    @property
-    def complete(self) -> str:
-        """The proof that training succeeded."""
-        return storage.join(self.uri, "COMPLETE.json")
-
-    @property
-    def registration(self) -> str:
-        """What registering and gating decided."""
-        return storage.join(self.uri, "registration.json")
-
-    @property
-    def error(self) -> str:
-        """Why the last stage failed."""
-        return storage.join(self.uri, "error.json")
-
-    @property
-    def skipped(self) -> str:
-        """Why a scheduled run had nothing to do."""
-        return storage.join(self.uri, "SKIPPED.json")
-
-    @property
-    def window_files(self) -> str:
-        """Which files of its window no run before has read, of a scheduled run."""
-        return storage.join(self.uri, "window.json")
-
-    @property
-    def failure(self) -> str:
-        """What the launcher found out about a failed job."""
-        return storage.join(self.uri, "failure.json")
-
-    @property
-    def launcher(self) -> str:
-        """The launcher's heartbeat."""
-        return storage.join(self.uri, "launcher.json")
-
-    @property
-    def logs(self) -> str:
-        """Folder of what every process printed: `attempt-<n>/rank-<r>.log` and `evaluation/rank-<r>.log`."""
-        return storage.join(self.uri, "logs")
-
-    @property
-    def history(self) -> str:
-        """Recorded points of the training curve, a JSON list; replaced as a whole at every commit."""
-        return storage.join(self.uri, "history.json")
-
-    @property
-    def comparison(self) -> str:
-        """The page of the champion and the newest versions, as they were when this run was registered."""
-        return storage.join(self.uri, "comparison.html")
-
-    @property
-    def report(self) -> str:
-        """The run's HTML report."""
-        return storage.join(self.uri, "report.html")
-
-    @property
-    def attempts(self) -> str:
-        """Folder of claims."""
-        return storage.join(self.uri, "attempts")
-
     def attempt(self, number: int) -> str:
         """The claim of one attempt."""
         return storage.join(self.attempts, f"{number}.json")
 
-    @property
-    def checkpoints(self) -> str:
-        """Folder of checkpoints."""
-        return storage.join(self.uri, "checkpoints")
-
     def export(self, checkpoint_digest: str) -> str:
         """Folder of the export of one checkpoint."""
         return storage.join(self.uri, "export", checkpoint_digest[:16])
-
-    @property
-    def evaluation_request(self) -> str:
-        """What the evaluation job is asked to score."""
-        return storage.join(self.uri, "evaluation", "request.json")
-
-    @property
-    def drift(self) -> str:
-        """What has changed since the dataset before; not there where nothing was compared."""
-        return storage.join(self.uri, "drift.json")
-
-    @property
-    def unmeasured(self) -> str:
-        """Why the champion could not be scored; not there where it was."""
-        return storage.join(self.uri, "evaluation", "unmeasured.json")
-
-    @property
-    def reference_set(self) -> str:
-        """Which dataset the reference set was; not there where there is none."""
-        return storage.join(self.uri, "evaluation", "reference.json")
 
     def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
         """Folder of one evaluation: `metrics.json` and `statistics.npz`."""
