@@ -35,7 +35,7 @@ HISTORY = "history.json"
 _NAME = re.compile(r"step-(\d{8,})-a(\d+)")
 
 
-class FileEntry(documents.Part):
+class FileEntry(documents.DocumentPart):
     """One file of a checkpoint or an export."""
 
     bytes: int

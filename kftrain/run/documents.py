@@ -20,13 +20,13 @@ from kftrain.run.selection import BestEvaluation, in_words
 SCHEMA_VERSION = 1
 
 
-class Part(BaseModel):
+class DocumentPart(BaseModel):
     """A part of a document, without fields that nobody knows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Document(Part):
+class Document(DocumentPart):
     """A JSON file that one stage writes and another reads."""
 
     schema_version: int = SCHEMA_VERSION
@@ -90,7 +90,7 @@ class Completion(Document):
         return in_words(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
 
 
-class Interval(Part):
+class Interval(DocumentPart):
     """A metric with its bootstrap confidence interval. A bound that is not known is infinite, and null in JSON."""
 
     value: float
@@ -107,7 +107,7 @@ class Interval(Part):
         return bound if math.isfinite(bound) else None
 
 
-class Slice(Part):
+class Slice(DocumentPart):
     """The metrics of a named part of the data."""
 
     num_samples: int
@@ -116,7 +116,7 @@ class Slice(Part):
     """Of the same metrics, from the resamples of the whole; evaluations of before have none."""
 
 
-class Example(Part):
+class Example(DocumentPart):
     """A group (document, image) of the validation split, as a report shows it."""
 
     key: str
@@ -129,14 +129,14 @@ class Example(Part):
     """A PNG in base64."""
 
 
-class Confusion(Part):
+class Confusion(DocumentPart):
     """Counts of true class (row) against predicted class (column)."""
 
     labels: list[str]
     matrix: list[list[int]]
 
 
-class CalibrationBin(Part):
+class CalibrationBin(DocumentPart):
     """The samples whose prediction had a confidence within two bounds."""
 
     low: float
@@ -147,7 +147,7 @@ class CalibrationBin(Part):
     accuracy: float
 
 
-class Calibration(Part):
+class Calibration(DocumentPart):
     """How far confidence and accuracy lie apart."""
 
     error: float
@@ -155,7 +155,7 @@ class Calibration(Part):
     bins: list[CalibrationBin]
 
 
-class Curve(Part):
+class Curve(DocumentPart):
     """A curve over all thresholds for one class against the others."""
 
     kind: Literal["roc", "precision_recall"]
@@ -167,7 +167,7 @@ class Curve(Part):
     """Under the curve as it was before; of `precision_recall` the average precision."""
 
 
-class ClassFigures(Part):
+class ClassFigures(DocumentPart):
     """What is told of one class. None where it is not determined."""
 
     label: str
@@ -210,7 +210,7 @@ class Evaluation(Document):
     """Digest of `slices.npz`: the same for each slice; empty where there are none, and in evaluations of before."""
 
 
-class Spread(Part):
+class Spread(DocumentPart):
     """What was measured several times: the median, and between what the most of it lies."""
 
     median: float
@@ -238,7 +238,7 @@ class Performance(Document):
     """Peak of such a pass: tensors on a GPU, the whole process on a CPU; None where that could not be told."""
 
 
-class GateReason(Part):
+class GateReason(DocumentPart):
     """One thing that the gate looked at, and what it said."""
 
     code: str
@@ -293,7 +293,7 @@ class ReferenceSet(Document):
     evaluation_digest: str
 
 
-class EvaluationTarget(Part):
+class EvaluationTarget(DocumentPart):
     """One export to score, and where its metrics go."""
 
     export_uri: str

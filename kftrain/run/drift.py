@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kftrain.run.documents import Document, Part
+from kftrain.run.documents import Document, DocumentPart
 
 Figures = tuple[float, float]
 """Mean and standard deviation."""
 
 
-class ProfiledDataset(Part):
+class ProfiledDataset(DocumentPart):
     """The size of a dataset's training split."""
 
     manifest_uri: str
@@ -19,7 +19,7 @@ class ProfiledDataset(Part):
     num_samples: int
 
 
-class DriftShift(Part):
+class DriftShift(DocumentPart):
     """A bin of a distribution, and the share of the values in it."""
 
     bin: str
@@ -27,7 +27,7 @@ class DriftShift(Part):
     now: float
 
 
-class DriftedDistribution(Part):
+class DriftedDistribution(DocumentPart):
     """How one distribution has changed."""
 
     name: str
