@@ -15,15 +15,16 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kftrain.data.decoding import BadSample, Decoder, Decoding, Filled, Layout, Samples
+from kftrain.data.decoding import BadSample, Decoder, Decoding, Filled, Samples
 from kftrain.data.schema import Arrays
 from kftrain.data.shared_rows import NUMBERS, POSITIONS, Slot, Slots, mapped
 from kftrain.data.worker_messages import WorkerConnection
-from kftrain.data.workers import Fetched, Locate, finished, pieces
+from kftrain.data.workers import Locate, Rows, pieces
 from kftrain.errors import FailureClass, KftrainError, RetryableError, error_from_dict
 
 END_SECONDS = 5.0
@@ -75,14 +76,14 @@ class DecodingProcesses:
         """Of the workers."""
         return [worker.process_id for worker in self._workers]
 
-    def begin(self, positions: np.ndarray) -> _Rows:
-        """See `Fetcher`."""
+    def begin(self, positions: np.ndarray) -> Rows:
+        """See `Fetcher`. Nothing is cancelled: who has been asked writes to the slot until that is done."""
         slot, arrays = self._slots.take()
         arrays.pop(NUMBERS)[:] = self._locate(positions)
         arrays.pop(POSITIONS)[:] = positions
-        parts = list(zip(self._workers, pieces(len(positions), len(self._workers)), strict=False))
-        asked = [(rows.start, worker, worker.ask(slot, arrays, rows)) for worker, rows in parts]
-        return _Rows(arrays, asked, self._layout)
+        asked = zip(self._workers, pieces(len(positions), len(self._workers)), strict=False)
+        parts = [(rows.start, partial(worker.answer, worker.ask(slot, arrays, rows))) for worker, rows in asked]
+        return Rows(arrays, parts, self._layout)
 
     def close(self) -> None:
         """See `Fetcher`."""
@@ -90,26 +91,6 @@ class DecodingProcesses:
             worker.close()
         for worker in self._workers:
             worker.wait()
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Of one step: what its workers were asked for."""
-
-    arrays: Arrays
-    asked: Sequence[tuple[int, _Worker, int]]
-    """First row of a piece, who decodes it, and the number of that request."""
-    layout: Layout
-
-    def result(self) -> Fetched:
-        """See `Pending`."""
-        filled = Filled()
-        for first_row, worker, request in self.asked:
-            filled.add(worker.answer(request), first_row)
-        return finished(self.arrays, filled, self.layout)
-
-    def cancel(self) -> None:
-        """Workers go on: nothing else may be written to their slot before they are done."""
 
 
 class _Worker:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -70,47 +71,31 @@ def pieces(num_rows: int, num_pieces: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-class _Work:
-    """Something to do: begun in a pool, or done by who waits for it."""
-
-    def __init__(self, pool: ThreadPoolExecutor | None, work: Callable[[], Filled]) -> None:
-        self._work = work
-        self._future: Future[Filled] | None = None if pool is None else pool.submit(work)
-
-    def result(self) -> Filled:
-        return self._work() if self._future is None else self._future.result()
-
-    def cancel(self) -> None:
-        if self._future is not None:
-            self._future.cancel()
-
-
 @dataclass(frozen=True)
-class _Rows:
-    """Of one step: pieces of work that fill its arrays."""
+class Rows:
+    """The rows of one step: pieces of work that fill its arrays."""
 
     arrays: Arrays
-    parts: Sequence[tuple[int, _Work]]
-    """First row of a piece, and its work."""
+    parts: Sequence[tuple[int, Callable[[], Filled]]]
+    """First row of a piece, and what waits for its work, or does it."""
     layout: Layout | None = None
+    futures: Sequence[Future[Filled]] = ()
+    """What can be cancelled of the work."""
 
     def result(self) -> Fetched:
+        """See `Pending`. An example stands in place of each row that is bad."""
         filled = Filled()
         for first_row, work in self.parts:
-            filled.add(work.result(), first_row)
-        return finished(self.arrays, filled, self.layout)
+            filled.add(work(), first_row)
+        for row in filled.bad:
+            assert self.layout is not None, "only what is decoded can be bad"
+            put_row(self.arrays, row, self.layout.example)
+        return Fetched(self.arrays, filled)
 
     def cancel(self) -> None:
-        for _, work in self.parts:
-            work.cancel()
-
-
-def finished(arrays: Arrays, filled: Filled, layout: Layout | None) -> Fetched:
-    """The rows of a step, an example in place of each that is bad."""
-    for row in filled.bad:
-        assert layout is not None, "only what is decoded can be bad"
-        put_row(arrays, row, layout.example)
-    return Fetched(arrays, filled)
+        """See `Pending`."""
+        for future in self.futures:
+            future.cancel()
 
 
 class Readers:
@@ -131,7 +116,7 @@ class Readers:
             arrays.update(self._samples.read(self._locate(positions)))
             return Filled(stored_bytes(arrays), time.perf_counter() - start)
 
-        return _Rows(arrays, [(0, _Work(self._pool, read))])
+        return _begun(self._pool, arrays, [(0, read)])
 
     def close(self) -> None:
         """See `Fetcher`."""
@@ -155,27 +140,38 @@ class DecodingThreads:
         """See `Fetcher`."""
         arrays = self._layout.empty(len(positions))
         parts = [
-            (rows.start, self._work(arrays, positions, rows)) for rows in pieces(len(positions), self._num_threads)
+            (rows.start, partial(self._fill, {name: array[rows] for name, array in arrays.items()}, positions[rows]))
+            for rows in pieces(len(positions), self._num_threads)
         ]
-        return _Rows(arrays, parts, self._layout)
+        return _begun(self._pool, arrays, parts, self._layout)
 
     def close(self) -> None:
         """See `Fetcher`."""
         _close(self._pool)
 
-    def _work(self, arrays: Arrays, positions: np.ndarray, rows: slice) -> _Work:
-        into, asked = {name: array[rows] for name, array in arrays.items()}, positions[rows]
-        return _Work(self._pool, lambda: self._decoder().fill(into, self._locate(asked), asked))
-
-    def _decoder(self) -> Decoder:
+    def _fill(self, into: Arrays, positions: np.ndarray) -> Filled:
         if not hasattr(self._own, "decoder"):
             self._own.decoder = Decoder(self._samples, self._decoding)
-        found: Decoder = self._own.decoder
-        return found
+        filled: Filled = self._own.decoder.fill(into, self._locate(positions), positions)
+        return filled
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor | None:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="data worker") if num_threads else None
+
+
+def _begun(
+    pool: ThreadPoolExecutor | None,
+    arrays: Arrays,
+    parts: Sequence[tuple[int, Callable[[], Filled]]],
+    layout: Layout | None = None,
+) -> Rows:
+    """Begin the work in a pool; without one, who waits for it does it."""
+    if pool is None:
+        return Rows(arrays, parts, layout)
+    futures = [pool.submit(work) for _, work in parts]
+    results = [(first_row, future.result) for (first_row, _), future in zip(parts, futures, strict=True)]
+    return Rows(arrays, results, layout, futures)
 
 
 def _close(pool: ThreadPoolExecutor | None) -> None:
