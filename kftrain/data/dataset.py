@@ -12,6 +12,7 @@ import itertools
 import resource
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -95,13 +96,9 @@ class ShardedDataset:
         What is encoded is `[k]` of `object`: bytes, or views of the mapped shard. Raises DataError that names the shard
         where one is missing or damaged, or was found to be while it was read before.
         """
-        shard_ids, rows = self._located(samples)
-        order = np.argsort(shard_ids, kind="stable")
-        starts = np.flatnonzero(np.diff(shard_ids[order], prepend=-1)).tolist()
-        gathered = {field.name: np.empty(len(rows), _gathered_dtype(field)) for field in self._stored.fields}
-        for start, stop in itertools.pairwise([*starts, len(rows)]):
-            chosen = order[start:stop]
-            for name, found in self._shard(int(shard_ids[chosen[0]])).gather(rows[chosen]).items():
+        gathered = {field.name: np.empty(len(samples), _gathered_dtype(field)) for field in self._stored.fields}
+        for reader, chosen, rows in self._by_shard(samples):
+            for name, found in reader.gather(rows).items():
                 gathered[name][chosen] = found
         arrays = {field.name: _as_rows(field, gathered[field.name]) for field in self._stored.fields}
         return self._conversion(arrays, lambda row: self.place_of(int(samples[row]))) if self._conversion else arrays
@@ -116,56 +113,50 @@ class ShardedDataset:
 
         Rows are numbered in stored order, and all of them are in the split. For fields of numbers. Raises DataError.
         """
-        shard_ids, rows = self._located(starts)
-        gathered = {field.name: np.empty(len(rows), f"V{length * row_bytes(field)}") for field in self.schema.fields}
-        for shard_id in np.unique(shard_ids).tolist():
-            reader, chosen = self._shard(shard_id), np.flatnonzero(shard_ids == shard_id)
-            is_whole = reader.rows_left(rows[chosen]) >= length
-            for name, found in reader.gather_runs(rows[chosen[is_whole]], length).items():
+        gathered = {field.name: np.empty(len(starts), f"V{length * row_bytes(field)}") for field in self.schema.fields}
+        for reader, chosen, rows in self._by_shard(starts):
+            is_whole = reader.rows_left(rows) >= length
+            for name, found in reader.gather(rows[is_whole], length).items():
                 gathered[name][chosen[is_whole]] = found
             for number in chosen[~is_whole].tolist():
                 for name, content in self._joined_run(int(starts[number]), length).items():
                     gathered[name][number] = np.frombuffer(content, gathered[name].dtype)[0]
         return {
-            field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(rows), length, *field.shape)
+            field.name: gathered[field.name].view(stored_dtype(field.dtype)).reshape(len(starts), length, *field.shape)
             for field in self.schema.fields
         }
 
     def _joined_run(self, start: int, length: int) -> dict[str, bytes]:
         """The bytes of rows that follow each other across blocks or shards."""
-        parts: dict[str, list[bytes]] = {field.name: [] for field in self.schema.fields}
+        parts = {field.name: b"" for field in self.schema.fields}
         stop = start + length
         while start < stop:
             (shard_id,), row = self._located(np.array([start]))
             reader = self._shard(int(shard_id))
             taken = min(stop - start, int(reader.rows_left(row)[0]))
-            for name, found in reader.gather_runs(row, taken).items():
-                parts[name].append(found.tobytes())
+            for name, found in reader.gather(row, taken).items():
+                parts[name] += found.tobytes()
             start += taken
-        return {name: b"".join(pieces) for name, pieces in parts.items()}
+        return parts
 
     def sample_bytes(self, samples: np.ndarray) -> np.ndarray:
         """Bytes of each sample over all fields, int64 `[k]`, from the indexes alone."""
-        shard_ids, rows = self._located(samples)
-        sizes = np.empty(len(rows), np.int64)
-        for shard_id in np.unique(shard_ids).tolist():
-            chosen = shard_ids == shard_id
-            sizes[chosen] = self._shard(shard_id).sample_bytes(rows[chosen])
+        sizes = np.empty(len(samples), np.int64)
+        for reader, chosen, rows in self._by_shard(samples):
+            sizes[chosen] = reader.sample_bytes(rows)
         return sizes
 
     def extensions_of(self, samples: np.ndarray) -> dict[str, list[str]]:
         """Of each encoded field the extensions of these samples' files, by their number in stored order."""
-        shard_ids, rows = self._located(samples)
-        found = {field.name: [field.extensions[0]] * len(rows) for field in self.schema.fields if field.is_encoded}
-        for field in self.schema.fields:
-            for shard_id in np.unique(shard_ids).tolist() if field.is_encoded else ():
-                chosen = np.flatnonzero(shard_ids == shard_id)
-                names = self._shard(shard_id).member_names(rows[chosen], field.name)
-                for row, name in zip(chosen.tolist(), names, strict=True):
+        fields = [field for field in self.schema.fields if field.is_encoded]
+        extensions = {field.name: [field.extensions[0]] * len(samples) for field in fields}
+        for reader, chosen, rows in self._by_shard(samples):
+            for field in fields:
+                for row, name in zip(chosen.tolist(), reader.member_names(rows, field.name), strict=True):
                     extension = name.rpartition("/")[2].partition(".")[2].lower()
                     if extension in field.extensions:
-                        found[field.name][row] = extension
-        return found
+                        extensions[field.name][row] = extension
+        return extensions
 
     def group_of(self, global_rows: np.ndarray) -> np.ndarray:
         """Group ids, int64 `[k]` in 0 … num_groups - 1, of samples by their number in stored order."""
@@ -217,6 +208,15 @@ class ShardedDataset:
         """Shard ids, and rows within them."""
         shard_ids = np.searchsorted(self._shard_starts, samples, side="right") - 1
         return shard_ids, samples - self._shard_starts[shard_ids]
+
+    def _by_shard(self, samples: np.ndarray) -> Iterator[tuple[ShardReader, np.ndarray, np.ndarray]]:
+        """Each shard that holds some of these samples, which of them those are, and their rows in it."""
+        shard_ids, rows = self._located(samples)
+        order = np.argsort(shard_ids, kind="stable")
+        starts = np.flatnonzero(np.diff(shard_ids[order], prepend=-1)).tolist()
+        for start, stop in itertools.pairwise([*starts, len(rows)]):
+            chosen = order[start:stop]
+            yield self._shard(int(shard_ids[chosen[0]])), chosen, rows[chosen]
 
     def _shard(self, number: int) -> ShardReader:
         if self._uses is not None:

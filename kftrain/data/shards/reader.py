@@ -47,9 +47,12 @@ class ShardReader:
         with reading(uri):
             self.file, self._bytes = _open(uri, shard, uses)
 
-    def gather(self, rows: np.ndarray) -> Arrays:
-        """Field name -> the rows, in that order, as byte strings: `[rows]` of `V<bytes per row>`, or of `object`."""
-        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+    def gather(self, rows: np.ndarray, length: int = 1) -> Arrays:
+        """Field name -> of each row that and those after it, `length` within one block, as byte strings.
+
+        `[rows]` of `V<bytes of these rows>`, or of `object`.
+        """
+        blocks = self._blocks(rows)
         within = rows - self._row_starts[blocks]
         gathered = {}
         for number, field in enumerate(self._schema.fields):
@@ -58,38 +61,30 @@ class ShardReader:
                 gathered[field.name] = self._bytes.files(offsets, lengths)
             else:
                 num_bytes = row_bytes(field)
-                gathered[field.name] = self._bytes.gather(offsets + within * num_bytes, num_bytes)
-        return gathered
-
-    def gather_runs(self, rows: np.ndarray, length: int) -> Arrays:
-        """Field name -> of each row that and those after it, `length` within one block: `[rows]` of byte strings."""
-        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
-        within = rows - self._row_starts[blocks]
-        gathered = {}
-        for number, field in enumerate(self._schema.fields):
-            offsets = self._index[blocks, 1 + 2 * number] + within * row_bytes(field)
-            gathered[field.name] = self._bytes.gather(offsets, length * row_bytes(field))
+                gathered[field.name] = self._bytes.gather(offsets + within * num_bytes, length * num_bytes)
         return gathered
 
     def rows_left(self, rows: np.ndarray) -> np.ndarray:
         """Rows from each of these to the end of its block, itself among them, int64 `[rows]`."""
-        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        blocks = self._blocks(rows)
         left: np.ndarray = self._row_starts[blocks] + self._index[blocks, 0] - rows
         return left
 
     def member_names(self, rows: np.ndarray, field: str) -> list[str]:
         """What the tar calls the files of an encoded field: a member's header stands right before its content."""
-        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
         number = [each.name for each in self._schema.fields].index(field)
-        offsets = self._index[blocks, 1 + 2 * number] - BLOCK_BYTES
+        offsets = self._index[self._blocks(rows), 1 + 2 * number] - BLOCK_BYTES
         headers = self._bytes.files(offsets, np.full(len(offsets), BLOCK_BYTES))
         return [bytes(header[:NAME_BYTES]).partition(b"\0")[0].decode("utf-8", "replace") for header in headers]
 
     def sample_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of each of these rows over all fields, int64 `[rows]`: what the index says, nothing is read."""
-        blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
+        blocks = self._blocks(rows)
         sizes: np.ndarray = self._index[blocks, 2::2].sum(axis=1) // self._index[blocks, 0]
         return sizes
+
+    def _blocks(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._row_starts, rows, side="right") - 1
 
 
 def _open(uri: str, shard: Shard, uses: Uses | None) -> tuple[File, _Bytes]:
