@@ -20,13 +20,14 @@ correction of J. Rao and A. Scott (1981).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+
+from kftrain.run.drift import DriftShift
 
 MAX_ORDERED_BINS = 10
 MAX_NAMED_BINS = 100
@@ -53,14 +54,14 @@ Level = Literal["none", "some", "large"]
 
 @dataclass(frozen=True)
 class Distribution:
-    """How often each value comes."""
+    """How often each value comes, as a profile holds it, too."""
 
-    counts: Mapping[str, int]
+    counts: dict[str, int]
     is_ordered: bool = False
     """Whether the values are whole numbers that have an order."""
     num_independent: float = 0.0
     """So many independent values would vary as much; 0: as many as there are."""
-    quantiles: Sequence[float] = ()
+    quantiles: list[float] = field(default_factory=list)
     """Of floating point numbers that are finite, in order and evenly spread, instead of counts."""
     missing: float | None = None
     """The share of floating point numbers that are not finite; None: it was not counted."""
@@ -77,15 +78,6 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Shift:
-    """A bin, and its share before and now."""
-
-    bin: str
-    before: float
-    now: float
-
-
-@dataclass(frozen=True)
 class DistributionChange:
     """How one distribution has changed."""
 
@@ -96,7 +88,7 @@ class DistributionChange:
     chance_psi: float
     """What chance alone exceeds once in twenty times."""
     num_bins: int
-    shifts: tuple[Shift, ...]
+    shifts: list[DriftShift]
     """The bins whose share has changed most, the largest change first."""
 
     def level(self, some: float, large: float) -> Level:
@@ -119,7 +111,7 @@ def change(before: Distribution, now: Distribution) -> DistributionChange | None
         js_distance=jensen_shannon_distance(counts[0], counts[1]),
         chance_psi=chance_of(len(bins), before.size, now.size),
         num_bins=len(bins),
-        shifts=tuple(Shift(bins[each][0], float(shares[0, each]), float(shares[1, each])) for each in largest),
+        shifts=[DriftShift(bin=bins[each][0], before=shares[0, each], now=shares[1, each]) for each in largest],
     )
 
 

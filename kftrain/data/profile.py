@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from kftrain import storage
 from kftrain.data.adopted.conversion import Conversion
@@ -40,24 +39,6 @@ SIZES = "record sizes (bits)"
 """Distribution of the lengths of records: how many bits the number of their bytes has."""
 
 
-class Counted(BaseModel):
-    """A distribution, as the document holds it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    counts: dict[str, int]
-    is_ordered: bool = False
-    num_independent: float = 0.0
-    quantiles: list[float] = []
-    """Of floating point numbers that are finite, instead of counts."""
-    missing: float | None = None
-    """The share of those that are not; profiles of before do not say."""
-
-    def distribution(self) -> Distribution:
-        """For comparing."""
-        return Distribution(self.counts, self.is_ordered, self.num_independent, self.quantiles, self.missing)
-
-
 class Profile(documents.Document):
     """`profile.json`: the training split of a dataset."""
 
@@ -65,7 +46,7 @@ class Profile(documents.Document):
     content_bytes: int
     """Of the records, before they were encoded; 0: not known."""
     num_samples: int
-    distributions: dict[str, Counted]
+    distributions: dict[str, Distribution]
 
 
 def read_profile(manifest_uri: str) -> Profile | None:
@@ -96,9 +77,9 @@ def profile_of(
     """The profile of a dataset of one source. Raises DataError."""
     assert not manifest.components, "each dataset of a mixture has a profile of its own"
     statistics: Mapping[str, Any] = manifest.statistics.get("train", {})
-    distributions = {name: Counted(counts=counts) for name, counts in statistics.get("classes", {}).items()}
+    distributions = {name: Distribution(counts=counts) for name, counts in statistics.get("classes", {}).items()}
     if statistics.get("size_counts"):
-        distributions[SIZES] = Counted(counts=statistics["size_counts"], is_ordered=True)
+        distributions[SIZES] = Distribution(counts=statistics["size_counts"], is_ordered=True)
     dataset = ShardedDataset(manifest_uri, manifest, "train", conversion=conversion)
     others = [field for field in dataset.schema.fields if field.name != CLUSTER]
     fields = [field for field in others if _is_float(field) or field.name not in targets]
@@ -143,7 +124,7 @@ def _is_float(field: Field) -> bool:
     return not field.is_encoded and np.dtype(field.dtype).kind == "f"
 
 
-def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Counted]:
+def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Distribution]:
     """Quantiles of a number, of each of a few columns, or of all numbers of a field, and how many are not finite."""
     if field.shape and len(field.shape) == 1 and field.shape[0] <= MAX_COLUMNS:
         columns = {f"{field.name}[{number}]": [rows[:, number] for rows in stretches] for number in range(*field.shape)}
@@ -160,7 +141,7 @@ def _quantiles_of(field: Field, stretches: Sequence[np.ndarray]) -> dict[str, Co
                 [[*count_between(each, edges), num] for each, num in zip(finite, num_missing, strict=True)]
             )
             shares = np.linspace(0, 1, min(len(values), NUM_QUANTILES))
-            found[f"values of {name}"] = Counted(
+            found[f"values of {name}"] = Distribution(
                 counts={},
                 quantiles=np.quantile(values, shares, method="inverted_cdf").tolist() if len(values) else [],
                 num_independent=independent_values(by_group),
@@ -193,7 +174,7 @@ def _pixels(content: bytes, where: str) -> np.ndarray:
         return np.empty(0, np.uint8)
 
 
-def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
+def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Distribution]:
     """The distribution of a field's values, of which those of one stretch are alike."""
     is_picture = _is_picture(field)
     values, places = np.unique(np.concatenate(groups), return_inverse=True)
@@ -206,16 +187,16 @@ def _counted(field: Field, groups: Sequence[np.ndarray]) -> dict[str, Counted]:
     named = {str(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
     what = "pixels" if is_picture else "values"
     name = field.name if field.name == "tokens" else f"{what} of {field.name}"
-    return {name: Counted(counts=named, is_ordered=is_picture, num_independent=independent)}
+    return {name: Distribution(counts=named, is_ordered=is_picture, num_independent=independent)}
 
 
-def mean_and_deviation(counted: Counted) -> tuple[float, float] | None:
+def mean_and_deviation(distribution: Distribution) -> tuple[float, float] | None:
     """Mean and standard deviation of ordered values, or of quantiles; None of others, and where there are none."""
-    if counted.quantiles:
-        return float(np.mean(counted.quantiles)), float(np.std(counted.quantiles))
-    if not counted.is_ordered:
+    if distribution.quantiles:
+        return float(np.mean(distribution.quantiles)), float(np.std(distribution.quantiles))
+    if not distribution.is_ordered:
         return None
-    found = Counter({int(value): count for value, count in counted.counts.items()})
+    found = Counter({int(value): count for value, count in distribution.counts.items()})
     values, weights = np.array(list(found)), np.array(list(found.values()))
     mean = float(np.average(values, weights=weights))
     return mean, float(np.sqrt(np.average(np.square(values - mean), weights=weights)))

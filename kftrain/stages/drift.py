@@ -5,15 +5,15 @@ from __future__ import annotations
 from kftrain import storage
 from kftrain.config import Config
 from kftrain.data.adopted.conversion import conversion_of
-from kftrain.data.drift import DistributionChange, change
-from kftrain.data.profile import Counted, Profile, mean_and_deviation, write_profile
+from kftrain.data.drift import Distribution, change
+from kftrain.data.profile import Profile, mean_and_deviation, write_profile
 from kftrain.data.settings import NEW, REPLAYED
 from kftrain.data.sharding import below_root
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.errors import ConfigError, DataError, KftrainError
 from kftrain.progress import Progress
 from kftrain.run import documents
-from kftrain.run.drift import Drift, DriftedDistribution, DriftShift, ProfiledDataset
+from kftrain.run.drift import Drift, DriftedDistribution, ProfiledDataset
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import find_manifest
 from kftrain.tasks import Task
@@ -147,18 +147,14 @@ def _profiled(profile: Profile, manifest_uri: str) -> ProfiledDataset:
     )
 
 
-def _distribution(name: str, before: Counted, now: Counted, config: Config) -> DriftedDistribution | None:
-    found: DistributionChange | None = change(before.distribution(), now.distribution())
+def _distribution(name: str, before: Distribution, now: Distribution, config: Config) -> DriftedDistribution | None:
+    found = change(before, now)
     if found is None:
         return None
     return DriftedDistribution(
         name=name,
-        psi=found.psi,
-        js_distance=found.js_distance,
-        chance_psi=found.chance_psi,
-        num_bins=found.num_bins,
         level=found.level(config.data.drift.some, config.data.drift.large),
-        shifts=[DriftShift(bin=each.bin, before=each.before, now=each.now) for each in found.shifts],
         before=mean_and_deviation(before),
         now=mean_and_deviation(now),
+        **vars(found),
     )
