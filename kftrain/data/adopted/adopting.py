@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from kftrain.data.adopted.scan import ABSENT, Scanned, scan
 from kftrain.data.adopted.splits import splits_by_name
 from kftrain.data.parts import findings
 from kftrain.data.parts.baselines import measured_baselines
+from kftrain.data.parts.document import MAX_NAMED, Named
 from kftrain.data.parts.encoder import Encoding
 from kftrain.data.schema import SPLITS, Record, SampleSchema
 from kftrain.data.shards import manifest as manifests
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 8
 """Shards that are read at a time: hashing runs beside the interpreter, walking through headers does not."""
-
-MAX_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class _Adopting:
             if not shards[split]:
                 raise resolve_source.empty_split(split, self._config.data)
         found = {"incomplete, left out": incomplete, "empty": empty}
-        noticed = {kind: each.to_dict() for kind, each in found.items() if each.count}
+        noticed = {kind: each.model_dump() for kind, each in found.items() if each.count}
         for line in findings.lines(noticed):
             self._progress(f"found {line}")
         return Manifest(
@@ -218,17 +217,17 @@ class _Adopting:
 
     def _indexed(
         self, folder: Path, scans: list[Scanned], schema: SampleSchema
-    ) -> tuple[dict[str, list[Shard]], _Noticed, _Noticed]:
+    ) -> tuple[dict[str, list[Shard]], Named, Named]:
         """Writes the indexes: the shards of each split, samples that lack a file, and files of no bytes."""
         shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-        incomplete, empty = _Noticed(), _Noticed()
+        incomplete, empty = Named(), Named()
         for each in scans:
             held_out, index = _index(each, schema)
             absent = (index[:, 1::2] == ABSENT).any(axis=1)
-            incomplete.add(each, np.flatnonzero(absent))
+            _add(incomplete, each, absent)
             if incomplete.count > self._config.data.max_incomplete_samples:
                 raise _incomplete(each, index, schema, self._config.data.max_incomplete_samples)
-            empty.add(each, np.flatnonzero((index[:, 2::2] == 0).any(axis=1) & ~absent))
+            _add(empty, each, (index[:, 2::2] == 0).any(axis=1) & ~absent)
             for split, is_split in zip(SPLITS, (~held_out, held_out), strict=True):
                 if (chosen := index[is_split & ~absent]).size:
                     shards[split].append(self._shard(folder, f"{split}-{len(shards[split]):06d}", each, chosen))
@@ -249,21 +248,10 @@ class _Adopting:
         )
 
 
-class _Noticed:
-    """Samples of one kind: how many there are, and which are the first ones."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first: list[str] = []
-
-    def add(self, scanned: Scanned, numbers: np.ndarray) -> None:
-        """Of one shard, samples by their number."""
-        self.count += len(numbers)
-        self._first += keys_of(scanned, numbers[: MAX_NAMED - len(self._first)].tolist())
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a manifest's findings have it."""
-        return {"count": self.count, "first": self._first}
+def _add(found: Named, scanned: Scanned, is_one: np.ndarray) -> None:
+    """Add samples of one shard, told by a flag for each."""
+    numbers = np.flatnonzero(is_one).tolist()
+    found.add(len(numbers), keys_of(scanned, numbers[: MAX_NAMED - len(found.first)]))
 
 
 def keys_of(scanned: Scanned, numbers: list[int]) -> list[str]:

@@ -10,8 +10,9 @@ Datasets name the parts' shards; a part that no dataset names any more stays unt
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,13 +41,22 @@ class SplitStatistics(BaseModel):
     """Field that is learned -> its value -> samples; left out where there are more values than classes would have."""
 
 
+MAX_NAMED = 10
+"""So many of each kind of findings are named; the others are counted."""
+
+
 class Named(BaseModel):
     """Something that was found: how often, and where first."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     count: int = 0
     first: list[str] = []
+
+    def add(self, count: int, names: Iterable[str]) -> None:
+        """Count more of them. `names`: of the first ones, of which no more are taken than are wanted."""
+        self.count += count
+        self.first = [*self.first, *itertools.islice(names, MAX_NAMED - len(self.first))]
 
 
 class PartDocument(documents.Document):

@@ -22,7 +22,7 @@ import numpy as np
 from kftrain import plugins, storage
 from kftrain.data.assets import ASSETS, digests_of
 from kftrain.data.clusters import Clusters, cluster_of
-from kftrain.data.parts.document import Named, PartDocument, SplitStatistics, part_digest
+from kftrain.data.parts.document import PartDocument, SplitStatistics, part_digest
 from kftrain.data.parts.records import RecordLog
 from kftrain.data.schema import CLUSTER, SPLITS, Block, Record, SampleSchema
 from kftrain.data.settings import DataConfig
@@ -120,10 +120,7 @@ def encode_part(encoding: Encoding, records: Iterator[Record], folder: Path, pro
             )
             for split, (_, classes) in zip(SPLITS, found, strict=True)
         },
-        findings={
-            "empty": Named(count=log.num_empty, first=log.empty),
-            "oversized": Named(count=log.num_oversized, first=log.oversized),
-        },
+        findings={"empty": log.empty, "oversized": log.oversized},
     )
 
 

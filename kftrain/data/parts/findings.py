@@ -9,14 +9,14 @@ Memory: two numbers of 8 bytes for each record of the dataset, and as much again
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kftrain.data.parts.content import UNKNOWN
-from kftrain.data.parts.document import Named, PartDocument
-from kftrain.data.parts.records import MAX_NAMED, read_keys, read_table
+from kftrain.data.parts.document import MAX_NAMED, Named, PartDocument
+from kftrain.data.parts.records import read_keys, read_table
 from kftrain.errors import DataError
 
 KEY_TWICE = "key in both splits"
@@ -37,7 +37,9 @@ def find(parts: Sequence[PartDocument], uri_of: Callable[[str], str]) -> dict[st
     records = _Records([uri_of(part.part_digest) for part in parts])
     found = {KEY_TWICE: records.keys_in_both(), **records.copies()}
     for kind, name in ((EMPTY, "empty"), (OVERSIZED, "oversized")):
-        found[kind] = _merged(part.findings[name] for part in parts)
+        found[kind] = Named()
+        for part in parts:
+            found[kind].add(part.findings[name].count, part.findings[name].first)
     return {kind: named.model_dump() for kind, named in found.items() if named.count}
 
 
@@ -117,12 +119,3 @@ def _common(values: np.ndarray, train: np.ndarray, validation: np.ndarray) -> tu
     found = np.minimum(np.searchsorted(ordered, values[validation]), len(order) - 1)
     equal = ordered[found] == values[validation]
     return train[order[found[equal]]], validation[equal]
-
-
-def _merged(found: Iterable[Named]) -> Named:
-    count = 0
-    first: list[str] = []
-    for named in found:
-        count += named.count
-        first += named.first[: MAX_NAMED - len(first)]
-    return Named(count=count, first=first)

@@ -21,6 +21,7 @@ import numpy as np
 
 from kftrain import storage
 from kftrain.data.parts.content import content_of, content_size, key_hash
+from kftrain.data.parts.document import Named
 from kftrain.data.schema import SPLITS, Record
 from kftrain.data.shards.manifest import reading
 from kftrain.data.shards.npy_header import npy_bytes
@@ -30,8 +31,6 @@ RECORDS_NAME = "records.npy"
 KEYS_NAME = "keys.gz"
 
 COLUMNS = 3
-MAX_NAMED = 10
-"""So many of each kind of findings are named; the others are counted."""
 
 
 class RecordLog:
@@ -45,11 +44,7 @@ class RecordLog:
         self._table = array("q")
         self._stream = (folder / KEYS_NAME).open("xb")
         self._keys = gzip.GzipFile("", "wb", compresslevel=1, fileobj=self._stream, mtime=0)
-        self.empty: list[str] = []
-        """Keys of records without any content, the first ten."""
-        self.oversized: list[str] = []
-        self.num_empty = 0
-        self.num_oversized = 0
+        self.empty, self.oversized = Named(), Named()
         self.num_bytes = dict.fromkeys(SPLITS, 0)
         """Of the contents of each split."""
         self.size_counts = {split: [0] * 64 for split in SPLITS}
@@ -73,11 +68,9 @@ class RecordLog:
         self.num_bytes[split] += size_bytes
         self.size_counts[split][min(63, size_bytes.bit_length())] += 1
         if not size_bytes:
-            self.num_empty += 1
-            self.empty += [name] * (self.num_empty <= MAX_NAMED)
+            self.empty.add(1, [name])
         if size_bytes > self._max_bytes:
-            self.num_oversized += 1
-            self.oversized += [name] * (self.num_oversized <= MAX_NAMED)
+            self.oversized.add(1, [name])
 
     def finish(self) -> str:
         """Ends the files; the sha256 of the table."""
