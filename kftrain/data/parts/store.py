@@ -12,7 +12,7 @@ from kftrain.data.parts.records import RECORDS_NAME
 from kftrain.data.schema import SPLITS, Source, SourcePart
 from kftrain.data.shards.manifest import index_name, reading
 from kftrain.data.shards.staging import publish_folder, staging_folder
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import DataError
 from kftrain.progress import Progress
 
 Level = Literal["sha256", "size", "replaced"]
@@ -41,9 +41,7 @@ class PartStore:
             uri = self.uri(found["part_digest"])
             document = read_part(uri)
             self._verify(uri, document, self.level)
-        except (KftrainError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, KftrainError) and error.retryable:  # storage is away: the part may be as it was
-                raise
+        except (DataError, ValueError, KeyError, TypeError):  # not where storage is away: it may be as it was
             return None
         return document
 

@@ -20,11 +20,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kftrain import remote, storage, threads
 from kftrain.data.shards.manifest import SHARD_AGAIN, reading
 from kftrain.errors import DataError, KftrainError, StorageAwayError, StorageError
+
+if TYPE_CHECKING:
+    from kftrain.data.shards.cache import NodeCache
 
 FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
 """What is remembered of a dataset goes after so long without anything new."""
@@ -122,39 +125,30 @@ class Memory:
             return None
 
 
-class Copies(Protocol):
-    """Copies of remote files on this node."""
-
-    def copy_of(self, file: File) -> BinaryIO | None:
-        """The whole copy of a file, opened; None where there is none."""
-        ...
-
-    def fetch(self, file: File) -> bool | None:
-        """Makes a copy and verifies it; False: there is no room for it, None: another process is making it now."""
-        ...
-
-
-class Uses(Protocol):
+class Uses:
     """Takes note of files that are about to be read."""
+
+    def __init__(self, copies: NodeCache | None = None) -> None:
+        """`copies`: where remote files are fetched to, which verifies them."""
+        self._copies = copies
 
     def begin(self, file: File) -> None:
         """Says that the file is about to be read."""
-        ...
+        raise NotImplementedError
 
     def raise_found(self) -> None:
         """Raises what was found so far of the files that are read."""
-        ...
 
     def copy_of(self, file: File) -> BinaryIO | None:
         """The whole copy of a remote file, opened; None where there is none yet."""
-        ...
+        return None if self._copies is None else self._copies.copy_of(file)
 
 
-class Opened:
-    """Notes files for another process, which hashes them."""
+class Opened(Uses):
+    """Notes files for another process, which hashes them, and raises what is wrong."""
 
-    def __init__(self, copies: Copies | None = None) -> None:
-        self._copies = copies
+    def __init__(self, copies: NodeCache | None = None) -> None:
+        super().__init__(copies)
         self._all: set[File] = set()
         self._new: list[File] = []
 
@@ -163,13 +157,6 @@ class Opened:
         if file not in self._all:
             self._all.add(file)
             self._new.append(file)
-
-    def raise_found(self) -> None:
-        """The other process does."""
-
-    def copy_of(self, file: File) -> BinaryIO | None:
-        """See `Uses`."""
-        return None if self._copies is None else self._copies.copy_of(file)
 
     def take(self) -> list[Any]:
         """What came since the last call, as plain data for `note_opened`."""
@@ -185,14 +172,14 @@ def note_opened(uses: Uses | None, opened: list[Any]) -> None:
         uses.raise_found()
 
 
-class FirstUse:
+class FirstUse(Uses):
     """Hashes files in threads. All methods may be called from any thread."""
 
-    def __init__(self, memory: Memory, is_on: bool = True, copies: Copies | None = None) -> None:
-        """Where it is not on, no file is hashed. `copies`: where remote files are fetched to, which verifies them."""
+    def __init__(self, memory: Memory, is_on: bool = True, copies: NodeCache | None = None) -> None:
+        """Where it is not on, no file is hashed."""
+        super().__init__(copies)
         self._memory = memory
         self._is_on = is_on
-        self._copies = copies
         self._changed = threading.Condition()
         self._begun: set[File] = set()
         self._left: set[File] = set()
@@ -213,10 +200,6 @@ class FirstUse:
             self._left.add(file)
             self._queue.append(file)
             self._changed.notify_all()
-
-    def copy_of(self, file: File) -> BinaryIO | None:
-        """See `Uses`."""
-        return None if self._copies is None else self._copies.copy_of(file)
 
     def raise_found(self) -> None:
         """Raises what was found so far: DataError that names a damaged file, StorageError where one is out of reach."""

@@ -13,7 +13,7 @@ from kftrain.data.settings import DataConfig, WindowConfig
 from kftrain.data.sources.file_source import FileSource
 from kftrain.data.sources.selection import LATE, AskedFiles, ByPath, ByTime, empty_window
 from kftrain.data.time_window import TimeWindow, instant, moment_of, utc_text
-from kftrain.errors import ConfigError, DataError, KftrainError
+from kftrain.errors import ConfigError, DataError
 
 TIMES_FOLDER = "times"
 """Below `shards/`: from when to when the records of a part are, by what the part was made from."""
@@ -161,8 +161,6 @@ def _read_times(uri: str) -> Times | None:
     try:
         found = storage.read_json_if_exists(uri)
         times = None if found is None else tuple(map(instant, found["times"]))
-    except (KftrainError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, KftrainError) and error.retryable:
-            raise
+    except (DataError, ValueError, KeyError, TypeError):  # not where storage is away
         return None
     return times if times is None or len(times) in (0, 2) else None
