@@ -954,14 +954,14 @@ MUTANTS = [
         "strata learn their thresholds anew under another size of shards",
         "kftrain/data/sharding.py",
         "**known, **content})",
-        "**known, **content, **self._settings})",
+        '**known, **content, "size": data.shard_size_bytes})',
         "tests/unit/data/test_record_keys.py -k keep_their_thresholds",
     ),
     Mutant(
         "thresholds of strata that hold nothing are learned anew",
         "kftrain/data/sharding.py",
-        "                    if strata:  #",
-        "                    if True:  #",
+        "                if strata:  #",
+        "                if True:  #",
         "tests/unit/data/test_record_keys.py -k damaged_thresholds",
     ),
     Mutant(

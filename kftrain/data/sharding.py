@@ -31,7 +31,7 @@ from kftrain.data.parts.document import PartDocument, total
 from kftrain.data.parts.encoder import Encoding
 from kftrain.data.parts.store import Level, PartStore
 from kftrain.data.schema import SPLITS, Record, Source, SourcePart
-from kftrain.data.settings import CONTENT_KEY
+from kftrain.data.settings import CONTENT_KEY, DataConfig
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
@@ -40,7 +40,7 @@ from kftrain.data.sources import resolve_source
 from kftrain.data.sources.keyed import KeyedSource
 from kftrain.data.sources.listing import listing_digests
 from kftrain.data.sources.windowed import TIMES_FOLDER
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import DataError
 from kftrain.process.machine import num_cpus
 from kftrain.progress import Progress
 
@@ -91,7 +91,7 @@ def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingRes
             manifest = sharding.run(level)
             digest = manifest.dataset_digest
             if config.data.stratify:
-                storage.publish_json(sharding.strata_uri(), {"strata": sharding.source.strata})
+                storage.publish_json(strata_uri(root, sharding.data), {"strata": sharding.source.strata})
             storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
             target = {"dataset_digest": digest, "manifest_uri": below_root(digest), "state": sharding.state}
             storage.publish_json(pointer, target)
@@ -122,9 +122,7 @@ def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Mani
         read_assets(root, manifest.task_settings)
         if "state" not in found:  # of a release before
             storage.publish_json(pointer, {**found, "state": state})
-    except (KftrainError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, KftrainError) and error.retryable:  # storage is away: the shards may be as they were
-            raise
+    except (DataError, ValueError, KeyError, TypeError) as error:  # not where storage is away: they may be as they were
         progress(f"the shards of this source cannot be used again ({error}); sharding again")
         return None, "sha256"
     progress(f"the source is unchanged: using the shards at {uri.rsplit('/', 1)[0]}")
@@ -151,7 +149,8 @@ class _Sharding:
             data = resolve_source.with_content_keys(config.data, self._kind)
             self._config = config.model_copy(update={"data": data})
             self._settings = self._all_settings()
-        self.source = KeyedSource(source, self._config.data)
+        self.data = self._config.data
+        self.source = KeyedSource(source, self.data)
 
     def _all_settings(self) -> dict[str, Any]:
         """All but the listing and the length of parts that decides the shards."""
@@ -182,17 +181,10 @@ class _Sharding:
         """What leads to the last dataset of this source under these settings, whatever the source held then."""
         return storage.join(self._shards_uri, "latest", f"{storage.digest_json(self._settings)}.json")
 
-    def strata_uri(self) -> str:
-        """What holds the thresholds of this source's strata, keyed by what decides on which side a record is, alone."""
-        data = self._config.data
-        known = {"source": data.source, "validation_fraction": data.validation_fraction, **data.columns}
-        content = {"text_field": data.text_field} if data.key == CONTENT_KEY else {}
-        return storage.join(self._shards_uri, "strata", f"{storage.digest_json({**known, **content})}.json")
-
     def run(self, level: Level) -> Manifest:
         """Reads, encodes, writes and publishes; the manifest that is then in the store."""
         self._progress(f"sharding {self._config.data.source}")
-        self.source.learn_strata(self._known_strata())
+        self.source.learn_strata(known_strata(self._root, self._config.data, self.latest_uri()))
         self._parts = parts = self.source.parts(self._config.data.part_size_bytes)
         self._learn(parts)
         store = PartStore(self._shards_uri, self._encoding, level)
@@ -318,20 +310,6 @@ class _Sharding:
             statistics=total(documents),
         )
 
-    def _known_strata(self) -> dict[str, int]:
-        """Thresholds of the first sharding; before they had a file they stood beside the last dataset's digest."""
-        for uri in (self.strata_uri(), self.latest_uri()) if self._config.data.stratify else ():
-            try:
-                if (found := storage.read_json_if_exists(uri)) is not None:
-                    strata = {name: index(limit) for name, limit in found["strata"].items()}
-                    if strata:  # every sharding has learned some
-                        return strata
-                    raise ValueError("none")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                fix = "restore the file, or set another data.validation_fraction to split anew"
-                raise DataError("the thresholds of data.stratify cannot be read", where=uri, fix=fix) from error
-        return {}
-
     def _latest(self) -> dict[str, Any]:
         """Digest of the last dataset of this source; empty where there is none, or nobody knows."""
         try:
@@ -346,6 +324,31 @@ class _Sharding:
                 where=self._config.data.source,
                 fix="run again when nobody writes to it",
             )
+
+
+def strata_uri(storage_root: str, data: DataConfig) -> str:
+    """What holds the thresholds of a source's strata, keyed by what decides on which side a record is, alone."""
+    known = {"source": data.source, "validation_fraction": data.validation_fraction, **data.columns}
+    content = {"text_field": data.text_field} if data.key == CONTENT_KEY else {}
+    return storage.join(storage_root, "shards", "strata", f"{storage.digest_json({**known, **content})}.json")
+
+
+def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> dict[str, int]:
+    """Thresholds of a source's first sharding. Raises DataError where they cannot be read.
+
+    `latest_uri`: what leads to its last dataset; before thresholds had a file they stood there.
+    """
+    for uri in filter(None, (strata_uri(storage_root, data), latest_uri)) if data.stratify else ():
+        try:
+            if (found := storage.read_json_if_exists(uri)) is not None:
+                strata = {name: index(limit) for name, limit in found["strata"].items()}
+                if strata:  # every sharding has learned some
+                    return strata
+                raise ValueError("none")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "restore the file, or set another data.validation_fraction to split anew"
+            raise DataError("the thresholds of data.stratify cannot be read", where=uri, fix=fix) from error
+    return {}
 
 
 def training_records(config: Config, task: Task, source: Source, parts: list[SourcePart]) -> Iterator[Record]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.sharding import training_records
+from kftrain.data.sharding import known_strata, training_records
 from kftrain.data.sources import resolve_source
 from kftrain.data.sources.keyed import KeyedSource
 from kftrain.errors import ConfigError
@@ -34,7 +34,7 @@ def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> 
     kind = resolve_source.source_kind(config.data)
     data = resolve_source.with_content_keys(config.data, kind)  # another tokenizer makes a new dataset
     source = KeyedSource(resolve_source.open_kind(kind, data), data)
-    source.learn_strata()
+    source.learn_strata(known_strata(config.run.storage_root, data))
     parts = source.parts(config.data.part_size_bytes)
     task.learn(training_records(config, task, source, parts))
     uri, tokenizer = storage.absolute(out), task.tokenizer

@@ -41,7 +41,7 @@ from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source, tar_samples
 from kftrain.data.sources.listing import SourceFile, listing_digests
 from kftrain.data.sources.webdataset import WebDatasetSource, source_folder
-from kftrain.errors import DataError, KftrainError
+from kftrain.errors import DataError
 from kftrain.process.machine import num_cpus
 from kftrain.progress import Progress
 
@@ -88,9 +88,7 @@ def _find(root: str, pointer: str, state: str) -> Adopted | None:
         uri = storage.join(root, found["manifest_uri"])
         manifest = manifests.read_manifest(uri)
         verify.verify_shards(uri, manifest, "size")
-    except (KftrainError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, KftrainError) and error.retryable:
-            raise
+    except (DataError, ValueError, KeyError, TypeError):  # not where storage is away
         return None
     return Adopted(uri, manifest, reused=True)
 

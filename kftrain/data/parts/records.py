@@ -44,7 +44,8 @@ class RecordLog:
         self._table = array("q")
         self._stream = (folder / KEYS_NAME).open("xb")
         self._keys = gzip.GzipFile("", "wb", compresslevel=1, fileobj=self._stream, mtime=0)
-        self.empty, self.oversized = Named(), Named()
+        self.empty = Named()
+        self.oversized = Named()
         self.num_bytes = dict.fromkeys(SPLITS, 0)
         """Of the contents of each split."""
         self.size_counts = {split: [0] * 64 for split in SPLITS}

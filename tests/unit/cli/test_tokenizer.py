@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -58,3 +59,25 @@ def test_an_appended_dataset_keeps_its_tokenizer(tmp_path, text):
     assert digest_of_shards(text) == first
     fresh = digest_of_shards(text, [f"run.storage_root={tmp_path}/other"])
     assert fresh != first
+
+
+def write_strata(path, num_records):
+    rows = [
+        {"text": hashlib.sha256(f"{label} {number}".encode()).hexdigest() * 4, "label": label}
+        for label in "abcdefghijkl"
+        for number in range(num_records)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_tokenizer_by_itself_reads_the_training_split_of_a_stratified_dataset_that_has_grown(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    text = CONFIG.replace("SOURCE", f"{source}, stratify: label").replace("ROOT", str(tmp_path / "store"))
+    write_strata(source, 5)
+    config = parse(text, ["task.tokenizer=bytes"])
+    shard_dataset(config, build_task(config.task), lambda line: None)
+    write_strata(source, 60)
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["tokenizer", "train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "t.json"), "--json"])
+    assert json.loads(capsys.readouterr().out)["sha256"] == digest_of_shards(text)
