@@ -60,9 +60,9 @@ MUTANTS = [
     ),
     Mutant(
         "groups whose samples are left out are kept",
-        "kftrain/data/validation.py",
-        "[keys[group] for group in self._groups.tolist()]",
-        "keys[: len(self._groups)]",
+        "kftrain/data/dataset.py",
+        "itertools.compress(keys, self._group_rows)",
+        "itertools.islice(keys, self.num_groups)",
         "tests/unit/data/test_bad_validation_samples.py -k within_the_budget",
     ),
     Mutant(

@@ -12,7 +12,7 @@ import itertools
 import resource
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class ShardedDataset:
         split: str,
         uses: Uses | None = None,
         conversion: Conversion | None = None,
+        left_out: Sequence[int] = (),
     ) -> None:
         """Opens no shard yet.
 
@@ -48,6 +49,8 @@ class ShardedDataset:
             split: `train` or `validation`.
             uses: Where to say which shards are read; without it none is hashed.
             conversion: What makes of adopted samples what a task reads; None: they are given as they are stored.
+            left_out: Samples in stored order that are not seen, nor groups that have no others; the others are numbered
+                anew.
         """
         self._uri = manifest_uri
         self._conversion = conversion
@@ -56,6 +59,7 @@ class ShardedDataset:
         self._stored: SampleSchema = manifest.schema_of(split)
         self.schema: SampleSchema = conversion.schema if conversion else self._stored
         """Of what `read` gives."""
+        self._left_out = np.sort(np.asarray(left_out, np.int64))
         self.num_groups = manifest.splits[split].num_blocks
         """Blocks; in the validation split each is an independent unit (a document, an image)."""
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
@@ -66,6 +70,8 @@ class ShardedDataset:
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._max_open = MAX_OPEN_SHARDS
         self._lock = threading.Lock()
+        if left_out:
+            self.num_groups = len(self._group_ends)
 
     @classmethod
     def open(cls, manifest_uri: str, split: str) -> ShardedDataset:
@@ -78,7 +84,7 @@ class ShardedDataset:
     @property
     def num_samples(self) -> int:
         """Rows of the split."""
-        return int(self._shard_starts[-1])
+        return int(self._shard_starts[-1]) - len(self._left_out)
 
     def expect_window(self, num_ranges: int, range_samples: int) -> None:
         """Says that samples of so many ranges will be read in turns: the shards of these and the next ones stay open.
@@ -160,7 +166,7 @@ class ShardedDataset:
 
     def group_of(self, global_rows: np.ndarray) -> np.ndarray:
         """Group ids, int64 `[k]` in 0 … num_groups - 1, of samples by their number in stored order."""
-        return np.searchsorted(self._group_starts, global_rows, side="right") - 1
+        return np.searchsorted(self._group_ends, global_rows, side="right")
 
     def group_keys(self) -> list[str]:
         """The key of each group, in the order of their ids; of a mixture below the name of its component.
@@ -186,7 +192,7 @@ class ShardedDataset:
                     numbers[content] += 1
                     key = f"{content}#{numbers[content] + 1}"
                 keys[key] = None
-        return list(keys)
+        return list(itertools.compress(keys, self._group_rows))
 
     def place_of(self, sample: int) -> str:
         """Where a sample lies, for people: the URI of its shard, and its key. Reads the shard up to there."""
@@ -199,15 +205,23 @@ class ShardedDataset:
         return f"{uri}, {next(itertools.islice(keys, block, None), 'unknown key')}"
 
     @functools.cached_property
-    def _group_starts(self) -> np.ndarray:
+    def _group_rows(self) -> np.ndarray:
+        """Rows of each block that are seen."""
         rows = np.concatenate([read_index(self._uri, shard, self._stored)[:, 0] for shard in self._shards])
-        starts: np.ndarray = np.cumsum(rows) - rows
-        return starts
+        blocks = np.searchsorted(np.cumsum(rows), self._left_out, side="right")
+        seen: np.ndarray = rows - np.bincount(blocks, minlength=len(rows))
+        return seen
+
+    @functools.cached_property
+    def _group_ends(self) -> np.ndarray:
+        return np.cumsum(self._group_rows[self._group_rows > 0])
 
     def _located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Shard ids, and rows within them."""
-        shard_ids = np.searchsorted(self._shard_starts, samples, side="right") - 1
-        return shard_ids, samples - self._shard_starts[shard_ids]
+        num_seen_before = self._left_out - np.arange(len(self._left_out))
+        stored = samples + np.searchsorted(num_seen_before, samples, side="right")
+        shard_ids = np.searchsorted(self._shard_starts, stored, side="right") - 1
+        return shard_ids, stored - self._shard_starts[shard_ids]
 
     def _by_shard(self, samples: np.ndarray) -> Iterator[tuple[ShardReader, np.ndarray, np.ndarray]]:
         """Each shard that holds some of these samples, which of them those are, and their rows in it."""

@@ -7,7 +7,7 @@ manifest, by the options of the task: the dataset itself does not follow from ho
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,37 +29,12 @@ READ_SAMPLES = 64
 """Read at once by each thread."""
 
 
-class _WithoutSamples(ShardedDataset):
-    """A split without some of its samples, and without groups that have no others; both are numbered anew."""
-
-    def __init__(self, left_out: list[int], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._kept = np.delete(np.arange(super().num_samples), left_out)
-        self._groups = np.unique(super().group_of(self._kept))
-        self.num_groups = len(self._groups)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._kept)
-
-    def group_of(self, global_rows: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._groups, super().group_of(self._kept[global_rows]))
-
-    def group_keys(self) -> list[str]:
-        keys = super().group_keys()
-        return [keys[group] for group in self._groups.tolist()]
-
-    def _located(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return super()._located(self._kept[samples])
-
-
 def open_validation(
     manifest_uri: str, manifest: Manifest, config: Config, uses: Uses | None, conversion: Conversion | None
 ) -> ShardedDataset:
     """The samples of the validation split but those that were found to be bad. Raises DataError."""
-    arguments = manifest_uri, manifest, "validation", uses, conversion
     left_out = [int(number) for number in storage.read_json_if_exists(_uri(manifest_uri, config)) or ()]
-    return _WithoutSamples(left_out, *arguments) if left_out else ShardedDataset(*arguments)
+    return ShardedDataset(manifest_uri, manifest, "validation", uses, conversion, left_out)
 
 
 def require_decodable(config: Config, task: Task, manifest_uri: str, manifest: Manifest, progress: Progress) -> None:
