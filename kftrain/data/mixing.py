@@ -30,7 +30,6 @@ from kftrain.progress import Progress
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task
 
-
 _EQUAL = ("sample_schema", "validation_schema", "format_version")
 """What the manifests of a mixture have in common."""
 

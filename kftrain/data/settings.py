@@ -16,7 +16,6 @@ from kftrain.settings.section import Amount, Count, Section
 MAX_WINDOW_SAMPLES = 1 << 22
 """The table of a window takes 8 bytes for each, and is sorted within a second or two."""
 
-
 DEFAULT_SOURCE = "stdlib"
 
 CONTENT_KEY = "*"

@@ -53,9 +53,7 @@ def key_hash(key: str) -> int:
 
 
 def _size_bytes(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, memoryview):
+    if isinstance(value, np.ndarray | memoryview):
         return value.nbytes
     if isinstance(value, str | bytes | bytearray):
         return len(value)

@@ -20,7 +20,6 @@ SPLITS_NAME = "dataset_dict.json"
 DATASET_NAMES = frozenset({"state.json", "dataset_info.json"})
 """The files that make a folder a `Dataset`."""
 
-
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What `datasets` raises for files that are missing, damaged or of a later version."""
 

@@ -16,7 +16,6 @@ from kftrain.storage import number_of
 DATE_COLUMN = "date"
 """What the date in a path is called, unless `data.window.column` says otherwise."""
 
-
 LATE = "late"
 """In the listing of a window: the file came too late for the windows before, or may hold records that did."""
 
