@@ -954,7 +954,7 @@ MUTANTS = [
         "strata learn their thresholds anew under another size of shards",
         "kftrain/data/sharding.py",
         "**known, **content})",
-        '**known, **content, "size": data.shard_size_bytes})',
+        "**known, **content, 'size': data.shard_size_bytes})",
         "tests/unit/data/test_record_keys.py -k keep_their_thresholds",
     ),
     Mutant(

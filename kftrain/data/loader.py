@@ -21,7 +21,7 @@ from kftrain.data.decoding import BadSample, Decoding, Samples
 from kftrain.data.order import BatchPlan, Order
 from kftrain.data.schema import Arrays
 from kftrain.data.worker_processes import DecodingProcesses, WorkerCommand
-from kftrain.data.workers import DecodingThreads, Fetched, Fetcher, Pending, Readers
+from kftrain.data.workers import DecodingThreads, Fetched, Fetcher, Readers, Rows
 from kftrain.errors import DataError
 
 
@@ -117,7 +117,7 @@ class _Read:
     """Steps that are read at once."""
 
     steps: range
-    pending: Pending
+    pending: Rows
     future: Future[list[StepBatch]]
 
 
@@ -125,7 +125,7 @@ class _Ahead:
     """Steps that are read before they are asked for, by a thread of its own."""
 
     def __init__(
-        self, steps: range, begin: Callable[[range], Pending], make: Callable[[range, Pending], list[StepBatch]]
+        self, steps: range, begin: Callable[[range], Rows], make: Callable[[range, Rows], list[StepBatch]]
     ) -> None:
         self._upcoming = steps
         self._begin = begin
@@ -254,7 +254,7 @@ class TrainLoader:
             one = range(step, step + 1)
             yield from self._make(one, self._begin(one))
 
-    def _begin(self, steps: range) -> Pending:
+    def _begin(self, steps: range) -> Rows:
         if self._fetcher is None:
             self._fetcher = self._new_fetcher()
         firsts = np.arange(steps.start, steps.stop, dtype=np.int64) * self._plan.global_batch_size
@@ -268,7 +268,7 @@ class TrainLoader:
             return DecodingThreads(samples, locate, self._decoding, workers.count)
         return DecodingProcesses(samples, locate, self._decoding, workers.count, self._offsets.size, workers.command)
 
-    def _make(self, steps: range, pending: Pending) -> list[StepBatch]:
+    def _make(self, steps: range, pending: Rows) -> list[StepBatch]:
         fetched = pending.result()
         self._step_bytes = fetched.filled.num_bytes // len(steps)
         self.counters.num_bytes += fetched.filled.num_bytes

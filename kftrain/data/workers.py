@@ -40,22 +40,10 @@ class Fetched:
         return Fetched(arrays, replace(self.filled, bad=bad))
 
 
-class Pending(Protocol):
-    """Rows that are being fetched."""
-
-    def result(self) -> Fetched:
-        """Waits for them, and raises what went wrong. Called once, in the order in which they were asked for."""
-        ...
-
-    def cancel(self) -> None:
-        """Nobody waits for them any more."""
-        ...
-
-
 class Fetcher(Protocol):
     """Fetches the rows of positions of the training order."""
 
-    def begin(self, positions: np.ndarray) -> Pending:
+    def begin(self, positions: np.ndarray) -> Rows:
         """Asks for the samples at these positions, int64 `[k]`; does not wait for them."""
         ...
 
@@ -83,7 +71,10 @@ class Rows:
     """What can be cancelled of the work."""
 
     def result(self) -> Fetched:
-        """See `Pending`. An example stands in place of each row that is bad."""
+        """Waits for them, and raises what went wrong. Called once, in the order in which they were asked for.
+
+        An example stands in place of each row that is bad.
+        """
         filled = Filled()
         for first_row, work in self.parts:
             filled.add(work(), first_row)
@@ -93,21 +84,42 @@ class Rows:
         return Fetched(self.arrays, filled)
 
     def cancel(self) -> None:
-        """See `Pending`."""
+        """Nobody waits for them any more."""
         for future in self.futures:
             future.cancel()
 
 
-class Readers:
+class _Threads:
+    """Threads that work on steps; without any, who waits for the work does it."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="data worker") if num_threads else None
+
+    def close(self) -> None:
+        """See `Fetcher`."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _begun(
+        self, arrays: Arrays, parts: Sequence[tuple[int, Callable[[], Filled]]], layout: Layout | None = None
+    ) -> Rows:
+        if self._pool is None:
+            return Rows(arrays, parts, layout)
+        futures = [self._pool.submit(work) for _, work in parts]
+        results = [(first_row, future.result) for (first_row, _), future in zip(parts, futures, strict=True)]
+        return Rows(arrays, results, layout, futures)
+
+
+class Readers(_Threads):
     """For samples that are used as they are stored."""
 
     def __init__(self, samples: Samples, locate: Locate, num_threads: int) -> None:
         """`num_threads`: 0 reads in the thread that waits; more read several steps at once."""
         self._samples = samples
         self._locate = locate
-        self._pool = _pool(num_threads)
+        super().__init__(num_threads)
 
-    def begin(self, positions: np.ndarray) -> Pending:
+    def begin(self, positions: np.ndarray) -> Rows:
         """See `Fetcher`."""
         arrays: Arrays = {}
 
@@ -116,14 +128,10 @@ class Readers:
             arrays.update(self._samples.read(self._locate(positions)))
             return Filled(stored_bytes(arrays), time.perf_counter() - start)
 
-        return _begun(self._pool, arrays, [(0, read)])
-
-    def close(self) -> None:
-        """See `Fetcher`."""
-        _close(self._pool)
+        return self._begun(arrays, [(0, read)])
 
 
-class DecodingThreads:
+class DecodingThreads(_Threads):
     """For samples that are decoded, by code that lets go of the GIL."""
 
     def __init__(self, samples: Samples, locate: Locate, decoding: Decoding, num_threads: int) -> None:
@@ -132,48 +140,21 @@ class DecodingThreads:
         self._locate = locate
         self._decoding = decoding
         self._num_threads = num_threads
-        self._pool = _pool(num_threads)
+        super().__init__(num_threads)
         self._layout = Decoder(samples, decoding).layout(locate)
         self._own = threading.local()
 
-    def begin(self, positions: np.ndarray) -> Pending:
+    def begin(self, positions: np.ndarray) -> Rows:
         """See `Fetcher`."""
         arrays = self._layout.empty(len(positions))
         parts = [
             (rows.start, partial(self._fill, {name: array[rows] for name, array in arrays.items()}, positions[rows]))
             for rows in pieces(len(positions), self._num_threads)
         ]
-        return _begun(self._pool, arrays, parts, self._layout)
-
-    def close(self) -> None:
-        """See `Fetcher`."""
-        _close(self._pool)
+        return self._begun(arrays, parts, self._layout)
 
     def _fill(self, into: Arrays, positions: np.ndarray) -> Filled:
         if not hasattr(self._own, "decoder"):
             self._own.decoder = Decoder(self._samples, self._decoding)
         filled: Filled = self._own.decoder.fill(into, self._locate(positions), positions)
         return filled
-
-
-def _pool(num_threads: int) -> ThreadPoolExecutor | None:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="data worker") if num_threads else None
-
-
-def _begun(
-    pool: ThreadPoolExecutor | None,
-    arrays: Arrays,
-    parts: Sequence[tuple[int, Callable[[], Filled]]],
-    layout: Layout | None = None,
-) -> Rows:
-    """Begin the work in a pool; without one, who waits for it does it."""
-    if pool is None:
-        return Rows(arrays, parts, layout)
-    futures = [pool.submit(work) for _, work in parts]
-    results = [(first_row, future.result) for (first_row, _), future in zip(parts, futures, strict=True)]
-    return Rows(arrays, results, layout, futures)
-
-
-def _close(pool: ThreadPoolExecutor | None) -> None:
-    if pool is not None:
-        pool.shutdown(cancel_futures=True)
