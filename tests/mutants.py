@@ -547,7 +547,7 @@ MUTANTS = [
     Mutant(
         "the gate promotes what a person has declined",
         "kftrain/registry/promotion.py",
-        "        if declined is not None:\n",
+        "        if said is not None:\n",
         "        if False:\n",
         "tests/unit/registry/test_declined.py",
     ),
@@ -555,7 +555,7 @@ MUTANTS = [
         "a decline is no entry of the journal, so that the gate does not meet it",
         "kftrain/registry/promotion.py",
         '        return (before, None) if before else (said, entry.model_copy(update={"declined": said}))\n',
-        "        declined_models(config)\n        return before or said, None\n",
+        "        return before or said, None\n",
         "tests/unit/registry/test_meanwhile.py",
     ),
     Mutant(
@@ -599,6 +599,20 @@ MUTANTS = [
         "theirs = judgement.measured_version(alias, alias.journal.entries(), rival, digest)",
         "theirs = own",
         "tests/unit/registry/test_shown_in_mlflow.py",
+    ),
+    Mutant(
+        "runs are listed by their names",
+        "kftrain/cli/runs.py",
+        "key=lambda run: (run.started, run.run_id)",
+        "key=lambda run: run.run_id",
+        "tests/unit/cli/test_runs_command.py",
+    ),
+    Mutant(
+        "a run that was deleted is taken for a wrong address",
+        "kftrain/kubeflow/client.py",
+        "if deleted and error.status == NOT_FOUND:",
+        "if False:",
+        "tests/unit/cli/test_submit.py",
     ),
     Mutant(
         "a recurring run is deleted although a run of it lives",

@@ -16,7 +16,7 @@ from kftrain.stages import resolve, runs
 from kftrain.stages.runs import RunOverview
 
 MAX_REASON_CHARACTERS = 100
-HEADINGS = ("run", "state", "step", "metric", "version")
+HEADINGS = ("run", "started", "state", "step", "metric", "version")
 
 
 @click.command("runs")
@@ -25,11 +25,17 @@ HEADINGS = ("run", "state", "step", "metric", "version")
 @click.option(
     "--mlflow", "from_mlflow", is_flag=True, help="Ask MLflow at tracking.uri, for runs of every storage root."
 )
+@click.option("--schedule", metavar="NAME", default="", help="Those of this schedule only.")
 @json_option
 def runs_command(
-    storage_root: str, config_file: tuple[str, ...], overrides: tuple[str, ...], from_mlflow: bool, as_json: bool
+    storage_root: str,
+    config_file: tuple[str, ...],
+    overrides: tuple[str, ...],
+    from_mlflow: bool,
+    schedule: str,
+    as_json: bool,
 ) -> None:
-    """List the runs below STORAGE_ROOT: state, step, the gate's metric, and which is champion.
+    """List the runs below STORAGE_ROOT by their start: state, step, the gate's metric, and which is champion.
 
     Without it, below run.storage_root of --config, by default the current folder. They are read from the files of the
     runs. With --mlflow they are those of every experiment at tracking.uri (--config, or --set tracking.uri=URI): state
@@ -39,7 +45,8 @@ def runs_command(
         raise click.UsageError("MLflow lists the runs of every storage root: leave STORAGE_ROOT out, or --mlflow")
     config = resolve.anchored(configuration.load(config_file, overrides), ".")
     root = storage.absolute(storage_root) if storage_root else config.run.storage_root
-    found = runs.list_tracked(config.tracking.uri) if from_mlflow else list(runs.list_runs(root))
+    known = runs.list_tracked(config.tracking.uri) if from_mlflow else runs.list_runs(root)
+    found = sorted((run for run in known if schedule in ("", run.schedule)), key=lambda run: (run.started, run.run_id))
     if as_json:
         echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif found:
@@ -62,6 +69,7 @@ def _cells(run: RunOverview) -> tuple[str, ...]:
     version = "" if run.version is None else f"{run.model_name} {run.version}"
     return (
         run.run_id,
+        run.started,
         run.state,
         f"{run.step}/{run.num_steps}" if run.num_steps else "",
         metric,

@@ -116,7 +116,7 @@ class Pipelines:
 
     def read_run(self, run_id: str, steps: frozenset[str]) -> RunState:
         """A run as it is now. Raises UnavailableError where another try may succeed."""
-        with asked(self._host):
+        with asked(self._host, "the run was deleted"):
             run = self._client.runs.run_service_get_run(run_id=run_id, _request_timeout=READ_TIMEOUT_SECONDS)
         details = run.run_details.task_details if run.run_details else None
         history = [entry.state for entry in run.state_history or []]
@@ -258,13 +258,15 @@ def _multi_user(answer: bytes, host: str) -> bool:
 
 
 @contextlib.contextmanager
-def asked(host: str) -> Iterator[None]:
-    """Makes a LaunchError of whatever the API server or the network has against a request."""
+def asked(host: str, deleted: str = "") -> Iterator[None]:
+    """Makes a LaunchError of what API server or network have against a request. `deleted`: what a 404 means."""
     from urllib3.exceptions import HTTPError
 
     try:
         yield
     except _api_exception() as error:
+        if deleted and error.status == NOT_FOUND:
+            raise LaunchError(deleted, where=host, fix="submit it again, or go on with it: --resume RUN") from error
         raise _refusal(host, error) from error
     except HTTPError as error:
         reason = getattr(error, "reason", None) or error

@@ -14,10 +14,9 @@ from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
 from kftrain.progress import Progress, to_log
-from kftrain.registry import comparison, journal, judgement, lineage, recorded
+from kftrain.registry import comparison, declined, journal, judgement, lineage, recorded
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
-from kftrain.registry.declined import DeclinedModels
 from kftrain.registry.journal import (
     Declined,
     Entry,
@@ -89,9 +88,9 @@ def gate_and_promote(
         if champion_version(entries) == registered.version:
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
-        declined = declined_models(config).find(entries, registered.export_digest)
-        if declined is not None:
-            return judgement.overruled(result, "declined", f"declined by hand: {declined.reason}"), None
+        said = declined.find(config, entries, registered.export_digest)
+        if said is not None:
+            return judgement.overruled(result, "declined", f"declined by hand: {said.reason}"), None
         back = journal.taken_back(entries, registered.version, registered.export_digest)
         if back and not registered.identical:
             return judgement.overruled(result, "taken_back", f"taken back by hand: {back}"), None
@@ -127,17 +126,17 @@ def promote(config: Config, version: int, reason: str) -> Entry:
 
     Raises TrackingError.
     """
-    alias, declined = ChampionAlias.of(config), declined_models(config)
+    alias = ChampionAlias.of(config)
     export_digest = _require_version(alias, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
-        if champion_version(entries) == version and not declined.find(entries, export_digest):
+        if champion_version(entries) == version and not declined.find(config, entries, export_digest):
             return journal.last_change(entries), None
         entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
     entry = alias.transact(propose)
-    declined.remove(export_digest)
+    declined.remove_document(config, export_digest)
     alias.point_challenger(version, awaits_person=False)
     return entry
 
@@ -156,7 +155,7 @@ def decline(config: Config, version: int, reason: str) -> Declined:
             raise TrackingError(
                 "the champion cannot be declined", where=alias.model_name, value=version, fix="kftrain models rollback"
             )
-        before = declined_models(config).find(entries, export_digest)
+        before = declined.find(config, entries, export_digest)
         entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
         said = Declined(
             version=version, export_digest=export_digest, reason=reason, time=entry.time, entry_id=entry.entry_id
@@ -170,23 +169,18 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     return said
 
 
-def declined_models(config: Config) -> DeclinedModels:
-    """What people have declined of the configured model."""
-    return DeclinedModels.of(config.run.storage_root, config.model_name)
-
-
 def rollback(config: Config) -> Entry:
     """Makes the champion before the last promotion champion again; repeated, it goes further back.
 
     Versions that were deleted or declined, or whose export is gone, are passed over. Raises TrackingError if none is
     left.
     """
-    alias, declined = ChampionAlias.of(config), declined_models(config)
+    alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
             export_digest = _usable(alias, version) if alias.holds(entries, version) else None
-            if export_digest is not None and not (export_digest and declined.find(entries, export_digest)):
+            if export_digest is not None and not declined.find(config, entries, export_digest):
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry

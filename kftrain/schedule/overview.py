@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kftrain.errors import ConfigError
+from kftrain.run.paths import RunPaths
 from kftrain.schedule.plan import CONFIG, Recurring
+from kftrain.schedule.settings import format_time
 from kftrain.schedule.state import History
 from kftrain.settings import layers
 
@@ -22,7 +24,7 @@ class ScheduleRow:
     cron: str
     """As Kubeflow has it, in UTC."""
     last: str = ""
-    """How the last run has ended."""
+    """How the last run has ended, which it was, and when."""
     num_failures: int = 0
     """In a row, up to now."""
     reason: str = ""
@@ -38,7 +40,7 @@ def row(name: str, listed: Sequence[Recurring], history: History, drift: list[st
         name=name,
         state="paused" if paused else _state(listed),
         cron=_cron(listed),
-        last=f"{last.result}: {last.line}" if last else "",
+        last=f"{last.result}: {last.line} ({RunPaths(last.run_uri).run_id}, {format_time(last.time)})" if last else "",
         num_failures=history.failures_in_a_row(),
         reason=paused.line if paused else "",
         drift=drift,

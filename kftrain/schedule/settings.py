@@ -94,6 +94,11 @@ def parse_instant(text: str, where: str) -> datetime:
     raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
 
 
+def format_time(seconds: float) -> str:
+    """A moment in RFC 3339, given in seconds since the epoch; empty for 0."""
+    return format_instant(datetime.fromtimestamp(seconds, timezone.utc)) if seconds else ""
+
+
 def format_instant(moment: datetime) -> str:
     """A moment in RFC 3339, in UTC, to the second."""
     return moment.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

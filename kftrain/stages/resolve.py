@@ -6,6 +6,7 @@ again must still be the same training: launch settings may change, the model may
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -220,6 +221,15 @@ def keep(run: OpenedRun, job_id: str = "") -> None:
     if job_id:
         storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
     keep_config(run.paths, run.config, run.previous)
+
+
+def openings(paths: RunPaths) -> list[float]:
+    """When pipeline runs have opened a run, in seconds since the epoch; what is damaged is left out."""
+    folder, found = storage.join(paths.uri, "pipelines"), []
+    for name in storage.list_names(folder):
+        with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+            found.append(float(storage.read_json(storage.join(folder, name))["time"]))
+    return found
 
 
 def is_opened_by(paths: RunPaths, job_id: str) -> bool:

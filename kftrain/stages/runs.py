@@ -18,7 +18,8 @@ from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import firing
+from kftrain.schedule.settings import format_time
+from kftrain.stages import firing, resolve
 from kftrain.tracking import listing
 from kftrain.tracking.listing import ListedRun
 
@@ -47,6 +48,10 @@ class RunOverview:
     """Why it failed, stopped or cannot be read."""
     chosen: str = ""
     """Why its model is that of an earlier step than the last one."""
+    started: str = ""
+    """When it was opened, or began to train, the first time, in RFC 3339; empty: that is not known."""
+    schedule: str = ""
+    """Which schedule it is a run of."""
 
 
 def list_runs(storage_root: str) -> Iterator[RunOverview]:
@@ -77,6 +82,8 @@ def _tracked(run: ListedRun) -> RunOverview:
         version=run.version,
         is_champion=run.is_champion,
         reason=run.error,
+        started=format_time(run.start_time_ms / 1000),
+        schedule=run.schedule,
     )
 
 
@@ -105,7 +112,14 @@ def _read(paths: RunPaths, config: Config) -> RunOverview:
         is_champion=registration is not None and _is_champion(paths, registration),
         reason=reason,
         chosen=completion.chosen(config.train.steps) if completion else "",
+        started=format_time(_started(paths)),
+        schedule=config.schedule.name,
     )
+
+
+def _started(paths: RunPaths) -> float:
+    first = documents.read_if_exists(Claim, paths.attempt(1))
+    return min([*resolve.openings(paths), *([first.start_time] if first else [])], default=0.0)
 
 
 def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str]:

@@ -39,6 +39,7 @@ class RunRecord:
     latest: dict[str, Point]
     dataset_name: str = ""
     """Of the dataset that was recorded first; empty: none."""
+    start_time_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,8 @@ def _record(run: Any) -> RunRecord:
     latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
     datasets = run.inputs.dataset_inputs if run.inputs else []
     name = str(datasets[0].dataset.name) if datasets else ""
-    return RunRecord(run.info.experiment_id, run.info.status, dict(run.data.params), dict(run.data.tags), latest, name)
+    info, params, tags = run.info, dict(run.data.params), dict(run.data.tags)
+    return RunRecord(info.experiment_id, info.status, params, tags, latest, name, info.start_time or 0)
 
 
 def _outputs(client: Any, run_id: str) -> list[str]:

@@ -33,6 +33,8 @@ class ListedRun:
     is_champion: bool
     """By the alias."""
     error: str
+    start_time_ms: int
+    schedule: str
 
 
 def list_runs(uri: str) -> list[ListedRun]:
@@ -79,4 +81,6 @@ def _listed(run: client.RunRecord, model_name: str, version: int | None, is_cham
         version=version,
         is_champion=is_champion,
         error=run.tags.get(ERROR_TAG, "") if run.status in ("FAILED", "KILLED") else "",
+        start_time_ms=run.start_time_ms,
+        schedule=run.params.get("schedule.name", ""),
     )

@@ -86,6 +86,25 @@ def test_a_process_of_another_machine_is_not_looked_for_here(tmp_path, run, monk
     assert one(tmp_path)["state"] == "unfinished"
 
 
+def test_runs_are_in_the_order_of_their_starts_and_those_of_a_schedule_are_filtered(tmp_path):
+    nightly = ("schedule.name=nightly", "schedule.cron=0 0 2 * * *")
+    for name, second, settings in (("b-1", 60, nightly), ("a-2", 120, ()), ("a-1", 180, nightly), ("c-9", None, ())):
+        paths = opened_run(digits_config(tmp_path, *settings), name).paths
+        if second is not None:  # resumed a day later, by another pipeline run and by hand
+            for late in (86400, 0):
+                opener = {"job_id": f"job-{late}", "time": second + late}
+                storage.publish_json(f"{paths.uri}/pipelines/job-{late}.json", opener)
+            attempts.claim(paths, 0, 1)
+    by_hand = opened_run(digits_config(tmp_path), "a-0").paths
+    attempts.claim(by_hand, 0, 1)
+    found = json.loads(listed(tmp_path, "--json"))
+    assert [run["run_id"] for run in found] == ["c-9", "b-1", "a-2", "a-1", "a-0"]
+    assert [run["started"] for run in found][:2] == ["", "1970-01-01T00:01:00Z"]
+    assert "b-1  1970-01-01T00:01:00Z  " in listed(tmp_path)
+    assert [run["run_id"] for run in json.loads(listed(tmp_path, "--json", "--schedule", "nightly"))] == ["b-1", "a-1"]
+    assert listed(tmp_path, "--schedule", "weekly").startswith("no runs in ")
+
+
 def test_a_damaged_run_does_not_hide_the_others(tmp_path, run):
     finished_run(tmp_path)
     storage.publish(run.config, "train: {stepz: 1}")

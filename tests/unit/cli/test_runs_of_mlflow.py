@@ -1,6 +1,7 @@
 """`kftrain runs --mlflow`: what a tracking database shows, whichever storage root a run lies in; with a real MLflow."""
 
 import json
+import sqlite3
 
 import mlflow
 import pytest
@@ -20,8 +21,8 @@ def uri(tmp_path_factory):
     uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
 
-    def start(name, run_id, root):
-        overrides = [f"tracking.uri={uri}", f"run.name={name}", f"run.storage_root={root}", "train.steps=40"]
+    def start(name, run_id, root, *settings):
+        overrides = [*settings, f"tracking.uri={uri}", f"run.name={name}", f"run.storage_root={root}", "train.steps=40"]
         return tracking.start_run(config.parse("", [*overrides, "registry.metric=accuracy"]), run_id, LINEAGE)
 
     best = start("lm", "lm-1", "s3://one/root")
@@ -37,8 +38,10 @@ def uri(tmp_path_factory):
     broken = start("vision", "vision-2", "/data")
     client.set_tag(broken, "kftrain.error", "a shard is damaged \x1b[31m")
     client.set_terminated(broken, "FAILED")
-    start("lm", "lm-3", "/data")
+    start("lm", "lm-0", "/data", "schedule.name=nightly", "schedule.cron=0 0 2 * * *")
     client.create_run(client.create_experiment("others"), tags={"mlflow.user": "x"})
+    with sqlite3.connect(uri.removeprefix("sqlite:///")) as database:
+        database.execute("UPDATE runs SET start_time = 1000 * (rowid + 1795314600)")
     return uri
 
 
@@ -50,14 +53,17 @@ def test_the_runs_of_every_root_and_experiment_are_listed(uri):
     found = {
         run["run_id"]: run for run in json.loads(invoke("--mlflow", "--set", f"tracking.uri={uri}", "--json").output)
     }
-    assert list(found) == ["lm-1", "lm-3", "vision-2"]
+    assert list(found) == ["lm-1", "vision-2", "lm-0"]
+    assert [run["started"] for run in found.values()] == [f"2026-11-22T02:30:0{second}Z" for second in (1, 2, 3)]
+    scheduled = json.loads(invoke("--mlflow", "--set", f"tracking.uri={uri}", "--json", "--schedule", "nightly").output)
+    assert [run["run_id"] for run in scheduled] == ["lm-0"]
     best = found["lm-1"]
     assert (best["state"], best["step"], best["num_steps"]) == ("registered", 40, 40)
     assert (best["metric"], best["value"], best["version"], best["is_champion"]) == ("accuracy", 0.75, 2, True)
     assert best["uri"] == "s3://one/root/runs/lm-1"
     assert (found["vision-2"]["state"], found["vision-2"]["version"]) == ("failed", None)
     assert "a shard is damaged" in found["vision-2"]["reason"]
-    assert (found["lm-3"]["state"], found["lm-3"]["value"], found["lm-3"]["is_champion"]) == ("running", None, False)
+    assert (found["lm-0"]["state"], found["lm-0"]["value"], found["lm-0"]["is_champion"]) == ("running", None, False)
 
 
 def test_the_table_is_that_of_a_storage_root(uri):

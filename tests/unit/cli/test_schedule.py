@@ -6,10 +6,10 @@ import fsspec
 import pytest
 from helpers.kfp_server import RUN_ID, run
 
-from kftrain import cli
+from kftrain import cli, storage
 from kftrain.pipelines.compile import version_name
 from kftrain.schedule import apply
-from kftrain.schedule.state import History
+from kftrain.schedule.state import FiringEnd, History
 
 ROOT = "memory://schedules/root"
 CONFIG = f"""
@@ -116,6 +116,16 @@ def test_drift_is_found(call, server):
     assert f"pipeline version: somebody-else-s -> {version_name()}" in call("list")[1]
     (found,) = json.loads(call("list", "--json")[1])
     assert (found["name"], found["state"], len(found["drift"])) == ("nightly", "enabled", 1)
+
+
+def test_the_list_says_which_run_was_the_last_and_when(call, server):
+    call("apply")
+    ended = FiringEnd(
+        result="trained", line="version 3 is champion", job_id="j", run_uri=f"{ROOT}/runs/lm-7", time=1795314600.0
+    )
+    HISTORY.end("20261122T020000Z", ended)
+    storage.publish_json(f"{HISTORY.uri}/firings/20261122T020000Z.json", {})
+    assert "  trained: version 3 is champion (lm-7, 2026-11-22T02:30:00Z)\n" in call("list")[1]
 
 
 def test_a_pause_holds_until_it_is_resumed(call, server):

@@ -157,7 +157,7 @@ def test_an_api_server_that_stays_away_ends_the_waiting_not_the_run(server, call
     assert code == 13 and "the run may go on" in err and "503" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("status", "hint"), [(401, "--existing-token-env"), (404, "not found")])
+@pytest.mark.parametrize(("status", "hint"), [(401, "--existing-token-env"), (404, "the run was deleted; submit it")])
 def test_an_answer_that_no_waiting_mends_ends_the_waiting(status, hint, server, call):
     server.script = [run("RUNNING")]
     server.answers["GET", f"/runs/{RUN_ID}"] = (status, {"message": "run not found"})

@@ -4,8 +4,8 @@ import pytest
 
 from kftrain import registry
 from kftrain.errors import TrackingError
+from kftrain.registry import declined
 from kftrain.registry.journal import Journal
-from kftrain.registry.promotion import declined_models
 from kftrain.registry.tries import Tries
 from kftrain.tracking import client
 
@@ -51,7 +51,7 @@ def test_a_person_may_promote_it_after_all(config, finished, aliases):
     registry.promote(config, 2, "names were wrong")
     assert aliases()["champion"] == 2 and run.submit().promoted
     entries = Journal.of(config.run.storage_root, "toy").entries()
-    assert declined_models(config).find(entries, run.completion.export_digest) is None
+    assert declined.find(config, entries, run.completion.export_digest) is None
 
 
 def test_neither_the_champion_nor_what_is_not_there_is_declined(config, finished):
