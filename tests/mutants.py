@@ -734,6 +734,13 @@ MUTANTS = [
         "tests/unit/train/test_saves.py",
     ),
     Mutant(
+        "the comparison of a split model does not look at masks",
+        "kftrain/train/probe_split.py",
+        'if keywords["training"] and keywords["p"]:',
+        "if False:",
+        "tests/distributed/test_tensor_models.py -k mask",
+    ),
+    Mutant(
         "a split model is compared with weights that a gradient cannot pass",
         "kftrain/train/probe_split.py",
         "value = torch.randn(shape, generator=draw, device=device) * math.sqrt(shape[0] / shape.numel())",

@@ -1,8 +1,9 @@
 """Whether a model whose matrices are split computes what it computes as a whole: outputs, loss and gradients, compared.
 
 Weights are drawn for it, none zero and no two alike: behind a projection that begins at zero no gradient would show a
-mistake. It trains, but drops nothing. What is compared is products of each tensor with random vectors, so that no
-process keeps a gradient, or needs what another one has.
+mistake. It trains, but drops nothing: each process must draw for itself between a column and its row, where it has a
+part, and nowhere else. What is compared is products of each tensor with random vectors, so that no process keeps a
+gradient, or needs what another one has.
 
 All processes of the axis compute the whole model, too, but the first one with weights that are changed by a millionth.
 So it is known how far each number moves by roundings alone, which is more in a deep model, and in a gradient that is
@@ -31,7 +32,7 @@ from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
-from kftrain.parallel.tensor_plan import plan_of
+from kftrain.parallel.tensor_plan import SplitModule, plan_of
 from kftrain.parallel.transforms import Distributed
 from kftrain.progress import to_log
 from kftrain.tasks.base import Task
@@ -53,7 +54,7 @@ NUM_PRODUCTS = 8
 """Of each tensor: that all of them are small where tensors differ does not happen by chance."""
 
 Label = tuple[str, str, int]
-"""Name of a module or a parameter; `output`, `loss` or `gradient`; which one of them."""
+"""Name of a module or a parameter; `output`, `mask`, `loss` or `gradient`; which one of them."""
 
 Record = dict[Label, list[list[float]]]
 """In the order in which it was computed; of a whole model for the part of each process."""
@@ -86,8 +87,9 @@ def require_same_as_whole(
                 parameter.register_hook(functools.partial(seen.take_gradient, name))  # type: ignore[no-untyped-call]
 
         lender = Lender(cast(Any, _Weights(model, change)), units, watch)
-        with probe.lend_copies(model, device, torch.float32, lender), _Undropped():
+        with probe.lend_copies(model, device, torch.float32, lender), seen:
             for name, module in model.named_modules():
+                module.register_forward_pre_hook(functools.partial(seen.begin, name, plan.get(name)))
                 if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):
@@ -107,15 +109,34 @@ def require_same_as_whole(
     mesh.world.agree(lambda: _compare([each[0] for each in everyones], [each[1] for each in everyones], copied))
 
 
-class _Seen:
-    """What a pass shows: of a split model its own, of a whole one the part of each process."""
+class _Seen(TorchFunctionMode):
+    """What a pass shows: of a split model its own, of a whole one the part of each process.
+
+    Within it nothing is dropped: a mask of parts is not one of the whole. All else draws alike in both.
+    """
 
     def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
         """`own_shapes`: of the parts of this process, which the pass of the split model notes."""
+        super().__init__()
         self.record: Record = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._own_shapes = own_shapes
         self._num_parts = num_parts
+        self._module = ""
+        self._draws_apart = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+            if keywords["training"] and keywords["p"]:
+                self.take(self._module, "mask", args[0])
+            return args[0]
+        return function(*args, **{key: 0.0 if key == "dropout_p" else value for key, value in keywords.items()})
+
+    def begin(self, name: str, part: SplitModule | None, *_: Any) -> None:
+        self._module = name
+        if part is not None and part.kind in ("column", "row"):
+            self._draws_apart = part.kind == "column"
 
     def take_output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
@@ -129,7 +150,11 @@ class _Seen:
     def take(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         label = (name, kind, self._counts[name, kind])
         self._counts[name, kind] += 1
-        parts = _parts(tensor.detach().float(), self._own_shapes.setdefault(label, tensor.shape), self._num_parts)
+        own_shape = self._own_shapes.setdefault(label, tensor.shape)
+        if kind == "mask":  # whether each process draws its own; of the whole model, whether it must
+            tensor = torch.tensor(self._draws_apart if self._num_parts == 1 else tensor.shape != own_shape)
+            own_shape = tensor.shape
+        parts = _parts(tensor.detach().float(), own_shape, self._num_parts)
         products = [_products(part) for part in dict.fromkeys(parts)]
         self.record[label] = products * (len(parts) // max(len(products), 1))
 
@@ -175,16 +200,6 @@ class _Weights:
         return value if own.shape == value.shape else own.clone()
 
 
-class _Undropped(TorchFunctionMode):
-    """Within it nothing is dropped: a mask of parts is not one of the whole. All else draws alike in both."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
-            return args[0]
-        fitting = {key: 0.0 if key == "dropout_p" else value for key, value in (kwargs or {}).items()}
-        return function(*args, **fitting)
-
-
 def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters) -> None:
     """Of all processes of the axis, in order of rank. Raises ConfigError."""
     size, first, nothing = len(whole), whole[0], [[0.0] * NUM_PRODUCTS] * len(whole)
@@ -201,11 +216,11 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
             moved = max(math.dist(reference, each.get(label, nothing)[rank]) for each in whole[1:])
             limit = MAX_RATIO * moved + MAX_DIFFERENCE * math.hypot(*reference)
             odd += [] if math.dist(own[rank], reference) <= limit else [label]
-    if any(name == "" or kind == "gradient" for name, kind, _ in odd):
+    if any(name == "" or kind != "output" for name, kind, _ in odd):
         raise ConfigError(
             f"with its matrices split the model computes another {odd[0][1]} than as a whole",
             where=f"model {odd[0][0]}".rstrip(),
             value=f"parallel.tensor: {size}",
-            fix="see tensor_plan(): name the module as sequence where it is given a part of the places only, and let "
-            "nothing between the matrices depend on other places than its own; or set it to 1",
+            fix="see tensor_plan(): name the module as sequence, or a dropout as random, where it is given a part of the "
+            "places only, and let nothing between the matrices depend on other places than its own; or set it to 1",
         )

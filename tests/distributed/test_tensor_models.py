@@ -30,7 +30,7 @@ def answers(pools, processes, *settings, text=BASE, rows=text_rows):
             "Forgetful",
             [],
             "model model.norm.weight: with its matrices split the model computes another gradient than as a whole "
-            "(got 'parallel.tensor: 2'); see tensor_plan(): name the module as sequence where",
+            "(got 'parallel.tensor: 2'); see tensor_plan(): name the module as sequence, or a dropout as random, where",
         ),
         (
             "Sizeless",
@@ -64,6 +64,8 @@ FLAWS = {
     "mean over places": "norm: {} another output",
     "next place": "norm: {} another output",
     "shares of a part": ": {} another output",
+    "mask of a part": "drop: {} another mask",
+    "masks of one tensor": "layers.0.drop: {} another mask",
 }
 
 
@@ -74,7 +76,8 @@ def flawed(flaw):
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_a_plan_that_changes_what_is_computed_is_refused_with_the_modules_name(pools, flaw):
     start = "ConfigError: model " + FLAWS[flaw].format("with its matrices split the model computes")
-    for answer in answers(pools, 2, "parallel.tensor=2", text=flawed(flaw)):
+    layout = ["parallel.tensor=2", f"parallel.sequence_parallel={str(flaw != 'masks of one tensor').lower()}"]
+    for answer in answers(pools, 2, *layout, text=flawed(flaw)):
         assert answer.kind == "refused" and answer.value.startswith(start.replace(" :", ":")), answer.value
 
 

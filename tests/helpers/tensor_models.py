@@ -147,6 +147,7 @@ class Flawed(nn.Module):
         self.embed = nn.Embedding(vocab_size, dim)
         self.place = nn.Parameter(torch.randn(sequence_length, dim) * 0.1)
         self.layers = nn.ModuleList(FlawedBlock(dim, flaw) for _ in range(2))
+        self.drop = nn.Dropout(0.25 if flaw == "mask of a part" else 0.0)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size)
         self.router = nn.Linear(dim, num_experts)
@@ -157,6 +158,7 @@ class Flawed(nn.Module):
             hidden = hidden + self.place[: hidden.shape[1]]
         for layer in self.layers:
             hidden = layer(hidden)
+        hidden = self.drop(hidden)
         if self.flaw == "mean over places":
             hidden = hidden - 0.1 * hidden.mean(1, keepdim=True)
         if self.flaw == "next place":
@@ -183,6 +185,7 @@ class FlawedBlock(nn.Module):
         self.out = nn.Linear(dim, dim)
         self.up = nn.Linear(dim, 2 * dim)
         self.down = nn.Linear(2 * dim, dim)
+        self.drop = nn.Dropout(0.25 if flaw == "masks of one tensor" else 0.0)
         self.query_norm = nn.RMSNorm(head_dim) if flaw == "norm within heads" else nn.Identity()
         self.gain = nn.Parameter(torch.ones(head_dim)) if flaw == "gain within heads" else 1.0
         for written in (self.out, self.down):
@@ -193,7 +196,9 @@ class FlawedBlock(nn.Module):
         heads = (each.transpose(1, 2) for each in (self.query_norm(query), key, value * self.gain))
         attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        return hidden + self.down(nn.functional.gelu(self.up(self.norms[1](hidden))))
+        raised = nn.functional.gelu(self.up(self.norms[1](hidden)))
+        hidden = self.drop(hidden)
+        return hidden + self.down(nn.functional.dropout(raised, 0.25, self.training))
 
 
 TRANSFORMER = "{kind: transformer, dim: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 24}"
