@@ -221,6 +221,6 @@ def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters)
             f"with its matrices split the model computes another {odd[0][1]} than as a whole",
             where=f"model {odd[0][0]}".rstrip(),
             value=f"parallel.tensor: {size}",
-            fix="see tensor_plan(): name the module as sequence, or a dropout as random, where it is given a part of the "
-            "places only, and let nothing between the matrices depend on other places than its own; or set it to 1",
+            fix="see tensor_plan(): name the module as sequence, or a dropout as random, where it is given a part of "
+            "the places only, and let nothing between the matrices depend on other places than its own; or set it to 1",
         )
