@@ -734,6 +734,13 @@ MUTANTS = [
         "tests/unit/train/test_saves.py",
     ),
     Mutant(
+        "hooks that come after the start are let be",
+        "kftrain/train/spmd.py",
+        "if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
+        "if False:",
+        "tests/distributed/test_parity_hooks.py -k 'hooks in forward or hooks between'",
+    ),
+    Mutant(
         "the comparison of a split model does not look at masks",
         "kftrain/train/probe_split.py",
         'if keywords["training"] and keywords["p"]:',

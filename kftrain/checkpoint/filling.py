@@ -45,7 +45,7 @@ class ModelSlots:
         for module, key in self._buffers.values():
             buffer = module._buffers[key]
             if buffer is not None and buffer.is_meta:  # computed from weights, which have none; its values are read
-                initialize.put(module, "_buffers", key, torch.empty_like(buffer, device="cpu"))
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
 
     @property
     def has_buffers(self) -> bool:

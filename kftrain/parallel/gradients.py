@@ -86,6 +86,7 @@ class UsedParameters:
         def keep_flags(*_inputs: object) -> None:
             for parameter, whole in gathered.items():  # what is gathered the next time is as this one is
                 parameter.requires_grad_(whole.requires_grad)
+                parameter._backward_hooks = parameter._backward_hooks or whole._backward_hooks  # the engine refuses it
 
         unit.register_forward_hook(keep_flags, prepend=True)
 

@@ -233,11 +233,12 @@ def standing_in(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) 
             value.__class__ = type(each)
     try:
         for module, key, each in before:
-            put(module, "_parameters", key, values[each])
+            module._parameters[key] = values[each]
         yield
     finally:
         for module, key, each in before:
-            put(module, "_parameters", key, each)
+            module._parameters[key] = each
+            each._backward_hooks = each._backward_hooks or values[each]._backward_hooks  # the engine refuses it
             if values[each].requires_grad != flags[each]:  # a model that freezes or thaws it means the parameter
                 each.requires_grad_(not flags[each])
 
@@ -245,15 +246,7 @@ def standing_in(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) 
 def put_all(slots: list[Slot], parameter: nn.Parameter) -> None:
     """Puts a parameter wherever it stands."""
     for module, key in slots:
-        put(module, "_parameters", key, parameter)
-
-
-def put(module: nn.Module, kind: str, key: str, tensor: torch.Tensor) -> None:
-    """Sets a tensor without the checks that setting an attribute makes; a recurrent net keeps a list of its own."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        getattr(module, kind)[key] = tensor
-    else:
-        setattr(module, key, tensor)
+        module._parameters[key] = parameter
 
 
 def require_same_parts(model: nn.Module, world: World) -> None:
@@ -284,7 +277,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
-                put(module, "_buffers", key, torch.empty_like(buffer, device="cpu"))
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
     attributes = kept_tensors(model)
     shapes = world.gather([(tuple(each.shape), str(each.dtype), each.is_meta) for each in attributes])
     if any(each != shapes[0] for each in shapes):

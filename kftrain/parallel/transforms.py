@@ -187,9 +187,10 @@ class FullyShard:
         distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         for name, parameter in model.named_parameters():
-            if not parameter.dim():
-                fix = "give it the shape [1], or use parallel.strategy: ddp"
-                raise ConfigError("a parameter without dims cannot be sharded", where=f"model {name}", fix=fix)
+            if not parameter.dim() or not parameter.is_contiguous():
+                fix = "give it the shape [1], make it contiguous(), or use parallel.strategy: ddp"
+                what = "a parameter without dims, or in another order of memory, cannot be sharded"
+                raise ConfigError(what, where=f"model {name}", fix=fix)
         options: dict[str, Any] = {
             "mesh": mesh["shard"] if shape.replicate == 1 else mesh["replicate", "shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),

@@ -58,7 +58,8 @@ class SpmdEngine:
         self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters = list(model.parameters())
-        self._frozen = {each: names[0] for each, names in names_of(model).items() if not each.requires_grad}
+        self._names = {each: names[0] for each, names in names_of(model).items()}
+        self._frozen = {each for each in self._names if not each.requires_grad}
         self._has_copies = clip.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
@@ -113,23 +114,29 @@ class SpmdEngine:
             for index, micro in enumerate(micro_batches):
                 self._distributed.accumulate(last=index == last)
                 loss = self._loss(micro) / max(num_terms, 1)
-                self._require_frozen()
+                self._require_as_built()
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = loss.detach().double()
                 total = found if total is None else total + found
-        self._require_frozen()  # where others have stood in for the parameters, these know it now
+        self._require_as_built()  # where others have stood in for the parameters, these know it now
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
         return total
 
-    def _require_frozen(self) -> None:
-        """Raises UserCodeError for a parameter that the optimizer does not have, and that asks for a gradient."""
-        for parameter, name in self._frozen.items():
-            if parameter.requires_grad:
+    def _require_as_built(self) -> None:
+        """Raises UserCodeError for a parameter with a late hook, or a gradient that the optimizer does not know of."""
+        for parameter, name in self._names.items():
+            if parameter in self._frozen and parameter.requires_grad:
                 raise UserCodeError(
                     "a parameter that was frozen when the training began is thawed: nothing would train it",
                     where=f"model {name}",
                     fix="thaw it in the constructor and freeze it in forward, or start from this run with train.from",
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UserCodeError(
+                    "a hook comes after the training began: it would see parts of gradients, or nothing",
+                    where=f"model {name}",
+                    fix="register it in the constructor",
                 )
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:

@@ -8,6 +8,7 @@ from helpers.parity import Refused, Row
 from helpers.pool import Pools
 
 DDP, ZERO2, TENSOR = ("parallel.strategy=ddp",), ("parallel.strategy=zero2",), ("parallel.tensor=2",)
+HALVES = ((0, 1, 2), (3, 4, 5))
 BF16, HYBRID = ("precision.compute=bf16",), ("parallel.replicate=2",)
 
 TABLE = [
@@ -31,6 +32,9 @@ TABLE = [
         for size, layout in ((1, ()), (2, DDP), (2, ZERO2), (2, ()), (4, HYBRID))
     ),
     Row("a single number, ddp", 2, DDP, parity_hooks.LONELY),
+    *(Row(f"recurrent, {layout}", 2, layout, parity_hooks.RECURRENT) for layout in (DDP, ZERO2, ())),
+    Row("recurrent, bf16", 2, DDP, parity_hooks.RECURRENT_BF16, parts=HALVES, compared_steps=12, weight_tolerance=0.02),
+    *(Row(f"strided, {size} {layout}", size, layout, parity_hooks.STRIDED) for size, layout in ((1, ()), (2, DDP))),
     Row("a type of its own", 1, case=parity_hooks.TYPED),
     Row("a type of its own, ddp", 2, DDP, parity_hooks.TYPED),
 ]
@@ -56,8 +60,40 @@ REFUSED = [
     Refused("thawed, tensor", 2, TENSOR, "model model.norm.weight: .* is thawed", parity_hooks.THAWS_TEXT),
     Refused("thawed, fsdp x tensor", 4, TENSOR, "model model.norm.weight: .* is thawed", parity_hooks.THAWS_TEXT),
     Refused("a single number, fsdp", 2, (), "model scale: .* without dims", parity_hooks.LONELY),
+    *(
+        Refused(f"strided, {layout}", 2, layout, "model turned: .* order of memory", parity_hooks.STRIDED)
+        for layout in (ZERO2, ())
+    ),
     Refused("replaced after a step", 1, (), "after_step: puts another .*'leave.bias'", parity_hooks.REPLACES),
     Refused("replaced after a step, fsdp", 2, (), "after_step: puts another .*'leave.bias'", parity_hooks.REPLACES),
+    *(
+        Refused(
+            f"hooks in forward, {size} {layout}", size, layout, "model enter.weight: a hook", parity_hooks.IN_FORWARD
+        )
+        for size, layout in ((1, ()), (1, BF16), (2, DDP), (2, (*DDP, *BF16)), (2, ZERO2), (2, ()), (2, BF16))
+    ),
+    Refused(
+        "hooks in forward, of a block",
+        2,
+        ("model.part=layers.1",),
+        "model layers.1.weight: a hook",
+        parity_hooks.IN_FORWARD,
+    ),
+    *(
+        Refused(f"hooks between steps, {layout}", 2, layout, "model leave.weight: a hook", case)
+        for layout in (DDP, ())
+        for case in (parity_hooks.HOOKS_IN_STEP, parity_hooks.LIMITS_IN_STEP)
+    ),
+    *(
+        Refused(
+            f"hooks in forward, {size} tensor",
+            size,
+            TENSOR,
+            "model model.norm.weight: a hook",
+            parity_hooks.IN_FORWARD_TEXT,
+        )
+        for size in (2, 4)
+    ),
     Refused("sparse gradients", 1, (), "model table: sparse gradients", parity_hooks.SPARSE),
     Refused("a type of its own, zero2", 2, ZERO2, "model scale: .* not spread .*Scaled", parity_hooks.TYPED),
 ]

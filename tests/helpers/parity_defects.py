@@ -65,7 +65,7 @@ def filled_with_copies(model, places, *arguments, fill=initialize.fill_parts):
     fill(model, places, *arguments)
     for module, key in (slot for slots in places.values() for slot in slots):
         parameter = module._parameters[key]
-        initialize.put(module, "_parameters", key, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        module._parameters[key] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
 def tied_weight_unties():

@@ -1,5 +1,7 @@
 """Networks whose constructors say something about their parameters, in plain torch: for both sides of the table."""
 
+from dataclasses import replace
+
 import torch
 from helpers.parity_models import FEATURES, Plain, case_of
 from helpers.parity_oracle import Case, Llama
@@ -164,6 +166,60 @@ class Replaces(Plain):
             self.leave.bias = nn.Parameter(self.leave.bias + 1)
 
 
+class HooksInForward(Plain):
+    """A hook that comes once the training has begun."""
+
+    def __init__(self, part="enter"):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        if self.training:
+            self.get_submodule(self.part).weight.register_hook(first_rows_only)
+        return super().forward(x)
+
+
+class HooksInStep(Plain):
+    def after_step(self):
+        self.leave.weight.register_hook(first_rows_only)
+
+
+class LimitsInStep(Plain):
+    def after_step(self):
+        self.leave.weight.register_post_accumulate_grad_hook(limit)
+
+
+class HooksInForwardTransformer(Transformer):
+    def forward(self, tokens):
+        self.model.norm.weight.register_hook(first_rows_only)
+        return super().forward(tokens)
+
+
+class Recurrent(Plain):
+    """Keeps lists of its parameters, as torch's recurrent nets do."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(FEATURES, FEATURES)
+
+    def forward(self, x):
+        x = x.to(self.enter.weight.dtype)
+        return super().forward(x + self.recurrent(x.unsqueeze(0))[0].squeeze(0))
+
+
+class Strided(Plain):
+    """Parameters in another order of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, FEATURES, (1, 3)).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.linspace(-1, 1, FEATURES * 4).view(4, FEATURES).T)
+
+    def forward(self, x):
+        seen = self.convolution(x.view(-1, 2, 1, 3)).flatten(1)
+        return super().forward(x + seen + (x @ self.turned).sum(-1, keepdim=True))
+
+
 class Sparse(Plain):
     def __init__(self):
         super().__init__()
@@ -205,5 +261,9 @@ def hook(model):
 HOOKED, CLAMPED, GAINED, TYPED = (case_of(each) for each in (Hooked, Clamped, Gained, Typed))
 FREEZES, AT_ONCE, THAWS, IN_STEP = (case_of(each) for each in (Freezes, FreezesAtOnce, Thaws, ThawsInStep))
 LONELY, REPLACES, SPARSE = (case_of(each) for each in (Lonely, Replaces, Sparse))
+IN_FORWARD, HOOKS_IN_STEP, LIMITS_IN_STEP = (case_of(each) for each in (HooksInForward, HooksInStep, LimitsInStep))
+STRIDED, RECURRENT = case_of(Strided), case_of(Recurrent)
+RECURRENT_BF16 = replace(RECURRENT, overrides=(*RECURRENT.overrides, "precision.compute=bf16"), bf16=True)
+IN_FORWARD_TEXT = Case("late hooks", ("model.kind=helpers.parity_hooks:HooksInForwardTransformer",))
 THAWS_TEXT = Case("thaws", ("model.kind=helpers.parity_hooks:ThawsTransformer",))
 HOOKED_TEXT = Case("hooks", ("model.kind=helpers.parity_hooks:HookedTransformer", "run.seed=4"), HookedLlama)
