@@ -7,12 +7,13 @@ drawing is markup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from kftrain.report.wording import short
+from kftrain.report.wording import clean, count, short
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,20 @@ class ReportSection:
     """The last lines of a log."""
     facts: Sequence[Fact] = ()
     """Provenance: what exactly this is a report of."""
+
+
+def sample_facts(texts: Mapping[str, str], names: Sequence[str] = ()) -> list[Fact]:
+    """What a task shows of a sample, in the order of `names`: code and the like as it is set, without empty pages."""
+    ordered = {name: clean(texts[name]) for name in (*names, *texts) if name in texts}
+    is_set = any(re.search(r"\n|  ", text) for text in ordered.values())
+    return [Fact(clean(name), _without_pages(text), code=is_set) for name, text in ordered.items()]
+
+
+def _without_pages(text: str) -> str:
+    if text and not text.strip():
+        return f"({count(len(text))} \u00d7 white space)"
+    text = re.sub(r"[ \t]*\n(?:[ \t]*\n)+", "\n\n", text.strip("\n"))
+    return re.sub(r"[ \t]{13,}", " " * 12, text)
 
 
 def digest(name: str, value: str) -> Fact:

@@ -218,14 +218,17 @@ def _galleries(evaluation: Evaluation) -> list[Gallery]:
         "Samples spread over the data": [each for each in evaluation.examples if not each.is_worst],
         "Samples with the largest loss": [each for each in evaluation.examples if each.is_worst],
     }
-    return [Gallery(title, [_sample(each) for each in shown]) for title, shown in found.items() if shown]
+    measured = {name for each in evaluation.examples for name, value in each.metrics.items() if value not in (0, 1)}
+    return [Gallery(title, [_sample(each, measured) for each in shown]) for title, shown in found.items() if shown]
 
 
-def _sample(example: Example) -> Sample:
-    shown = [Fact(wording.clean(name), wording.clean(text)) for name, text in example.shown.items()]
-    metrics = [Fact(wording.label(name).lower(), wording.number(value)) for name, value in example.metrics.items()]
+def _sample(example: Example, measured: set[str]) -> Sample:
+    """`measured`: what is more than right or wrong of a single sample, which it shows itself."""
+    shown = content.sample_facts(example.shown, example.names)
+    metrics = {name: value for name, value in example.metrics.items() if name in measured}
+    figures = [Fact(wording.label(name).lower(), wording.number(value)) for name, value in metrics.items()]
     picture = example.picture if _BASE64.fullmatch(example.picture) else ""
-    return Sample(wording.clean(example.key), [*shown, *metrics], picture)
+    return Sample(wording.clean(example.key), [*shown, *figures], picture)
 
 
 def _badness(value: float, goal: str) -> float:

@@ -31,10 +31,7 @@ def render(config: Config, manifest: Mapping[str, Any], completion: Completion, 
 
 
 def _data(config: Config, manifest: Mapping[str, Any]) -> ReportSection:
-    splits = ", ".join(
-        f"{wording.count(shards.num_samples(manifest, split))} rows or files for {purpose}"
-        for split, purpose in (("train", "training"), ("validation", "validation"))
-    )
+    splits = ", ".join(f"{shards.amount(manifest, split)} for {purpose}" for split, purpose in shards.PURPOSES.items())
     source = wording.ellipsis(wording.clean(manifest.get("source", "")), MAX_VALUE_CHARACTERS)
     digest = f"Dataset {wording.short(str(manifest.get('dataset_digest', '')))}: {splits}."
     share = f"Of the source, {wording.percent(config.data.validation_fraction)} were kept for validation."

@@ -14,6 +14,9 @@ from kftrain.run.drift import Drift
 Manifest = Mapping[str, Any]
 
 
+PURPOSES = {"train": "training", "validation": "validation"}
+"""Of the splits."""
+
 LEAKS = ("content in both splits", "key in both splits")
 """Findings that make metrics better than they are."""
 
@@ -30,11 +33,11 @@ def section(manifest: Manifest, overview: Manifest | None = None, drift: Drift |
     """
     splits = {str(name): _shards(split) for name, split in _mapping(manifest.get("splits")).items()}
     everything = [shard for shards in splits.values() for shard in shards]
-    tables = [_splits_table(splits)] if splits else []
-    shards, samples = len(everything), wording.plural(_total(everything, "num_samples"), "sample")
+    tables = [_splits_table(manifest, splits)] if splits else []
+    counted = ", ".join(f"{amount(manifest, split)} for {purpose}" for split, purpose in PURPOSES.items())
     return ReportSection(
         title="Data",
-        headline=f"{wording.plural(shards, 'shard')} with {samples}, {wording.size(_total(everything, 'bytes'))}.",
+        headline=f"{wording.plural(len(everything), 'shard')}: {counted}, {wording.size(_total(everything, 'bytes'))}.",
         sentences=[*_leaks(manifest), *(drifts.sentences(drift) if drift else [])],
         tables=[
             *tables,
@@ -57,12 +60,19 @@ def num_samples(manifest: Manifest, split: str) -> int:
     return _total(_shards(_mapping(manifest.get("splits")).get(split)), "num_samples")
 
 
-def _splits_table(splits: Mapping[str, Sequence[Manifest]]) -> Table:
+def amount(manifest: Manifest, split: str) -> str:
+    """`329,735 samples`; of a stream `3,785,551 tokens` for training and `35 documents` for validation."""
+    is_stream = [(field.get("name"), field.get("shape")) for field in _fields(manifest)] == [("tokens", [])]
+    unit = {"train": "token"}.get(split, "document") if is_stream else "sample"
+    return wording.plural(num_samples(manifest, split), unit)
+
+
+def _splits_table(manifest: Manifest, splits: Mapping[str, Sequence[Manifest]]) -> Table:
     rows = [
         [
             wording.clean(name),
             wording.count(len(shards)),
-            wording.count(_total(shards, "num_samples")),
+            amount(manifest, name).removesuffix(" samples"),
             wording.count(_total(shards, "num_blocks")),
             wording.size(_total(shards, "bytes")),
         ]
@@ -173,7 +183,8 @@ def _galleries(overview: Manifest | None) -> list[Gallery]:
 
 
 def _sample(example: Manifest) -> Sample:
-    shown = [Fact(wording.clean(name), wording.clean(text)) for name, text in _mapping(example.get("shown")).items()]
+    texts = {str(name): str(text) for name, text in _mapping(example.get("shown")).items()}
+    shown = content.sample_facts(texts, [str(name) for name in _sequence(example.get("names"))])
     picture = example.get("picture")
     is_picture = isinstance(picture, str) and _BASE64.fullmatch(picture) is not None
     return Sample(wording.clean(example.get("key", "")), shown, str(picture) if is_picture else "")
@@ -184,16 +195,19 @@ def _counts(found: Any) -> dict[str, int]:
     return {key: int(count) for key, count in counts.items() if count is not None}
 
 
-def _fields_table(manifest: Manifest) -> list[Table]:
+def _fields(manifest: Manifest) -> list[Manifest]:
     schema = _mapping(manifest.get("sample_schema", manifest.get("schema")))
-    fields = [field for field in _sequence(schema.get("fields")) if isinstance(field, Mapping)]
+    return [field for field in _sequence(schema.get("fields")) if isinstance(field, Mapping)]
+
+
+def _fields_table(manifest: Manifest) -> list[Table]:
     rows = [
         [
             wording.clean(field.get("name", "")),
             wording.clean(field.get("dtype", "")),
             " \u00d7 ".join(wording.clean(length) for length in _sequence(field.get("shape"))) or "scalar",
         ]
-        for field in fields
+        for field in _fields(manifest)
     ]
     return [Table("Fields of a sample", ["field", "type", "shape"], rows)] if rows else []
 

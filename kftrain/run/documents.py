@@ -125,6 +125,8 @@ class Example(DocumentPart):
     metrics: dict[str, float] = {}
     shown: dict[str, str] = {}
     """What the task says of its first row: the input, the prediction …"""
+    names: list[str] = []
+    """Of what is shown, in the order of the task: JSON keeps that of a mapping no more than we do."""
     picture: str = ""
     """A PNG in base64."""
 

@@ -52,7 +52,7 @@ def _shown_file(field: Field, content: bytes) -> Any:
 
 
 def fields(shown: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`shown` and `picture` of an example: texts are cut, the first picture is made small.
+    """`shown`, `names` and `picture` of an example: texts are cut, the first picture is made small.
 
     Raises UserCodeError, which names `where`, for a picture that is none.
     """
@@ -62,8 +62,9 @@ def fields(shown: Mapping[str, Any], where: str) -> dict[str, Any]:
         for name, value in shown.items()
         if not (isinstance(value, np.ndarray) and value.ndim > 0)
     }
+    names = list(texts)[:MAX_NAMES]
     picture = base64.b64encode(_png(_thumbnail(pictures[0], where))).decode() if pictures else ""
-    return {"shown": dict(list(texts.items())[:MAX_NAMES]), "picture": picture}
+    return {"shown": {name: texts[name] for name in names}, "names": names, "picture": picture}
 
 
 def _text(value: Any) -> str:

@@ -54,6 +54,8 @@ class Series:
     points: Sequence[tuple[float, float]]
     smooth: bool = False
     """Whether a running mean helps, once it has enough points."""
+    figure: str = ""
+    """Stands beside its name at its right end; empty: its last value."""
 
     @cached_property
     def finite_points(self) -> list[tuple[float, float]]:
@@ -248,7 +250,7 @@ def _marks(series: Series, index: int, frame: _Frame) -> list[Markup]:
 
 def _end_name(series: Series) -> str:
     name = wording.ellipsis(series.name, MAX_NAME_CHARACTERS)
-    return f"{name} {wording.number(series.finite_points[-1][1], 3)}"
+    return f"{name} {series.figure or wording.number(series.finite_points[-1][1], 3)}"
 
 
 def _end_names(names: list[str], series: list[Series], frame: _Frame) -> list[Markup]:

@@ -1,12 +1,18 @@
 """The report of a dataset: counts, classes, sizes, findings and samples, from plain JSON."""
 
 import base64
+import json
 import re
 from typing import Any
 
 import pytest
+from report_documents import Documents
 
-from kftrain import report
+from kftrain import report, storage
+from kftrain.report import content, shards
+from kftrain.report import evaluation as evaluations
+from kftrain.run.documents import Evaluation, Example
+from kftrain.tasks.shown import fields
 
 HOSTILE = "<script>x</script>|`*_"
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\nnot really").decode()
@@ -86,3 +92,35 @@ def test_what_strangers_wrote_stays_text(described: dict[str, Any]) -> None:
 def test_what_is_missing_or_broken_is_left_out(manifest: dict[str, Any], broken: Any) -> None:
     page = report.shards_html("run", manifest | {"statistics": broken, "findings": broken}, {"examples": broken})
     assert "Splits" in page
+
+
+def test_tokens_of_a_stream_are_not_added_to_its_documents(documents: Documents) -> None:
+    stream = documents.manifest | {"sample_schema": {"fields": [{"name": "tokens", "dtype": "uint16", "shape": []}]}}
+    page = report.shards_html("run", stream)
+    assert "3 shards: 329,735 tokens for training, 5,321 documents for validation" in page
+    assert [row[:3] for row in cells(page) if row[0] == "train"] == [["train", "2", "329,735 tokens"]]
+    card = report.model_card(documents.settings, stream, documents.completion, documents.evaluation)
+    assert "329,735 tokens for training, 5,321 documents for validation" in card
+
+
+def test_what_a_sample_shows_keeps_the_order_of_the_task_through_json() -> None:
+    """As `overview.json` and `metrics.json` are written, whose keys are sorted."""
+    found = fields({"text": "once", "goes on": "upon", "label": 1}, "task.show")
+    read = json.loads(storage.dump_json({"examples": [{"key": "k", "split": "train", **found}]}))
+    (gallery,) = shards.section({}, read).galleries
+    assert [fact.name for fact in gallery.samples[0].facts] == ["text", "goes on", "label"]
+    example = Example.model_validate(json.loads(storage.dump_json({"key": "k", "is_worst": True, **found})))
+    evaluated = Evaluation.model_construct(examples=[example])
+    assert [fact.name for fact in evaluations._galleries(evaluated)[0].samples[0].facts] == ["text", "goes on", "label"]
+
+
+def test_code_is_shown_as_it_is_set_and_white_space_takes_no_page() -> None:
+    texts = {"text": "def f():\n    return 1\n \n\n   \n\n\nx", "goes on": " \n" * 90, "the model writes": "if" + " " * 90}
+    facts = content.sample_facts(texts)
+    assert [fact.value for fact in facts] == [
+        "def f():\n    return 1\n\nx",
+        "(180 \u00d7 white space)",
+        "if" + " " * 12,
+    ]
+    assert all(fact.code for fact in facts)
+    assert not any(fact.code for fact in content.sample_facts({"class": "cat (p = 0.9)", "predicted": "cat"}))

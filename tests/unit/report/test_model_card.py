@@ -14,7 +14,7 @@ def test_a_card_says_what_it_was_made_of_how_good_it_is_and_where_not(documents:
     for part in (
         "# stdlib-lm",
         "## Data: stdlib",
-        "329,735 rows or files for training",
+        "329,735 samples for training, 5,321 samples for validation",
         "400 steps, 1.86M parameters, seed 0",
         "| train.steps | 400 |",
         "| bits\\_per\\_byte | 2.337 | 2.289 to 2.383 | zlib -9 2.512, order-2 2.946 |",

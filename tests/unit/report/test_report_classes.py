@@ -4,7 +4,7 @@ import pytest
 
 from kftrain.config import Config
 from kftrain.report import classes, evaluation_html, evaluation_markdown
-from kftrain.run.documents import Calibration, CalibrationBin, ClassFigures, Curve, Performance, Spread
+from kftrain.run.documents import Calibration, CalibrationBin, ClassFigures, Curve, Example, Performance, Spread
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -38,6 +38,24 @@ def test_the_same_is_in_the_text(classified):
     text = evaluation_markdown(Config(), classified)
     assert "| 0.80 to 1.00 | 0.9500 | 0.7500 | 60 |" in text
     assert "| b | 7 | 0.5000 | 0.2500 | \u2013 | \u2013 | \u2013 |" in text
+
+
+def test_a_curve_is_named_with_the_area_below_it_and_not_with_where_it_ends(classified):
+    curves = [Curve(kind="roc", label=name, area=area, points=[(0.0, 0.0), (0.4, 0.9), (1.0, 1.0)]) for name, area in AREAS]
+    (roc,) = [c for c in classes.charts(classified.model_copy(update={"curves": curves})) if c.title == "ROC"]
+    assert "cat 0.927<" in roc.drawing and "dog 0.800<" in roc.drawing and "1.00<" not in roc.drawing.split("cat")[1]
+
+
+AREAS = (("cat", 0.927), ("dog", 0.8))
+
+
+def test_right_or_wrong_of_one_sample_is_no_metric_of_it(evaluation):
+    metrics = [{"accuracy": 0.0, "cross_entropy": 2.5}, {"accuracy": 1.0, "cross_entropy": 0.0}]
+    examples = [Example(key=str(n), is_worst=False, metrics=each) for n, each in enumerate(metrics)]
+    text = evaluation_markdown(Config(), evaluation.model_copy(update={"examples": examples}))
+    assert "accuracy" not in text and "cross entropy" in text
+    documents = [Example(key="d", is_worst=False, metrics={"accuracy": 0.07})]
+    assert "accuracy" in evaluation_markdown(Config(), evaluation.model_copy(update={"examples": documents}))
 
 
 def test_of_very_many_classes_the_worst_are_told(classified):

@@ -297,7 +297,7 @@ def test_the_run_page_has_every_part_and_each_fact_once(pages: Pages) -> None:
     shown = Reader(pages["run"]).shown
     for part in ("Registration", "Evaluation", "Training", "Data", "Provenance", "Configuration"):
         assert part in shown
-    assert "3 shards with 335,056 samples, 192 MB." in shown
+    assert "3 shards: 329,735 samples for training, 5,321 samples for validation, 192 MB." in shown
     assert "zlib -9 2.51" in shown
     assert f'title="{DIGESTS["data"]}"' in pages["run"]
     assert pages["run"].count(f'title="{DIGESTS["data"]}"') == 1
