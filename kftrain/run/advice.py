@@ -136,7 +136,6 @@ TABLE: dict[FailureClass, dict[Place, Row]] = {
     FailureClass.CONFIG: _both(
         "Correct the setting that is named.",
         Next.CORRECT,
-        note="Once a checkpoint is committed, another task, model or optimizer needs a new run.",
     ),
     FailureClass.DATA: _both(
         "Correct the source, or name another; look at shards that are damaged with kftrain shards verify.",

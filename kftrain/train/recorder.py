@@ -25,10 +25,12 @@ Point = dict[str, Any]
 class Recorder:
     """Rank 0's record of one attempt; continues the history of the checkpoint that it resumed from."""
 
-    def __init__(self, history: list[Point], tracker: Tracker | None, num_steps: int) -> None:
+    def __init__(self, history: list[Point], tracker: Tracker | None, num_steps: int, num_validated: int = 0) -> None:
+        """`num_validated`: of how many of the first samples quick evaluations are, not of all; 0: they are of all."""
         self.history = list(history)
         self._tracker = tracker
         self._num_steps = num_steps
+        self._part = f" (first {num_validated:,} samples)" if num_validated else ""
         self._before_seconds = float(history[-1]["seconds"]) if history else 0.0
         self._start = time.monotonic()
         self._mark = self._start
@@ -67,7 +69,8 @@ class Recorder:
 
         A metric that is not finite stands in the log only: JSON has no number for it.
         """
-        to_log(f"step {step}/{self._num_steps} " + " ".join(f"{VALIDATION}{k} {v:.4g}" for k, v in metrics.items()))
+        shown = " ".join(f"{VALIDATION}{name} {value:.4g}" for name, value in metrics.items())
+        to_log(f"step {step}/{self._num_steps} {shown}{self._part}")
         values = {f"{VALIDATION}{name}": value for name, value in metrics.items() if math.isfinite(value)}
         if self.history and self.history[-1]["step"] == step:
             self.history[-1].update(values)

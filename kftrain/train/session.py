@@ -145,7 +145,9 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
         paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, first_use.so_far
     )
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
-    recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps)
+    num_quick = config.evaluate.max_interval_samples
+    part = num_quick if validation.num_samples > num_quick else 0
+    recorder = Recorder(loaded.history if loaded else [], tracker, config.train.steps, part)
     loop = Loop(config, world, engine, loader, validation, writer, recorder, stop, liveness)
     grace_seconds = TRACKER_GRACE_SECONDS
     try:

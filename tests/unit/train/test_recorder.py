@@ -29,6 +29,13 @@ def test_a_point_goes_to_history_log_and_tracker(capsys):
     assert capsys.readouterr().out.startswith("kftrain| step 2/10 loss 1.5 | ")
 
 
+def test_a_quick_evaluation_says_which_part_of_the_validation_it_is_of(capsys):
+    Recorder([], None, 10, 256).record_validation(2, {"bits_per_byte": 1.37})
+    assert capsys.readouterr().out == "kftrain| step 2/10 validation/bits_per_byte 1.37 (first 256 samples)\n"
+    Recorder([], None, 10).record_validation(2, {"bits_per_byte": 1.37})
+    assert capsys.readouterr().out == "kftrain| step 2/10 validation/bits_per_byte 1.37\n"
+
+
 def test_what_waiting_for_data_costs_goes_to_log_and_tracker_alone(capsys, monkeypatch):
     tracker, now = Tracker(), [100.0]
     monkeypatch.setattr(recorder.time, "monotonic", lambda: now[0])

@@ -16,8 +16,10 @@ from kftrain.train import completing, session
 
 
 def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
-    paths, resolved = jobs.make_run(tmp_path, ["train.steps=4"])
-    assert jobs.run_worker(paths, resolved, processes=1).returncode == 0
+    quick = ["evaluate.interval_steps=4", "evaluate.max_interval_samples=8"]
+    paths, resolved = jobs.make_run(tmp_path, ["train.steps=4", *quick])
+    first = jobs.run_worker(paths, resolved, processes=1)
+    assert first.returncode == 0 and " (first 8 samples)\n" in first.stdout
     before = documents.read(Completion, paths.complete)
     storage.remove(before.export_uri)
     done = jobs.run_worker(paths, resolved, processes=1)
