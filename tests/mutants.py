@@ -1181,6 +1181,20 @@ MUTANTS = [
         "missing=0.0,",
         "tests/unit/stages/test_drift_of_runs.py -k no_number",
     ),
+    Mutant(
+        "what a sample shows has the order of its document",
+        "kftrain/report/content.py",
+        "for name in (*names, *texts) if name in texts}",
+        "for name in texts}",
+        "tests/unit/report/test_data_report.py -k order_of_the_task",
+    ),
+    Mutant(
+        "a curve is named with where it ends",
+        "kftrain/report/classes.py",
+        ", figure=wording.number(each.area))",
+        ")",
+        "tests/unit/report/test_report_classes.py -k area_below",
+    ),
 ]
 
 

@@ -96,7 +96,7 @@ def _reliability(calibration: Calibration) -> Chart:
 
 def _curves(kind: str, curves: list[Curve], num_classes: int) -> Chart:
     title, across, area = CURVES[kind]
-    series = [Series(wording.clean(each.label), each.points, figure=wording.number(each.area, 3)) for each in curves]
+    series = [Series(wording.clean(each.label), each.points, figure=wording.number(each.area)) for each in curves]
     said = ", ".join(f"{wording.clean(each.label)} {wording.number(each.area)}" for each in curves)
     fewer = num_classes > len(curves) > 1
     note = f"one class against the others{', the hardest ones' if fewer else ''}; {area}: {said}"

@@ -115,7 +115,11 @@ def test_what_a_sample_shows_keeps_the_order_of_the_task_through_json() -> None:
 
 
 def test_code_is_shown_as_it_is_set_and_white_space_takes_no_page() -> None:
-    texts = {"text": "def f():\n    return 1\n \n\n   \n\n\nx", "goes on": " \n" * 90, "the model writes": "if" + " " * 90}
+    texts = {
+        "text": "def f():\n    return 1\n \n\n   \n\n\nx",
+        "goes on": " \n" * 90,
+        "the model writes": "if" + " " * 90,
+    }
     facts = content.sample_facts(texts)
     assert [fact.value for fact in facts] == [
         "def f():\n    return 1\n\nx",

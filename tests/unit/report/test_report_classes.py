@@ -41,9 +41,11 @@ def test_the_same_is_in_the_text(classified):
 
 
 def test_a_curve_is_named_with_the_area_below_it_and_not_with_where_it_ends(classified):
-    curves = [Curve(kind="roc", label=name, area=area, points=[(0.0, 0.0), (0.4, 0.9), (1.0, 1.0)]) for name, area in AREAS]
+    curves = [
+        Curve(kind="roc", label=name, area=area, points=[(0.0, 0.0), (0.4, 0.9), (1.0, 1.0)]) for name, area in AREAS
+    ]
     (roc,) = [c for c in classes.charts(classified.model_copy(update={"curves": curves})) if c.title == "ROC"]
-    assert "cat 0.927<" in roc.drawing and "dog 0.800<" in roc.drawing and "1.00<" not in roc.drawing.split("cat")[1]
+    assert "cat 0.9270<" in roc.drawing and "dog 0.8000<" in roc.drawing and "1.00<" not in roc.drawing.split("cat")[1]
 
 
 AREAS = (("cat", 0.927), ("dog", 0.8))
