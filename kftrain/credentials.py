@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 from urllib.parse import quote, unquote
 
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
@@ -47,16 +49,31 @@ def redacted(text: str) -> str:
     return text
 
 
-def stand_in(uri: str) -> bool:
-    """Whether a URI holds a password, a token or a signature."""
-    scheme = _SCHEME.match(uri)
-    if scheme is None:
-        return False
-    rest = uri[scheme.end() :]
+def keys_with_credentials(document: Any, key: str = "") -> Iterator[str]:
+    """The dotted key of every text in a document that holds credentials: `data.mixture[0].source`."""
+    if isinstance(document, str):
+        yield from [key] if stand_in(document) else []
+    elif isinstance(document, Mapping):
+        for name, part in document.items():
+            yield from keys_with_credentials(part, f"{key}.{name}".lstrip("."))
+    elif isinstance(document, list):
+        for number, part in enumerate(document):
+            yield from keys_with_credentials(part, f"{key}[{number}]")
+
+
+def stand_in(text: str) -> bool:
+    """Whether a URI, wherever in a text, holds a password, a token or a signature."""
+    return any(_is_secret(text, scheme) for scheme in _SCHEME.finditer(text))
+
+
+def _is_secret(text: str, scheme: re.Match[str]) -> bool:
+    rest = text[scheme.end() :]
+    if scheme.start():  # of a text that is one URI all belongs to it
+        rest = _WORD.match(rest)[0]  # type: ignore[index]  # it matches the empty word too
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     is_torn = "@" in rest and ":" in authority and not _PORT.fullmatch(authority.rpartition(":")[2])
     in_authority = "@" in authority and (_is_web(scheme[0]) or ":" in authority.rpartition("@")[0])
-    return in_authority or is_torn or _SECRET_PARAMETER.search(uri) is not None
+    return in_authority or is_torn or _SECRET_PARAMETER.search(rest) is not None
 
 
 def taken_out(uri: str) -> tuple[str, dict[str, str]]:

@@ -1195,6 +1195,27 @@ MUTANTS = [
         ")",
         "tests/unit/report/test_report_classes.py -k area_below",
     ),
+    Mutant(
+        "a link in the place of our temporary folder is followed",
+        "kftrain/process/presence.py",
+        "status = folder.lstat()",
+        "status = folder.stat()",
+        "tests/unit/launch/test_local.py -k a_link_to_another_folder",
+    ),
+    Mutant(
+        "credentials in lists of the configuration are kept",
+        "kftrain/credentials.py",
+        "    elif isinstance(document, list):",
+        "    elif isinstance(document, tuple):",
+        "tests/unit/cli/test_canary.py -k would_keep_credentials",
+    ),
+    Mutant(
+        "reports show signatures of URIs",
+        "kftrain/report/wording.py",
+        "_FORBIDDEN.sub(REPLACEMENT, redacted(str(value)))",
+        "_FORBIDDEN.sub(REPLACEMENT, str(value))",
+        "tests/unit/report/test_wording.py -k no_more_of_a_secret",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -79,10 +80,11 @@ def _read(path: Path) -> Present | None:
 
 
 def _folder() -> Path:
-    """Of this user alone, on this machine; one that somebody else has made is as good as none."""
+    """Of this user alone, on this machine; what somebody else has made, a link of theirs too, is as good as none."""
     folder = Path(tempfile.gettempdir()) / f"kftrain-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid == os.getuid():
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             return folder
     return folder / "nowhere"

@@ -3,7 +3,7 @@
 Numbers get as many digits as carry information: a metric four significant ones, an interval as many as
 leave its half width two. Text that somebody else wrote passes `clean` before it is shown: control
 characters, which XML does not allow, and bidirectional overrides, which make text read as something else,
-become a replacement character; passwords in URIs are blanked.
+become a replacement character; credentials are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 import unicodedata
 from typing import Any
 
+from kftrain.credentials import redacted
+
 MINUS = "\u2212"
 REPLACEMENT = "\ufffd"
 SHORT_DIGEST_CHARACTERS = 12
@@ -20,12 +22,11 @@ MAX_DECIMALS = 8
 LARGE_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 _FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def clean(value: Any) -> str:
-    """Text that is safe to show, one character for one, but for credentials in URIs; not yet escaped."""
-    return _FORBIDDEN.sub(REPLACEMENT, _CREDENTIALS.sub("***@", str(value)))
+    """Text that is safe to show, one character for one, but for credentials; not yet escaped."""
+    return _FORBIDDEN.sub(REPLACEMENT, redacted(str(value)))
 
 
 def finite(value: Any) -> float | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
@@ -65,30 +63,14 @@ def check_samples(config: Config, num_samples: int) -> None:
 
 
 def check_credentials(config: Config) -> None:
-    """Raises ConfigError where a URI holds a password, a token or a signature: the run's folder keeps all of them."""
-    fixes = {
-        "tracking.uri": (config.tracking.uri, "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"),
-        "run.storage_root": (config.run.storage_root, "put them into the environment, where the store looks for them"),
-        "train.from": (config.train.start_from, "put them into the environment, where the store looks for them"),
-        **{
-            key: (source, "put them into the environment, or fetch the data first")
-            for key, source in config.data.sources.items()
-        },
-        **{key: (text, "put them into the environment") for key, text in _texts("task", config.task.options())},
-        **{key: (text, "put them into the environment") for key, text in _texts("model", config.model.options())},
-    }
-    for key, (uri, fix) in fixes.items():
-        if credentials.stand_in(uri):
-            raise ConfigError("a URI with credentials would be kept and shown", where=key, value=uri, fix=fix)
-
-
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text of some options, with its dotted key: `task.tokenizer.uri`."""
-    if isinstance(value, str):
-        yield key, value
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in parts:
-        yield from _texts(f"{key}.{name}", part)
+    """Raises ConfigError where a text holds a password, a token or a signature: the run's folder keeps all of them."""
+    for key in credentials.keys_with_credentials(config.to_dict()):
+        fix = "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead" if key == "tracking.uri" else ""
+        raise ConfigError(
+            "a URI with credentials would be kept and shown",
+            where=key,
+            fix=fix or "put them into the environment, where its reader looks for them",
+        )
 
 
 def check_writable(config: Config) -> None:

@@ -58,17 +58,12 @@ def _require_remote_source(key: str, source: str) -> None:
 
 def _require_no_password(config: Config) -> None:
     """Kubeflow shows every parameter, and the configuration is one."""
-    for key, uri in (
-        ("tracking.uri", config.tracking.uri),
-        *config.data.sources.items(),
-        ("run.storage_root", config.run.storage_root),
-    ):
-        if credentials.stand_in(uri):
-            raise LaunchError(
-                "Kubeflow would show the password or token in this URI to everybody",
-                where=key,
-                fix="leave it out and put it into the secret kftrain-mlflow, or kftrain-storage",
-            )
+    for key in credentials.keys_with_credentials(config.to_dict()):
+        raise LaunchError(
+            "Kubeflow would show the password or token in this URI to everybody",
+            where=key,
+            fix="leave it out and put it into the secret kftrain-mlflow, or kftrain-storage",
+        )
 
 
 def _is_mounted(uri: str) -> bool:

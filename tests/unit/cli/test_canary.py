@@ -69,12 +69,20 @@ def test_a_cluster_takes_no_credentials_in_a_uri(tmp_path: Path) -> None:
         "data.source=https://host/x.jsonl?X-Amz-Signature=CANARYTOKEN",
         "task.tokenizer=https://me:CANARYTOKEN@host/tokenizer.json",
         "task.tokenizer.uri=https://me:CANARYTOKEN@host/tokenizer.json",
+        "evaluate.reference=simplecache::https://me:CANARYTOKEN@host/data",
+        "registry.trusted_roots=['s3://ok', 's3://key:CANARYTOKEN@bucket']",
+        "launch.kubernetes.trainer_image=https://me:CANARYTOKEN@registry/trainer",
+        "launch.kubernetes.volumes=[{name: a, csi: {volumeAttributes: {source: 'https://h/x?sig=CANARYTOKEN'}}}]",
+        "tracking.kubeflow_url=https://me:CANARYTOKEN@kubeflow",
     ],
 )
 def test_a_run_that_would_keep_credentials_is_refused_before_it_is_written(override: str) -> None:
     with pytest.raises(ConfigError, match="a URI with credentials") as caught:
         preflight.check_credentials(config.parse("", [override]))
     assert "CANARYTOKEN" not in caught.value.line
+    with pytest.raises(LaunchError, match="show the password") as caught_too:
+        remote._require_no_password(config.parse("", [override]))
+    assert "CANARYTOKEN" not in caught_too.value.line
 
 
 def test_values_that_are_shown_or_recorded_hold_none() -> None:

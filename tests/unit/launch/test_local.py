@@ -92,6 +92,16 @@ def test_a_process_that_got_a_dead_ones_number_is_never_told_to_stop(run):
     assert presence.find(run.uri) == [] and not list(folder.iterdir())
 
 
+def test_a_link_to_another_folder_in_the_place_of_ours_is_not_followed(monkeypatch, tmp_path):
+    """Who planted it would have us delete files there: the folder of all temporary files is everybody's."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "1.json").write_text("{}")
+    (tmp_path / "tmp" / f"kftrain-{os.getuid()}").symlink_to(tmp_path / "victim")
+    assert presence.find() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
+    with presence.shown("s3://b/runs/a", "train"):
+        assert presence.find() == [] and os.listdir(tmp_path / "victim") == ["1.json"]
+
+
 def test_where_no_file_can_be_written_the_job_runs_all_the_same(run, monkeypatch, tmp_path):
     monkeypatch.setattr(presence, "_folder", lambda: tmp_path / "nowhere")
     with presence.shown(run.uri, "train"):

@@ -74,6 +74,20 @@ def test_sizes_and_large_counts_have_units() -> None:
 
 def test_clean_text_has_no_control_characters_no_bidi_overrides_and_no_passwords() -> None:
     assert wording.clean("a\x00b\x1b[31m\u202ec\ud800") == "a\ufffdb\ufffd[31m\ufffdc\ufffd"
-    assert wording.clean("https://user:secret@host/x") == "https://***@host/x"
+    assert wording.clean("https://user:secret@host/x") == "https://host/x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "at https://me:p@SECRET@host",
+        "https://a.blob/x?sv=1&sig=SECRET",
+        "Authorization: Bearer SECRETSECRET",
+        "k SECRET1",
+    ],
+)
+def test_reports_show_no_more_of_a_secret_than_errors_do(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET1")
+    assert "SECRET" not in wording.clean(text) and wording.clean(text)[:2] == text[:2]
     assert wording.clean("git@github.com and a@b") == "git@github.com and a@b"
     assert wording.clean("two\nlines\tand \u00e9\U0001f600") == "two\nlines\tand \u00e9\U0001f600"
