@@ -1196,6 +1196,27 @@ MUTANTS = [
         "tests/unit/report/test_report_classes.py -k area_below",
     ),
     Mutant(
+        "lamb measures its own part of a parameter alone",
+        "kftrain/train/optimizer_lamb.py",
+        "sum_over_parts(squares, parameters)",
+        "squares",
+        "tests/distributed/test_parity.py -k 'lamb and tensor'",
+    ),
+    Mutant(
+        "a variable of ours may be set for workers",
+        "kftrain/launch/settings.py",
+        "_OUR_VARIABLES.fullmatch(name) or ",
+        "",
+        "tests/unit/launch/kubernetes/test_pytorchjob.py -k variable_of_ours",
+    ),
+    Mutant(
+        "what serves a version has a token of the cluster",
+        "kftrain/registry/inference_service.py",
+        '"automountServiceAccountToken": False,',
+        '"automountServiceAccountToken": True,',
+        "tests/unit/registry/test_inference_service.py -k no_token",
+    ),
+    Mutant(
         "a link in the place of our temporary folder is followed",
         "kftrain/process/presence.py",
         "status = folder.lstat()",

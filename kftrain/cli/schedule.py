@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any, TypeVar
@@ -288,7 +289,7 @@ def _send(
         changed["registry"] = schedule.config.registry.model_copy(update={"promotion": "never"})
     config = schedule.config.model_copy(update=changed)
     resolve.valid_run_id(f"{config.run.name}-{'0' * resolve.JOB_ID_CHARACTERS}")
-    name = f"{schedule.name}-{instant or trigger}" if instant else ""
+    name = f"{schedule.name}-{instant or trigger + time.strftime('-%Y%m%d-%H%M%S')}"
     return submit.send(pipelines, _prepared(config, schedule, host, name), config, "")
 
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from kftrain.credentials import SECRET_VARIABLES
 from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.settings.section import Amount, Count, Section
+
+_OUR_VARIABLES = re.compile(
+    "KFTRAIN_.*|KFP_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
+    "|HOME|PYTHONUNBUFFERED|AWS_CA_BUNDLE|REQUESTS_CA_BUNDLE|SSL_CERT_FILE"
+)
+"""Variables of the workers' environment that launcher, supervisor, torchrun or the training operator set."""
+
+
+def _require_free(name: str) -> str:
+    if name in SECRET_VARIABLES:
+        raise ValueError("its value would be kept and shown; put it into a secret (launch.kubernetes.secrets)")
+    if _OUR_VARIABLES.fullmatch(name) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("it is set by kftrain, or is no name of a variable; choose another one")
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_require_free)]
+"""Of the environment, and free for users."""
 
 
 class LaunchConfig(Section):
@@ -22,6 +42,9 @@ class LaunchConfig(Section):
     """Machines of one job."""
     processes_per_node: Literal["auto"] | Count = "auto"
     """Processes on each; `auto`: one per GPU, or 2 without any. A cluster's GPUs are `kubernetes.gpus_per_node`."""
+    environment: dict[VariableName, str] = Field(default={})
+    """Further variables of the environment of the workers, such as `NCCL_DEBUG`. Those that kftrain sets are refused,
+    and so are those with credentials: they come from secrets."""
     max_restarts_without_progress: Amount = 3
     """Attempts in a row that may fail without a new checkpoint before the job is given up."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0

@@ -127,5 +127,5 @@ def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, en
         config_digest=digest,
         roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
         completion_uri=completion_uri,
-        environment=environment,
+        environment={**config.launch.environment, **environment},
     )

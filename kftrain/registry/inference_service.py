@@ -32,13 +32,16 @@ def inference_service(config: Config, version: int, reference: Reference, image:
         "envFrom": [{"secretRef": {"name": name, "optional": True}} for name in pods.secrets],
         "readinessProbe": {"httpGet": {"path": "/ping", "port": PORT}, "periodSeconds": 5, "failureThreshold": 60},
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}},
-        "volumeMounts": list(pods.volume_mounts),
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}, *pods.volume_mounts],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     predictor: dict[str, Any] = {
         "minReplicas": 1,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [_given(container)],
         "imagePullSecrets": [{"name": name} for name in pods.image_pull_secrets],
-        "volumes": list(pods.volumes),
+        "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": pods.scratch}}, *pods.volumes],
     }
     return {
         "apiVersion": "serving.kserve.io/v1beta1",

@@ -105,5 +105,8 @@ def _pod(schedule: Schedule, image: str, name: str) -> dict[str, Any]:
         "restartPolicy": "Never",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
-        "volumes": [{"name": "config", "configMap": {"name": name}}, {"name": "scratch", "emptyDir": {}}],
+        "volumes": [
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "scratch", "emptyDir": {"sizeLimit": schedule.config.launch.kubernetes.scratch}},
+        ],
     }

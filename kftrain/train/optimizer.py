@@ -14,6 +14,7 @@ from kftrain.train.groups import OTHERS, assigned, names_of
 from kftrain.train.optimizer_adafactor import Adafactor
 from kftrain.train.optimizer_adamw import AdamW
 from kftrain.train.optimizer_base import Group, SkippingOptimizer
+from kftrain.train.optimizer_lamb import Lamb
 from kftrain.train.optimizer_muon import MATCHING, Muon
 from kftrain.train.optimizer_sgd import Sgd
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
@@ -140,4 +141,4 @@ def _of_kind(
         return Muon(groups, rate, momentum, config.nesterov is not False, scale, compute, replicas)
     if kind == "adafactor":
         return Adafactor(groups, rate)
-    return AdamW(groups, rate, (config.beta1, config.beta2), config.epsilon)
+    return (Lamb if kind == "lamb" else AdamW)(groups, rate, (config.beta1, config.beta2), config.epsilon)

@@ -54,19 +54,19 @@ class ParameterGroup(Section):
 class OptimizerConfig(Section):
     """The optimizer and its schedule."""
 
-    kind: Literal["adamw", "sgd", "muon", "adafactor"] = "adamw"
+    kind: Literal["adamw", "sgd", "muon", "adafactor", "lamb"] = "adamw"
     """The optimizer. `muon` updates the matrices of the model's blocks (no embeddings), and AdamW the rest."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.0e-3
-    """Peak learning rate. Of `adafactor`: relative to the size of a parameter."""
+    """Peak learning rate. Of `adafactor` and `lamb`: relative to the size of a parameter."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay; applied to matrices only, not to norms and biases. `sgd` adds it to the gradient, as
     torch does: 0.0001 is usual there."""
     beta1: Probability = 0.9
-    """Decay of AdamW's first moment."""
+    """Decay of AdamW's and LAMB's first moment."""
     beta2: Probability = 0.95
-    """Decay of AdamW's second moment."""
+    """Decay of AdamW's and LAMB's second moment."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1.0e-8
-    """Added to AdamW's denominator."""
+    """Added to AdamW's and LAMB's denominator."""
     momentum: Probability | None = None
     """Of `sgd` and `muon`; empty: 0.9 and 0.95."""
     nesterov: bool | None = None

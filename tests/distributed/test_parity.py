@@ -157,6 +157,8 @@ TABLE = [
     Row("muon, fsdp x tensor", 4, TENSOR, optimizers.MUON),
     Row("muon, tensor", 2, TENSOR, optimizers.MUON),
     Row("adafactor, fsdp x tensor", 4, TENSOR, optimizers.ADAFACTOR),
+    Row("lamb, fsdp x tensor", 4, TENSOR, optimizers.LAMB),
+    Row("lamb, ddp", 2, DDP, optimizers.LAMB),
     Row("adafactor, tensor", 2, TENSOR, optimizers.ADAFACTOR),
 ]
 """Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""

@@ -1,7 +1,7 @@
 """Optimizers and schedules for the table of parity: torch's own, over a network on one process."""
 
 import torch
-from helpers.parity_oracle import STEPS, Case
+from helpers.parity_oracle import STEPS, Case, warmup_cosine
 
 BETAS, EPSILON = (0.8, 0.9), 1e-3
 
@@ -27,6 +27,31 @@ def plain_sgd(network):
 
 def adafactor(network):
     return torch.optim.Adafactor(by_dims(network, 0.3), lr=1.0)
+
+
+class Lamb(torch.optim.Optimizer):
+    """The formula of the paper over whole parameters."""
+
+    def __init__(self, network):
+        super().__init__(by_dims(network, 0.3), {"lr": 1.0})
+        self.steps = 0
+        self.moments = {}
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                first, second = self.moments.get(each, (torch.zeros_like(each), torch.zeros_like(each)))
+                first = BETAS[0] * first + (1 - BETAS[0]) * each.grad
+                second = BETAS[1] * second + (1 - BETAS[1]) * each.grad**2
+                self.moments[each] = first, second
+                scale = (second / (1 - BETAS[1] ** self.steps)).sqrt() + EPSILON
+                update = first / (1 - BETAS[0] ** self.steps) / scale + group["weight_decay"] * each
+                norms = each.norm(), update.norm()
+                each -= group["lr"] * (norms[0] / norms[1] if min(norms) > 0 else 1.0) * update
 
 
 class Muon:
@@ -141,6 +166,7 @@ PLAIN_SGD = Case(
     rate=stable_then_down,
 )
 ADAFACTOR = Case("adafactor", chosen("adafactor"), optimizer=adafactor)
+LAMB = Case("lamb", chosen("lamb", "learning_rate=0.005"), optimizer=Lamb, rate=lambda step: warmup_cosine(step) / 4)
 MUON = Case("muon", chosen("muon"), optimizer=muon)
 ORIGINAL_MUON = Case(
     "original muon",
@@ -150,4 +176,4 @@ ORIGINAL_MUON = Case(
 )
 GROUPED = Case("groups", (GROUPS,), optimizer=grouped)
 
-CASES = [SGD, NESTEROV, PLAIN_SGD, ADAFACTOR, MUON, ORIGINAL_MUON, GROUPED]
+CASES = [SGD, NESTEROV, PLAIN_SGD, ADAFACTOR, LAMB, MUON, ORIGINAL_MUON, GROUPED]

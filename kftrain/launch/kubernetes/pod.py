@@ -38,7 +38,7 @@ def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) 
         "tolerations": [*_lost_node_tolerations(), *settings.tolerations],
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
-            {"name": "scratch", "emptyDir": {}},
+            {"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch}},
             *([{"name": "ca", "configMap": {"name": settings.ca_bundle}}] if settings.ca_bundle else []),
             *settings.volumes,
         ],

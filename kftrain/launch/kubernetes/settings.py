@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from kftrain import __version__
 from kftrain.settings.section import Amount, Count, Section
@@ -36,6 +36,8 @@ class KubernetesConfig(Section):
     """Memory of one worker pod, requested and limited."""
     shared_memory: Quantity = "1Gi"
     """Size of /dev/shm, through which NCCL and data loaders talk; counts as memory."""
+    scratch: Quantity = "100Gi"
+    """Size of /tmp, where shards are kept that were read; a pod that fills it is evicted."""
     gpus_per_node: Amount = 0
     """GPUs of one worker pod; 0: it computes on the CPU."""
     gpu_resource: str = "nvidia.com/gpu"
@@ -69,3 +71,10 @@ class KubernetesConfig(Section):
     which the data is verified, or storage is away."""
     training_timeout_seconds: Seconds = 30 * 24 * 3600.0
     """Time of training over all attempts; then the job commits and ends."""
+
+    @field_validator("gpu_resource")
+    @classmethod
+    def _is_no_tpu(cls, value: str) -> str:
+        if "tpu" in value.lower():
+            raise ValueError("there is no training on TPUs: it needs torch's XLA backend, and our images have CUDA's")
+        return value

@@ -149,6 +149,7 @@ def test_a_run_by_hand_says_so(call, server):
     assert code == 0 and out == f"{RUN_ID}\n{server.url}/#/runs/details/{RUN_ID}\n"
     sent = server.runs[0]["runtime_config"]["parameters"]["config"]
     assert "trigger: manual" in sent and "name: nightly" in sent
+    assert server.runs[0]["display_name"].startswith("nightly-manual-2")
 
 
 def test_a_backfill_runs_one_window_after_another_and_promotes_nothing(call, server):

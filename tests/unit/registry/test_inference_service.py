@@ -44,7 +44,7 @@ def test_the_document_names_the_version_and_gives_the_server_what_it_needs():
     assert (container["name"], container["image"]) == ("kserve-container", "registry/tiny:3")
     assert container["envFrom"] == [{"secretRef": {"name": "kftrain-storage", "optional": True}}]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ping", "port": container["ports"][0]["containerPort"]}
-    assert "env" not in container and "volumeMounts" not in container
+    assert "env" not in container and container["volumeMounts"] == [{"name": "scratch", "mountPath": "/tmp"}]
     assert document["spec"]["predictor"]["imagePullSecrets"] == [{"name": "pull"}]
 
 
@@ -55,8 +55,18 @@ def test_own_classes_are_allowed_by_name_and_folders_are_mounted():
     document = inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
     container = container_of(document)
     assert container["env"] == [{"name": "KFTRAIN_TRUSTED_KINDS", "value": "wine.task:Quality,wine.model:Net"}]
-    assert container["volumeMounts"] == [{"name": "data", "mountPath": "/data"}]
-    assert document["spec"]["predictor"]["volumes"][0]["name"] == "data"
+    assert container["volumeMounts"][1:] == [{"name": "data", "mountPath": "/data"}]
+    assert document["spec"]["predictor"]["volumes"][1]["name"] == "data"
+
+
+def test_the_server_has_no_more_rights_than_a_restricted_namespace_gives_and_no_token():
+    document = inference_service(parse(CONFIG, ["launch.kubernetes.scratch=7Gi"]), 3, REFERENCE, "i")
+    predictor, container = document["spec"]["predictor"], container_of(document)
+    assert predictor["automountServiceAccountToken"] is False
+    assert predictor["securityContext"]["runAsNonRoot"] is True
+    assert predictor["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert predictor["volumes"] == [{"name": "scratch", "emptyDir": {"sizeLimit": "7Gi"}}]
 
 
 PREDICTOR = {

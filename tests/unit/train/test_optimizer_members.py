@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -51,6 +52,35 @@ def stepped(model, optimizer, steps=5):
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
+class PaperLamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:1904.00962, number by number in double precision."""
+
+    def __init__(self, model, rate, decay, betas, epsilon):
+        super().__init__(model.parameters(), {})
+        self.rate = rate
+        self.decay = decay
+        self.betas = betas
+        self.epsilon = epsilon
+        self.steps = 0
+        self.moments = {each: ([0.0] * each.numel(), [0.0] * each.numel()) for each in model.parameters()}
+
+    def step(self):
+        self.steps += 1
+        (beta1, beta2), t = self.betas, self.steps
+        for parameter, (first, second) in self.moments.items():
+            weights, decay = parameter.detach().flatten().tolist(), self.decay if parameter.dim() > 1 else 0.0
+            update = []
+            for i, gradient in enumerate(parameter.grad.flatten().tolist()):
+                first[i] = beta1 * first[i] + (1 - beta1) * gradient
+                second[i] = beta2 * second[i] + (1 - beta2) * gradient**2
+                ratio = first[i] / (1 - beta1**t) / (math.sqrt(second[i] / (1 - beta2**t)) + self.epsilon)
+                update.append(ratio + decay * weights[i])
+            size, length = math.hypot(*weights), math.hypot(*update)
+            scale = size / length if size > 0 and length > 0 else 1.0
+            moved = [weight - self.rate * scale * each for weight, each in zip(weights, update, strict=True)]
+            parameter.data.copy_(torch.tensor(moved).view_as(parameter))
+
+
 def torchs(kind, model, **options):
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -67,6 +97,7 @@ def torchs(kind, model, **options):
         (config("sgd", momentum=0.7, nesterov=True), lambda model: torchs("SGD", model, momentum=0.7, nesterov=True)),
         (config("adafactor"), lambda model: torchs("Adafactor", model)),
         (config("adamw"), lambda model: torchs("AdamW", model, betas=(0.9, 0.95))),
+        (config("lamb"), lambda model: PaperLamb(model, rate=0.05, decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)),
     ],
 )
 def test_the_numbers_are_those_of_torchs_own(ours, theirs):
@@ -180,7 +211,7 @@ def test_freezing_all_is_refused():
         freeze(Net(), config("adamw", groups=({"pattern": "*", "frozen": True},)).groups)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor", "lamb"])
 def test_the_state_is_there_before_the_first_step(kind):
     model = Net()
     optimizer = build_optimizer(model, config(kind), BLOCKS)
@@ -190,7 +221,7 @@ def test_the_state_is_there_before_the_first_step(kind):
     assert {parameter: set(kept) for parameter, kept in optimizer.state.items()} == before
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor", "lamb"])
 def test_a_parameter_without_a_gradient_is_left_alone(kind):
     model = Net()
     optimizer = build_optimizer(model, config(kind), BLOCKS)

@@ -86,7 +86,12 @@ def tensors(state, path=""):
 
 FORMATS = [[], ["precision.compute=bf16"]]
 MATRICES = "optimizer.groups=[{pattern: '*.weight', muon: true}]"
-OPTIMIZERS = [["optimizer.kind=sgd"], ["optimizer.kind=sgd", "optimizer.momentum=0"], ["optimizer.kind=adafactor"]]
+OPTIMIZERS = [
+    ["optimizer.kind=sgd"],
+    ["optimizer.kind=sgd", "optimizer.momentum=0"],
+    ["optimizer.kind=adafactor"],
+    ["optimizer.kind=lamb"],
+]
 OPTIMIZERS += [["optimizer.kind=sgd", "optimizer.nesterov=true"], ["optimizer.kind=muon", MATRICES]]
 
 

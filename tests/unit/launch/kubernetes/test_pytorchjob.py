@@ -3,11 +3,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.kubernetes_types import require_valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain import config, storage
-from kftrain.errors import LaunchError
+from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import spec
 from kftrain.launch.kubernetes import annotations, labels
 from kftrain.launch.kubernetes import pod as pod_module
@@ -98,6 +99,58 @@ def test_a_pod_reads_its_rack_from_its_own_label_where_there_is_one():
     (container,) = pod_of(build(overrides=[f"launch.kubernetes.rack_label={label}"]))["spec"]["containers"]
     (variable,) = (each for each in container["env"] if each["name"] == "KFTRAIN_RACK")
     assert variable["valueFrom"] == {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}
+
+
+def test_every_scratch_volume_has_a_size():
+    volumes = pod_of(build(overrides=["launch.kubernetes.scratch=7Gi"]))["spec"]["volumes"]
+    sizes = {each["name"]: each["emptyDir"]["sizeLimit"] for each in volumes if "emptyDir" in each}
+    assert sizes == {"shared-memory": "1Gi", "scratch": "7Gi"}
+    for path in (ROOT / "manifests").rglob("*.yaml"):
+        assert "emptyDir: {}" not in path.read_text(), path
+
+
+def test_workers_take_calls_of_workers_alone_under_the_overlay():
+    (policy,) = yaml.safe_load_all((ROOT / "manifests" / "overlays" / "network" / "workers.yaml").read_text())
+    require_valid("V1NetworkPolicy", policy)
+    (rule,) = policy["spec"]["podSelector"]["matchExpressions"]
+    assert (
+        rule == {"key": labels.RUN_LABEL, "operator": "Exists"}
+        and labels.RUN_LABEL in pod_of(build())["metadata"]["labels"]
+    )
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
+
+
+def test_workers_have_the_environment_of_the_configuration_and_ours_stays():
+    job = build(overrides=["launch.environment={NCCL_DEBUG: INFO, OMP_NUM_THREADS: '3'}"])
+    (container,) = pod_of(job)["spec"]["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert (values["NCCL_DEBUG"], values["OMP_NUM_THREADS"]) == ("INFO", "3")
+    assert values[spec.MLFLOW_RUN_ID_ENV] == "mlflow-run"
+    for override in ("launch.environment={A: '1'}", "launch.kubernetes.memory=4Gi"):
+        resolved = config.parse(TEXT)
+        assert config.parse(TEXT, [override]).training_identity("d") == resolved.training_identity("d")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *[
+            (name, "it is set by kftrain")
+            for name in (spec.NODE_RANK_ENV, "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES", "HOME", "a b")
+        ],
+        *[(name, "launch.kubernetes.secrets") for name in ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_TOKEN")],
+    ],
+)
+def test_a_variable_of_ours_or_a_secret_in_the_environment_is_refused(name, message):
+    with pytest.raises(ConfigError, match=f"{name}.*{message}") as caught:
+        config.parse(yaml.safe_dump({"launch": {"environment": {name: "canary"}}}))
+    assert "canary" not in caught.value.line
+
+
+@pytest.mark.parametrize("resource", ["google.com/tpu", "cloud-tpus.google.com/v3"])
+def test_tpus_are_refused_by_name(resource):
+    with pytest.raises(ConfigError, match="no training on TPUs"):
+        config.parse(TEXT, [f"launch.kubernetes.gpu_resource={resource}"])
 
 
 def test_no_credential_stands_in_the_job():
