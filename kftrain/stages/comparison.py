@@ -25,6 +25,7 @@ from kftrain.stages.dataset import read_dataset
 from kftrain.stages.task_metrics import task_metrics
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task, build_task_of
+from kftrain.tasks.registry import BUILT_IN as TASKS
 from kftrain.tracking.runs import flatten
 from kftrain.trust import Trust
 
@@ -62,7 +63,7 @@ def _reported(version: ComparedVersion, trust: Trust) -> ReportedVersion:
     if reference is not None:
         try:
             trust.require_place(reference.run_uri)
-            run = _read_run(RunPaths(reference.run_uri))
+            run = _read_run(RunPaths(reference.run_uri), trust)
         except KftrainError as error:
             problem = "; ".join(part for part in (problem, f"its run cannot be read: {error.line}") if part)
     return ReportedVersion(
@@ -77,7 +78,7 @@ def _reported(version: ComparedVersion, trust: Trust) -> ReportedVersion:
     )
 
 
-def _read_run(paths: RunPaths) -> dict[str, Any]:
+def _read_run(paths: RunPaths, trust: Trust) -> dict[str, Any]:
     """What a run's folder says of a version. Raises KftrainError."""
     config = read_config(paths)
     shards, manifest = read_dataset(paths)
@@ -88,7 +89,7 @@ def _read_run(paths: RunPaths) -> dict[str, Any]:
         "timeline": timeline(attempts.claims(paths), completion, history),
         "settings": flatten(config.to_dict()),
         "data": flatten(_described(manifest)),
-        "tokens_per_sample": _tokens_per_sample(config, shards, manifest),
+        "tokens_per_sample": _tokens_per_sample(config, shards, manifest, trust),
         "has_gpus": config.launch.gpus_per_node > 0,
     }
 
@@ -97,9 +98,10 @@ def _described(manifest: Manifest) -> dict[str, Any]:
     return {name: value for name, value in manifests.describe(manifest).items() if name != "baselines"}
 
 
-def _tokens_per_sample(config: Config, shards: RunShards, manifest: Manifest) -> int:
+def _tokens_per_sample(config: Config, shards: RunShards, manifest: Manifest, trust: Trust) -> int:
     """How many new tokens a sample of training holds; 0 where the data is no stream of them."""
     if not is_stream(manifest.sample_schema):
         return 0
+    trust.require_kind("task", config.task.kind, TASKS)  # another run names it
     window = build_task_of(config.task, shards.manifest_uri, manifest.task_settings).window
     return window.stride if window is not None else 0

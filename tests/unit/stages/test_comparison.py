@@ -1,8 +1,10 @@
 """What a comparison gathers of each run, and what it says where that is gone or may not be read."""
 
 import dataclasses
+import sys
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from helpers.documents import finished_run
 
@@ -13,7 +15,7 @@ from kftrain.registry import ComparedVersion, ComparedVersions
 from kftrain.registry.reference import Reference
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Evaluation, read
-from kftrain.stages import register
+from kftrain.stages import comparison, register
 from kftrain.stages.comparison import compare_versions
 
 
@@ -66,6 +68,18 @@ def test_a_run_that_is_gone_or_lies_elsewhere_is_said_and_the_others_are_shown(r
     assert first.problem.startswith("its run cannot be read") and "gone" in first.problem
     assert elsewhere in second.problem and "trusted_roots" in second.problem
     assert not first.settings and not second.settings and third.settings
+
+
+def test_code_that_another_run_names_is_not_called(run, registered, tmp_path, monkeypatch):
+    paths, config = run
+    (tmp_path / "planted.py").write_text("raise SystemExit('another run's code runs')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    saved = yaml.safe_load(storage.read_text(paths.config))
+    storage.publish(paths.config, yaml.safe_dump({**saved, "task": {"kind": "planted:Task"}}))
+    monkeypatch.setattr(comparison, "is_stream", lambda schema: True)
+    version = compare_versions(config).versions[0]
+    assert "planted" not in sys.modules
+    assert "planted:Task" in version.problem and "trusted_kinds" in version.problem
 
 
 def test_the_command_writes_a_page_and_markdown_and_says_where(run, registered, tmp_path):
