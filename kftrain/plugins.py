@@ -1,14 +1,12 @@
-"""A user's own code: how `module:attr` is found, and how its exceptions become exit code 16, not a bug of ours."""
+"""A user's own code: what names it, and how its exceptions become exit code 16, not a bug of ours."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
-from typing import Any
 
-from kftrain.errors import ConfigError, KftrainError, UserCodeError, print_traceback
+from kftrain.errors import KftrainError, UserCodeError, print_traceback
 
 
 def is_plugin(kind: str) -> bool:
@@ -20,38 +18,6 @@ def search_current_folder() -> None:
     """Lets modules of the current folder be found."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # at the end: a user's file must not hide an installed package
-
-
-def load_attribute(spec: str, where: str) -> Any:
-    """What `module:attr` names. `where` is the configuration key, for errors.
-
-    Raises ConfigError where the module or the attribute does not exist, UserCodeError where importing the module
-    raises.
-    """
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(
-            "not of the form module:attr", where=where, value=spec, fix="e.g. my_package.my_module:MyTask"
-        )
-    search_current_folder()
-    try:
-        with user_code(where):
-            module = importlib.import_module(module_name)
-    except UserCodeError as error:
-        missing = error.__cause__
-        if isinstance(missing, ModuleNotFoundError) and missing.name and module_name.startswith(missing.name):
-            raise ConfigError(
-                f"no module named {missing.name}", where=where, value=spec, fix="put it on PYTHONPATH or install it"
-            ) from missing
-        raise
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(
-                f"module {module_name} has no {attribute}", where=where, value=spec, fix="check the spelling"
-            )
-        target = getattr(target, part)
-    return target
 
 
 class user_code:  # noqa: N801 - used as a function; a generator would cost a small model's step a tenth of its time

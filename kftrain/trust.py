@@ -7,19 +7,23 @@ before it is allowed here. What is allowed says the reader's own configuration a
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from kftrain import storage
-from kftrain.config import Config
-from kftrain.data.shards.manifest import Manifest
-from kftrain.data.sources.webdataset import source_folder
-from kftrain.errors import ConfigError, DataError
-from kftrain.run import documents
-from kftrain.run.documents import RunShards
-from kftrain.run.paths import RunPaths
+from kftrain.errors import ConfigError, DataError, UserCodeError
+from kftrain.plugins import search_current_folder, user_code
+
+if TYPE_CHECKING:
+    from kftrain.config import Config
+    from kftrain.data.shards.manifest import Manifest
+    from kftrain.run.documents import RunShards
+    from kftrain.run.paths import RunPaths
 
 KINDS_VARIABLE = "KFTRAIN_TRUSTED_KINDS"
 """Kinds that may be built, with commas between them."""
@@ -29,6 +33,59 @@ ROOTS_VARIABLE = "KFTRAIN_TRUSTED_ROOTS"
 
 USUAL_SCHEMES = frozenset({"file", "s3", "gs", "abfs", "abfss"})
 """Where exports are read from by who has no configuration. No `http`: it reaches what only this machine can reach."""
+
+_permitted: set[str] = set()
+"""`module:attr` that this process may import: see `permit`."""
+
+
+def permit(kinds: Iterable[str]) -> None:
+    """Lets this process import the `module:attr` that whoever has started it names; never what another run names."""
+    _permitted.update(kinds)
+
+
+def load_code(kind: str, where: str, built_in: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """What a kind names, a key of `built_in` or a `module:attr`: the only way from a document to an import.
+
+    `built_in`: kind -> `module:attr`. `where`: the configuration key, for errors.
+
+    Raises ConfigError for what nobody has permitted, and where the module or the attribute does not exist;
+    UserCodeError where importing the module raises.
+    """
+    if kind not in built_in and kind not in _permitted.union(_listed(KINDS_VARIABLE)):
+        raise ConfigError(
+            "this is no code that may run here: another configuration names it",
+            where=where,
+            value=kind,
+            fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
+        )
+    return _import(built_in.get(kind, kind), where)
+
+
+def _import(spec: str, where: str) -> Any:
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(
+            "not of the form module:attr", where=where, value=spec, fix="e.g. my_package.my_module:MyTask"
+        )
+    search_current_folder()
+    try:
+        with user_code(where):
+            module = importlib.import_module(module_name)
+    except UserCodeError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and module_name.startswith(missing.name):
+            raise ConfigError(
+                f"no module named {missing.name}", where=where, value=spec, fix="put it on PYTHONPATH or install it"
+            ) from missing
+        raise
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(
+                f"module {module_name} has no {attribute}", where=where, value=spec, fix="check the spelling"
+            )
+        target = getattr(target, part)
+    return target
 
 
 @dataclass(frozen=True)
@@ -49,9 +106,9 @@ class Trust:
     def of(cls, config: Config) -> Trust:
         """What a configuration names: its own kinds and storage root, and what it and the environment list."""
         listed = cls.by_default()
-        kinds = {config.model.kind, config.task.kind, *config.registry.trusted_kinds}
+        own = {config.model.kind, config.task.kind, *config.data.sources.values(), *config.evaluate.metrics}
         roots = (config.run.storage_root, *config.registry.trusted_roots)
-        return cls(listed.kinds | kinds, (*roots, *listed.roots))
+        return cls(listed.kinds.union(own, config.registry.trusted_kinds), (*roots, *listed.roots))
 
     @classmethod
     def by_default(cls) -> Trust:
@@ -59,13 +116,14 @@ class Trust:
         return cls(frozenset(_listed(KINDS_VARIABLE)), tuple(_listed(ROOTS_VARIABLE)), USUAL_SCHEMES)
 
     def require_kind(self, section: str, kind: str, built_in: Container[str]) -> None:
-        """Raises ConfigError for the kind of a model or a task that may not be built here."""
+        """Permits to build the kind of a model or a task. Raises ConfigError where this reader does not allow it."""
         if kind not in built_in and kind not in self.kinds:
             raise ConfigError(
                 f"the export's {section}.kind is neither built-in nor one that may be built here",
                 value=kind,
                 fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
             )
+        permit([kind])
 
     def require_place(self, uri: str) -> None:
         """Raises ConfigError for a URI that may not be read here. Nothing is asked of a store for that."""
@@ -87,7 +145,9 @@ def read_shards(paths: RunPaths) -> RunShards:
 
     Raises DataError where there is none yet, or where it is elsewhere; nothing is asked of a store for that.
     """
-    shards = documents.read(RunShards, paths.shards)
+    from kftrain.run import documents
+
+    shards = documents.read(documents.RunShards, paths.shards)
     uri, here = shards.manifest_uri, Trust(roots=(paths.storage_root, *_listed(ROOTS_VARIABLE)))
     if _malformed(uri) or not here._has_place(uri):
         raise DataError(
@@ -104,6 +164,8 @@ def require_places(manifest: Manifest, manifest_uri: str, config: Config) -> Non
 
     That is below the storage root, below `data.source` or where the environment lists. Nothing is asked of a store.
     """
+    from kftrain.data.sources.webdataset import source_folder
+
     folders = {shard.folder for split in manifest.splits.values() for shard in split.shards if shard.is_adopted}
     allowed = (config.run.storage_root, source_folder(config.data.source), *_listed(ROOTS_VARIABLE)) if folders else ()
     for folder in sorted(folders):

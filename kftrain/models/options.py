@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kftrain.errors import ConfigError
-from kftrain.plugins import is_plugin, load_attribute, user_code
+from kftrain.plugins import is_plugin, user_code
+from kftrain.trust import load_code
 
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)
 
@@ -35,7 +36,7 @@ def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., 
             value=kind,
             fix=suggest(kind, built_in, "or a module:attr of your own"),
         )
-    target = load_attribute(built_in.get(kind, kind), where)
+    target = load_code(kind, where, built_in)
     if not callable(target) or inspect.isbuiltin(target):
         raise ConfigError("neither a class nor a function", where=where, value=kind, fix="name what builds it")
     return target  # type: ignore[no-any-return]

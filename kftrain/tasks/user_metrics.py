@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from kftrain.errors import ConfigError, UserCodeError
-from kftrain.plugins import load_attribute, user_code
+from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
+from kftrain.trust import load_code
 
 WHERE = "evaluate.metrics"
 
@@ -40,7 +41,7 @@ def metrics_of(task: Task, names: Sequence[str]) -> MetricsOfSums:
 
 
 def _function(name: str) -> Callable[[Mapping[str, np.ndarray]], Mapping[str, Any]]:
-    found: Any = load_attribute(name, WHERE)
+    found: Any = load_code(name, WHERE)
     if not callable(found):
         raise ConfigError("not a function", where=WHERE, value=name, fix="it takes sums and returns metrics")
     return found  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from kftrain import plugins
 from kftrain.data.canonical import canonical
 from kftrain.data.schema import Record, SourcePart
 from kftrain.errors import ConfigError, DataError
+from kftrain.trust import load_code
 
 _END = object()
 _WHERE = "data.source"
@@ -31,7 +32,7 @@ class UserSource:
     def __init__(self, spec: str) -> None:
         """Raises ConfigError where `spec` names nothing to iterate over, UserCodeError where importing it raises."""
         self._spec = spec
-        target = plugins.load_attribute(spec, _WHERE)
+        target = load_code(spec, _WHERE)
         if isinstance(target, type):
             with plugins.user_code(_WHERE):
                 target = target()
