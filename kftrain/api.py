@@ -28,7 +28,7 @@ from kftrain.run import documents
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.trust import Trust
+from kftrain.trust import Trust, permit_kinds
 
 if TYPE_CHECKING:
     from kftrain.checkpoint.export import LoadedExport
@@ -211,6 +211,7 @@ def open_dataset(
     with reading(found):
         manifest = read_manifest(found)
     if task is not None and not isinstance(task, Task):
+        permit_kinds([task.kind])
         task = build_task_of(task, found, manifest.task_settings)
     return OpenedDataset(found, manifest, split, task, verify)
 

@@ -31,6 +31,7 @@ from kftrain.settings.section import Section
 from kftrain.tasks.settings import TaskConfig
 from kftrain.tracking.settings import TrackingConfig
 from kftrain.train.settings import OptimizerConfig, TrainConfig
+from kftrain.trust import permit
 
 ORDER = 2
 """Number of the order of samples, in a training identity; one that has none is of release 0.1."""
@@ -160,10 +161,11 @@ def load(files: str | Path | Sequence[str] | None = None, overrides: Sequence[st
     """The configuration of one or several files (none: the defaults) with overrides like `train.steps=200`.
 
     A later file wins over an earlier one, key by key: a cluster's own settings stand in one, the training in another.
+    The code that it names may be imported from now on.
     Raises ConfigError that names the file, the key, the value and the fix.
     """
     chosen = [files] if isinstance(files, str | Path) else list(files or ())
-    return _validated({str(file): layers.read(file) for file in chosen}, overrides)
+    return permit(_validated({str(file): layers.read(file) for file in chosen}, overrides))
 
 
 def parse(
@@ -171,15 +173,17 @@ def parse(
 ) -> Config:
     """The configuration in a YAML text, under further layers (where from -> values) and then the overrides.
 
+    The text is the caller's own: the code that it names may be imported from now on.
+
     Raises ConfigError that names the key, the value and the fix.
     """
-    return _validated({where: layers.parse(text, where), **(above or {})}, overrides)
+    return permit(_validated({where: layers.parse(text, where), **(above or {})}, overrides))
 
 
 def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
-    """The same for a text that a run's folder holds, perhaps of an earlier release."""
+    """The same for a text that a run's folder holds, perhaps of an earlier release, or another's: it permits no code."""
     return _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
 
 

@@ -38,9 +38,22 @@ _permitted: set[str] = set()
 """`module:attr` that this process may import: see `permit`."""
 
 
-def permit(kinds: Iterable[str]) -> None:
-    """Lets this process import the `module:attr` that whoever has started it names; never what another run names."""
+def permit(config: Config) -> Config:
+    """Lets this process import what whoever has started it names in its configuration; never what another run names."""
+    _permitted.update(code_of(config))
+    return config
+
+
+def permit_kinds(kinds: Iterable[str]) -> None:
+    """The same for single kinds."""
     _permitted.update(kinds)
+
+
+def code_of(config: Config) -> set[str]:
+    """Every kind that a configuration names."""
+    sources = (config.data.source, *(component.source for component in config.data.components))
+    chosen = (config.model.kind, config.task.kind, *sources, *config.evaluate.metrics)
+    return {*chosen, *config.registry.trusted_kinds}
 
 
 def load_code(kind: str, where: str, built_in: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -51,14 +64,19 @@ def load_code(kind: str, where: str, built_in: Mapping[str, str] = MappingProxyT
     Raises ConfigError for what nobody has permitted, and where the module or the attribute does not exist;
     UserCodeError where importing the module raises.
     """
-    if kind not in built_in and kind not in _permitted.union(_listed(KINDS_VARIABLE)):
+    require_code(kind, where, built_in)
+    return _import(built_in.get(kind, kind), where)
+
+
+def require_code(kind: str, where: str, built_in: Container[str] = ()) -> None:
+    """Raises ConfigError for a kind that nobody has permitted. Also looking for its file imports what it lies in."""
+    if kind not in built_in and kind not in _permitted and kind not in _listed(KINDS_VARIABLE):
         raise ConfigError(
-            "this is no code that may run here: another configuration names it",
+            "this code may not run here: no configuration of one's own names it",
             where=where,
             value=kind,
             fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
         )
-    return _import(built_in.get(kind, kind), where)
 
 
 def _import(spec: str, where: str) -> Any:
@@ -106,9 +124,8 @@ class Trust:
     def of(cls, config: Config) -> Trust:
         """What a configuration names: its own kinds and storage root, and what it and the environment list."""
         listed = cls.by_default()
-        own = {config.model.kind, config.task.kind, *config.data.sources.values(), *config.evaluate.metrics}
         roots = (config.run.storage_root, *config.registry.trusted_roots)
-        return cls(listed.kinds.union(own, config.registry.trusted_kinds), (*roots, *listed.roots))
+        return cls(listed.kinds | code_of(config), (*roots, *listed.roots))
 
     @classmethod
     def by_default(cls) -> Trust:
@@ -123,7 +140,7 @@ class Trust:
                 value=kind,
                 fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
             )
-        permit([kind])
+        permit_kinds([kind])
 
     def require_place(self, uri: str) -> None:
         """Raises ConfigError for a URI that may not be read here. Nothing is asked of a store for that."""

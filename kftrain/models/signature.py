@@ -25,6 +25,7 @@ from kftrain.models.settings import ModelConfig
 from kftrain.models.sizes import SIZES, SPLITS
 from kftrain.plugins import search_current_folder
 from kftrain.settings import section
+from kftrain.trust import require_code
 
 _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
 """What annotations of our own models' options consist of; one that needs more is not checked here."""
@@ -85,6 +86,7 @@ def _values(tree: ast.Module, constructor: ast.FunctionDef, options: Mapping[str
 
 
 def _source_of(kind: str) -> tuple[ast.Module | None, ast.FunctionDef | None]:
+    require_code(kind, "model.kind", BUILT_IN)
     tree = _source(BUILT_IN.get(kind, kind).partition(":")[0])
     return tree, _constructor(tree, kind) if tree else None
 

@@ -12,6 +12,7 @@ from kftrain.config import Config
 from kftrain.errors import ConfigError
 from kftrain.run.best_effort import retryable
 from kftrain.run.paths import RunPaths
+from kftrain.trust import permit
 
 
 def is_opened(paths: RunPaths) -> bool:
@@ -63,7 +64,7 @@ def read_job_config(paths: RunPaths, digest: str) -> Config:
                 fix="the job needs the same version of kftrain as its launcher",
             )
         if found is not None:
-            return found
+            return permit(found)
     raise _no_run(paths)
 
 

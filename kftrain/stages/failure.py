@@ -25,6 +25,7 @@ from kftrain.run.error import of_stage, read_error
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
+from kftrain.trust import permit
 
 KFP_RUNTIME_ENV = "_KFP_RUNTIME"
 """Set where kfp's executor calls a component."""
@@ -34,8 +35,9 @@ KFP_RUNTIME_ENV = "_KFP_RUNTIME"
 def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
     """Runs a stage of a run: an older error.json goes, a failure writes a new one and is raised again.
 
-    That storage is away by then hides no failure.
+    That storage is away by then hides no failure. The code that the run's own configuration names may be imported.
     """
+    permit(config)
     with _announced(stage, progress), seen_alive(paths, config):
         storage.remove(paths.error)
         storage.remove(paths.failure)

@@ -28,6 +28,7 @@ from kftrain.run.commit import differences, refuse_old_order
 from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import parameters
+from kftrain.trust import permit
 
 Knobs = dict[str, str | int | float]
 """Values of the pipeline's parameters."""
@@ -126,7 +127,7 @@ def resumed(
     paths = _run_folder(storage.absolute(uri, base))
     if keep:
         saved = read_config(paths).to_yaml()
-        config = anchored(configuration.parse_kept(saved, paths.config, overrides, above), base)
+        config = anchored(permit(configuration.parse_kept(saved, paths.config, overrides, above)), base)
     section = config.run.model_copy(update={"storage_root": paths.storage_root})
     return config.model_copy(update={"run": section}), paths.run_id
 

@@ -19,6 +19,7 @@ from kftrain.errors import KftrainError, error_to_dict
 from kftrain.process.parent_death import die_with_parent
 from kftrain.tasks.registry import build_task
 from kftrain.tasks.settings import TaskConfig
+from kftrain.trust import permit_kinds
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -45,6 +46,7 @@ class _Encoder:
 
     def __init__(self, first: dict[str, Any]) -> None:
         data, config = DataConfig.model_validate(first["data"]), TaskConfig.model_validate(first["task"])
+        permit_kinds([config.kind, data.source, *(component.source for component in data.components)])
         self._source = KeyedSource(resolve_source.open_kind(first["kind"], data), data, first["strata"])
         task = build_task(config)
         if first["assets"]:
