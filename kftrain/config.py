@@ -183,7 +183,7 @@ def parse(
 def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
-    """The same for a text that a run's folder holds, perhaps of an earlier release, or another's: it permits no code."""
+    """The same for a text that a run's folder holds, perhaps of an earlier release. It permits no code."""
     return _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
 
 

@@ -461,6 +461,20 @@ MUTANTS = [
         "tests/unit/checkpoint/test_chunks.py -k missed",
     ),
     Mutant(
+        "code that another run's configuration names is imported",
+        "kftrain/trust.py",
+        "if kind not in built_in and kind not in _permitted and kind",
+        "if not kind and kind",
+        "tests/unit/test_trust.py -k another_runs_configuration",
+    ),
+    Mutant(
+        "the configuration in any run's folder permits code",
+        "kftrain/run/config.py",
+        "return configuration.parse_kept(text, uri)",
+        "return permit(configuration.parse_kept(text, uri))",
+        "tests/unit/test_trust.py -k its_job_alone",
+    ),
+    Mutant(
         "a kind that nobody has allowed is called",
         "kftrain/trust.py",
         "if kind not in built_in and kind not in self.kinds:",
