@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 BASE = {
-    *("errors", "credentials", "printable", "plain", "lazy", "config", "plugins", "storage", "remote", "trust"),
+    *("errors", "credentials", "printable", "plain", "lazy", "config", "plugins", "storage", "remote"),
     *("outages", "positioned", "progress", "threads"),
 }
 """Modules that every folder may import; they import only each other, and `settings`."""

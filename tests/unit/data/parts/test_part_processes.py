@@ -20,13 +20,14 @@ from kftrain.data.shards.verify import verify_shards
 from kftrain.errors import DataError, RetryableError, UserCodeError
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
+from kftrain.trust import permit
 
 PART_BYTES = 1 << 16
 
 
 def shard(source, root, kind="helpers.toy_task:ToyTask", progress=lambda line: None, **data):
     config = toy_config(source, root, **{"part_size_bytes": PART_BYTES, **data})
-    config = config.model_copy(update={"task": TaskConfig(kind=kind)})
+    config = permit(config.model_copy(update={"task": TaskConfig(kind=kind)}))
     return shard_dataset(config, build_task(config.task), progress)
 
 
