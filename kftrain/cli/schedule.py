@@ -18,11 +18,13 @@ from kftrain.cli.compile import compiling_with
 from kftrain.cli.options import config_file_option, echo, json_option
 from kftrain.cli.submit import connection_options
 from kftrain.config import Config
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, LaunchError
 from kftrain.kubeflow.client import Connection
 from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.kubeflow.submission import Submission
 from kftrain.progress import to_log
+from kftrain.run.best_effort import best_effort
+from kftrain.run.paths import RunPaths
 from kftrain.schedule import cron, overview, spec
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Change, Content, Recurring, Wanted, changes_to
@@ -30,7 +32,7 @@ from kftrain.schedule.settings import format_instant, parse_instant
 from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
-from kftrain.stages import remote, resolve
+from kftrain.stages import firing, remote, resolve
 
 CHANGED = 1
 """Exit code of `diff` and `list` where something is not as the files say."""
@@ -156,7 +158,7 @@ def run_now_command(path: str, wait: bool, **connection: Any) -> None:
     submitted = _send(schedule, pipelines, connection["host"], trigger="manual")
     echo(f"{submitted.id}\n{submitted.url}")
     if wait:
-        submitted.wait()
+        _wait(submitted)
 
 
 @schedule_command.command("backfill")
@@ -177,7 +179,7 @@ def backfill_command(path: str, start: str, end: str, dry_run: bool, **connectio
         echo(f"{instant} ({number} of {len(found)})", err=True)
         submitted = _send(schedule, pipelines, connection["host"], trigger="backfill", instant=instant)
         echo(f"{submitted.id} {submitted.url}")
-        submitted.wait()
+        _wait(submitted)
 
 
 @schedule_command.command("delete")
@@ -291,6 +293,17 @@ def _send(
     resolve.valid_run_id(f"{config.run.name}-{'0' * resolve.JOB_ID_CHARACTERS}")
     name = f"{schedule.name}-{instant or trigger + time.strftime('-%Y%m%d-%H%M%S')}"
     return submit.send(pipelines, _prepared(config, schedule, host, name), config, "")
+
+
+def _wait(submitted: submit.SubmittedRun) -> None:
+    """Follows a run. Raises LaunchError where it failed, or did nothing because another one was at work."""
+    line, skipped = submitted.wait(), None
+    with best_effort("whether the run had nothing to do is not known"):
+        skipped = firing.read_skipped(RunPaths(submitted.run_uri))
+    line = f"nothing to do: {skipped.line}" if skipped is not None else line
+    if skipped is not None and skipped.why == "overlap":
+        raise LaunchError(line, where=submitted.url, fix="start it again when that one has ended")
+    echo(line, err=True)
 
 
 def _instants(schedule: Schedule, start: datetime, end: datetime) -> list[str]:

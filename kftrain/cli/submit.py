@@ -91,7 +91,7 @@ def submit_command(
     echo(f"{submitted.id}\n{submitted.url}")
     echo(f"its folder will be {submitted.run_uri}", err=True)
     if wait:
-        submitted.wait(timeout_seconds)
+        echo(submitted.wait(timeout_seconds), err=True)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class SubmittedRun:
     pipelines: Pipelines
     submission: Submission
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Returns when the run has succeeded, and prints each change of a step to stderr meanwhile.
+    def wait(self, timeout_seconds: float | None = None) -> str:
+        """Returns when the run has succeeded, and in which words; prints each change of a step to stderr meanwhile.
 
         Raises LaunchError where it failed, or has not ended after `timeout_seconds`, and InterruptedByUser, which
         leaves the run alone.
@@ -124,7 +124,7 @@ class SubmittedRun:
         if run.state != SUCCEEDED:
             fix = "" if run.canceled else f"see error.json in {self.run_uri}"
             raise LaunchError(outcome(run), where=self.url, fix=fix)
-        echo(outcome(run), err=True)
+        return outcome(run)
 
 
 def send(pipelines: Pipelines, submission: Submission, config: Config, resume_run: str) -> SubmittedRun:

@@ -86,15 +86,19 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
     config = config.model_copy(
         update={"schedule": schedule.model_copy(update={"instant": format_instant(instant), "trigger": trigger})}
     )
-    paused = history.paused() if trigger == "cron" else None
-    if paused is not None:
-        return _skip(config, "", "paused", f"the schedule {schedule.name} is paused: {paused.line}", progress)
+    line = _pause(history, instant) if trigger == "cron" and key not in history.keys("firings") else ""
+    if line:
+        return _skip(config, "", "paused", line, progress)
     found = history.claim(key, _firing(instant, trigger, job_id, paths, moment))
     if found.job_id != job_id:
         line = f"what was due at {found.instant} is the work of {RunPaths(found.run_uri).run_id}"
         return _skip(config, "", "done", line, progress)
+    before = read_skipped(paths)
+    if before is not None and history.ended(key) is not None:  # another run may have begun where this one would
+        return _skip(config, key, before.why, before.line, progress)
     others = {other: firing for other, firing in history.unended(progress).items() if other != key}
-    alive = next((firing for firing in others.values() if _lives(firing, moment)), None)
+    beside = [firing for firing in others.values() if "backfill" not in (trigger, firing.trigger)]
+    alive = next((firing for firing in beside if _lives(firing, moment)), None)
     if alive is not None:
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
         return _skip(config, key, "overlap", line, progress)
@@ -135,12 +139,11 @@ def unchanged(
     return _skip(begun.config, begun.key, "unchanged", line, progress).skipped
 
 
-def leave_skipped(paths: RunPaths, begun: Begun, skipped: Skipped, job_id: str) -> Outcome:
-    """Notes in a run's folder that it has nothing to do; what the first step returns."""
-    if begun.key and not storage.exists(_fired_uri(paths)):
-        fired = Fired(schedule=begun.config.schedule.name, key=begun.key, job_id=job_id, identity="")
-        storage.publish_json(_fired_uri(paths), fired.to_dict())
+def leave_skipped(paths: RunPaths, begun: Begun, skipped: Skipped, job_id: str, progress: Progress) -> Outcome:
+    """Notes in a run's folder that it has nothing to do, and ends its firing: the next one may begin at once."""
     storage.publish_json(paths.skipped, skipped.to_dict())
+    if begun.key:
+        end(begun.config, paths, job_id, None, progress)
     return _outcome(paths, skipped)
 
 
@@ -255,6 +258,19 @@ def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Resul
         canceled = error.failure_class in (FailureClass.TERMINATED, FailureClass.INTERRUPTED)
         return ("canceled" if canceled else "failed"), error.line
     return ("skipped", skipped.line) if skipped is not None else ("trained", "the run succeeded")
+
+
+def _pause(history: History, instant: datetime) -> str:
+    """Why a schedule does not run what was due at an instant: it is paused, or was resumed later; empty: it does.
+
+    Kubeflow and CronJobs start what they have missed last as soon as they are let go on.
+    """
+    event, due = history.last_event(), format_instant(instant)
+    if event is not None and event.kind == "paused":
+        return f"the schedule {history.name} is paused: {event.line}"
+    if event is not None and instant.timestamp() < event.time:
+        return f"this was due at {due}, before the schedule {history.name} was resumed"
+    return ""
 
 
 def _firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:

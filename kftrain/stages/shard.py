@@ -146,7 +146,7 @@ def _skipped_or_opened(
     if skipped is None and prepared is not None:
         skipped = firing.unchanged(begun, run.config, run.paths, prepared.shards.dataset_digest, job_id, progress)
     if skipped is not None:
-        return firing.leave_skipped(run.paths, begun, skipped, job_id)
+        return firing.leave_skipped(run.paths, begun, skipped, job_id, progress)
     assert prepared is not None
     storage.remove(run.paths.skipped)  # of a run that somebody goes on with
     return _opened(run.paths, prepared, progress)

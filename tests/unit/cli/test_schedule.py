@@ -8,8 +8,10 @@ from helpers.kfp_server import RUN_ID, run
 
 from kftrain import cli, storage
 from kftrain.pipelines.compile import version_name
+from kftrain.run.paths import RunPaths
 from kftrain.schedule import apply
 from kftrain.schedule.state import FiringEnd, History
+from kftrain.stages import firing, resolve
 
 ROOT = "memory://schedules/root"
 CONFIG = f"""
@@ -150,6 +152,15 @@ def test_a_run_by_hand_says_so(call, server):
     sent = server.runs[0]["runtime_config"]["parameters"]["config"]
     assert "trigger: manual" in sent and "name: nightly" in sent
     assert server.runs[0]["display_name"].startswith("nightly-manual-2")
+
+
+@pytest.mark.parametrize(("why", "code"), [("overlap", 13), ("unchanged", 0)])
+def test_a_run_by_hand_that_had_nothing_to_do_says_so(call, server, why, code):
+    server.script = [run("SUCCEEDED")]
+    paths = RunPaths.of(ROOT, resolve.make_run_id("", RUN_ID, "lm"))
+    storage.publish_json(paths.skipped, firing.Skipped(why=why, line="because of it").to_dict())
+    ended, _, err = call("run-now", "--wait")
+    assert ended == code and "nothing to do: because of it" in err and "succeeded" not in err
 
 
 def test_a_backfill_runs_one_window_after_another_and_promotes_nothing(call, server):

@@ -59,6 +59,14 @@ def test_the_instant_is_that_of_the_cronjob(config, stages):
     assert results(config) == ["trained", "skipped"]
 
 
+def test_a_cronjob_that_is_resumed_runs_nothing_that_was_due_before(config, stages):
+    history(config).add("paused", "by hand", 29366000 * 60)
+    history(config).add("resumed", "by hand", 29366060 * 60)
+    assert fire_stage.fire(config, JOB, print).summary["why"] == "paused"
+    assert results(config) == []
+    assert fire_stage.fire(config, NEXT, print).summary["result"] == "the run succeeded"
+
+
 def test_a_pod_that_is_told_to_stop_leaves_the_run_to_the_next_one(config, stages):
     does, called = stages
     does["train"] = [Preempted("stopped by a signal")]

@@ -55,7 +55,7 @@ class Nights:
         return RunPaths.of(self.config.run.storage_root, f"tiny-{job}")
 
     def begin(self, day, job, *overrides, **arguments):
-        chosen = digits_config(self.root, *overrides) if overrides else self.config
+        chosen = arguments.pop("chosen", digits_config(self.root, *overrides) if overrides else self.config)
         created = format_instant(FIRST + day * DAY)
         created = arguments.pop("created", created)
         self.now = FIRST + day * DAY
@@ -69,7 +69,8 @@ class Nights:
         return finish(self.config.to_yaml(), "", "", job, state, self.lines.append)
 
     def night(self, day, job, error=None):
-        outcome = self.begin(day, job)
+        changed = ["train.steps=21"] if error else []  # else it may have nothing to do, and cannot fail
+        outcome = self.begin(day, job, chosen=config.parse(self.config.to_yaml(), changed))
         self.end(job, error)
         return outcome
 
@@ -143,6 +144,49 @@ def test_a_run_whose_predecessor_lives_ends_green(nights, monkeypatch):
     assert nights.begin(2, "c").summary["why"] == "unchanged"
 
 
+def beat(nights, job, day):
+    """A sign of life of a run, some time before the firing of a day."""
+    storage.publish_json(nights.paths(job).launcher, {"sequence": day, "time": (FIRST + day * DAY).timestamp() - 60})
+
+
+def test_a_backfill_and_a_run_of_the_schedule_do_not_wait_for_each_other(nights):
+    again = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.skip_unchanged=false"]
+    earlier = [*again, "schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'"]
+    assert "why" not in nights.begin(0, "a", *earlier).summary
+    beat(nights, "a", 1)
+    assert "why" not in nights.begin(1, "b", *again).summary
+    beat(nights, "b", 2)
+    assert "why" not in nights.begin(2, "c", *earlier).summary
+    assert nights.begin(2, "d", *again).summary["why"] == "overlap"
+
+
+def test_a_run_that_has_nothing_to_do_is_not_at_work_and_its_first_step_may_be_repeated(nights):
+    nights.begin(0, "a")
+    beat(nights, "a", 1)
+    skipped = nights.begin(1, "b").summary
+    assert skipped["why"] == "overlap" and nights.results() == ["skipped"]
+    nights.end("a")
+    assert nights.begin(1, "b").summary == skipped, "a pod that runs again, when it could train by now"
+    for day, job in ((2, "c"), (3, "d")):
+        beat(nights, "b", day)
+        beat(nights, "c", day)
+        assert nights.begin(day, job).summary["why"] == "unchanged"
+    nights.end("b")
+    assert nights.results() == ["trained", "skipped", "skipped", "skipped"]
+
+
+def test_what_was_due_before_the_schedule_was_resumed_is_not_run(nights):
+    nights.begin(0, "a")
+    nights.history.add("paused", "by hand", (FIRST + 2 * DAY).timestamp())
+    nights.history.add("resumed", "by hand", (FIRST + 4.5 * DAY).timestamp())
+    late = nights.begin(4, "b", created=format_instant(FIRST + 4.5 * DAY)).summary
+    assert late["why"] == "paused" and "2026-11-05T02:00:00Z, before the schedule nightly was resumed" in late["result"]
+    nights.end("b")
+    assert nights.results() == [] and nights.history.keys() == ["20261101T020000Z"]
+    assert "why" not in nights.begin(0, "a").summary, "a pod that runs again, of a run that was begun before the pause"
+    assert "why" not in nights.begin(5, "c").summary
+
+
 def test_a_predecessor_that_has_given_no_sign_for_long_is_dead(nights):
     nights.begin(0, "a")
     assert "why" not in nights.begin(1, "b").summary
@@ -173,7 +217,7 @@ def test_failures_in_a_row_pause_the_schedule_and_alert(nights, webhook):
     nights.end("g")
     assert len(nights.results()) == 4
     assert nights.history.add("resumed", "by hand")
-    nights.night(5, "h", BROKEN)
+    nights.night((datetime.now(timezone.utc) - FIRST).days + 2, "h", BROKEN)  # due after that, by this machine's clock
     assert nights.history.failures_in_a_row() == 1 and nights.history.paused() is None
 
 

@@ -84,7 +84,7 @@ class Year:
             resolve.keep(OpenedRun(begun.config, self.paths(job)), job)
             begun = self.sharded(job, begun)
         if begun.skipped is not None:
-            firing.leave_skipped(self.paths(job), begun, begun.skipped, job)
+            firing.leave_skipped(self.paths(job), begun, begun.skipped, job, self.lines.append)
             self.end(job, begun.config, [])
         elif chance < 0.2:
             self.end(job, begun.config, self.read, LaunchError("the job has failed"))

@@ -149,6 +149,18 @@ def test_an_old_run_that_somebody_goes_on_with_moves_nothing_and_the_current_one
     assert begun("d", "2026-05-03T02:00:10Z").config.data.window.start == "2026-05-02T02:00:00Z"
 
 
+def test_the_window_of_a_run_that_was_skipped_beside_another_is_in_the_next_one():
+    first = begun("a", "2026-05-01T02:00:10Z").config
+    alive = RunPaths.of(first.run.storage_root, "tiny-a").launcher
+    storage.publish_json(alive, {"sequence": 1, "time": datetime(2026, 5, 2, 2, tzinfo=UTC).timestamp()})
+    second = begun("b", "2026-05-02T02:00:10Z")
+    assert second.skipped.why == "overlap"
+    firing.leave_skipped(RunPaths.of(first.run.storage_root, "tiny-b"), second, second.skipped, "b", print)
+    end("a", first)
+    window = begun("c", "2026-05-03T02:00:10Z").config.data.window
+    assert (window.start, window.end) == ("2026-05-01T02:00:00Z", "2026-05-03T02:00:00Z")
+
+
 def error_of():
     from kftrain.run.error import of_stage
 
@@ -178,7 +190,9 @@ def test_an_empty_window_that_is_bounded_is_left_behind_and_another_one_is_not()
         more += ", window_start: '2026-01-01T00:00:00Z'"
         own = begun("a", "2026-05-01T02:00:10Z", more).config
         paths = RunPaths.of(own.run.storage_root, "tiny-a")
-        firing.leave_skipped(paths, firing.Begun(own, "20260501T020000Z"), firing.Skipped(why="empty", line=""), "a")
+        firing.leave_skipped(
+            paths, firing.Begun(own, "20260501T020000Z"), firing.Skipped(why="empty", line=""), "a", print
+        )
         end("a", own)
         assert begun("b", "2026-05-02T02:00:10Z", more).config.data.window.start == start
 
