@@ -208,7 +208,8 @@ def test_days_of_a_schedule(story, webhook, encoded):
     assert story.champion() == 1
 
     broken.unlink()
-    assert story.history.add("resumed", "by hand") and story.executor.enable()
+    resumed = (FIRST + timedelta(days=7.5)).timestamp()
+    assert story.history.add("resumed", "by hand", resumed) and story.executor.enable()
     change_while_a_run_lives(story)
     results = [found.result for found in story.history.outcomes()][::-1]
     assert results == ["trained", "skipped", "trained", "trained", "failed", "failed", "failed", "trained", "skipped"]
