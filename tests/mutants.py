@@ -475,6 +475,27 @@ MUTANTS = [
         "tests/unit/test_trust.py -k its_job_alone",
     ),
     Mutant(
+        "a slice where only the champion has a value is left out",
+        "kftrain/registry/comparison.py",
+        "return lost | {name",
+        "return {name",
+        "tests/unit/registry/test_gate_of_slices.py -k champion_has_a_value",
+    ),
+    Mutant(
+        "bounds on the reference set that are no numbers are no regression",
+        "kftrain/registry/gate.py",
+        "if found is None or isnan(found.low) or isnan(found.high):",
+        "if found is None:",
+        "tests/unit/registry/test_gate.py -k no_numbers",
+    ),
+    Mutant(
+        "each of many slices is looked at with the confidence of one",
+        "kftrain/registry/comparison.py",
+        "(1.0 - config.registry.confidence) / max(1, len(shared))",
+        "(1.0 - config.registry.confidence)",
+        "tests/unit/registry/test_gate_of_slices.py -k more_slices",
+    ),
+    Mutant(
         "a kind that nobody has allowed is called",
         "kftrain/trust.py",
         "if kind not in built_in and kind not in self.kinds:",
@@ -519,8 +540,8 @@ MUTANTS = [
     Mutant(
         "the gate promotes what is worse on a slice",
         "kftrain/registry/gate.py",
-        "if found.high < -limit}",
-        "if found.high < -limit - 1e9}",
+        "if not found.high >= -limit}",
+        "if not found.high >= -limit - 1e9}",
         "tests/unit/registry/test_gate.py",
     ),
     Mutant(
@@ -540,7 +561,7 @@ MUTANTS = [
     Mutant(
         "what a slice may lose is not looked at",
         "kftrain/registry/gate.py",
-        "if found.high < -limit}",
+        "if not found.high >= -limit}",
         "if found.high < 0}",
         "tests/unit/registry/test_gate.py",
     ),

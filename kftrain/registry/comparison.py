@@ -168,6 +168,7 @@ def slice_improvements(
 ) -> dict[str, Interval] | None:
     """How much better the challenger is on each slice that has enough groups and the metric; None without their sums.
 
+    It is not a number where the champion alone has a value.
     All slices together have the configured confidence (Bonferroni). A slice resamples its own units.
     """
     if not challenger.evaluation.slices:
@@ -175,11 +176,12 @@ def slice_improvements(
     if challenger.slices is None or champion.slices is None:
         return None
     ours, theirs = challenger.slices, champion.slices
-    shared = [
-        name for name in sorted(ours) if name in theirs and _is_comparable(config, metrics, ours[name], theirs[name])
-    ]
+    large = [name for name in sorted(ours) if name in theirs and _is_comparable(config, ours[name], theirs[name])]
+    valued = [name for name in large if _has_value(config, metrics, theirs[name])]
+    shared = [name for name in valued if _has_value(config, metrics, ours[name])]
+    lost = dict.fromkeys(set(valued) - set(shared), Interval(value=np.nan, low=np.nan, high=np.nan))
     confidence = 1.0 - (1.0 - config.registry.confidence) / max(1, len(shared))
-    return {name: _paired(config, metrics, ours[name], theirs[name], confidence) for name in shared}
+    return lost | {name: _paired(config, metrics, ours[name], theirs[name], confidence) for name in shared}
 
 
 def _paired(
@@ -197,14 +199,16 @@ def _paired(
     )
 
 
-def _is_comparable(config: Config, metrics: Metrics, ours: Statistics, theirs: Statistics) -> bool:
-    """Whether a slice has enough units, the same in both, and a metric in each."""
+def _is_comparable(config: Config, ours: Statistics, theirs: Statistics) -> bool:
+    """Whether a slice has enough units, the same in both."""
     own, other = (np.sort(np.asarray(each[bootstrap.KEYS])) for each in (ours, theirs))
-    if len(own) < config.registry.slice_min_groups or not np.array_equal(own, other):
-        return False
-    wholes = ({name: sums.sum() for name, sums in each.items() if name != bootstrap.KEYS} for each in (ours, theirs))
+    return len(own) >= config.registry.slice_min_groups and np.array_equal(own, other)
+
+
+def _has_value(config: Config, metrics: Metrics, sums: Statistics) -> bool:
+    whole = {name: values.sum() for name, values in sums.items() if name != bootstrap.KEYS}
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return all(np.isfinite(metrics(whole)[config.registry.metric]) for whole in wholes)
+        return bool(np.isfinite(metrics(whole)[config.registry.metric]))
 
 
 def _is_share(units: np.ndarray, whole: float) -> bool:

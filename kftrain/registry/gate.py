@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, isnan
 from typing import TypeVar
 
 from kftrain import significance
@@ -167,14 +167,14 @@ def _test(_: RegistryConfig, evidence: Evidence) -> list[GateReason]:
 
 
 def _slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
-    """Each slice on which the challenger is shown to be worse by more than is allowed; or that there is none."""
+    """Each slice on which the challenger is shown to be worse by more than is allowed, or has no value; or none."""
     limit = settings.max_slice_regression
     if limit is None or evidence.improvement is None:
         return []
     if evidence.slices is None:
         text = "the champion's or the challenger's evaluation has no sums by slice: delete their metrics.json"
         return [GateReason(code="slices_missing", verdict="person", text=text)]
-    worse = {name: found for name, found in evidence.slices.items() if found.high < -limit}
+    worse = {name: found for name, found in evidence.slices.items() if not found.high >= -limit}  # NaN, too
     if not worse:
         text = f"not shown to be worse by more than {limit:g} on any of {len(evidence.slices)} slices"
         return [GateReason(code="slices", verdict="for", text=text, figures={"limit": limit})]
@@ -182,7 +182,9 @@ def _slices(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
         GateReason(
             code="slice_worse",
             verdict="against",
-            text=f"worse on slice {name} by {-found.value:.4g} [{-found.high:.4g}, {-found.low:.4g}]",
+            text=f"no value on slice {name}, where the champion has one"
+            if isnan(found.value)
+            else f"worse on slice {name} by {-found.value:.4g} [{-found.high:.4g}, {-found.low:.4g}]",
             figures={**_bounds(found), "limit": limit},
         )
         for name, found in sorted(worse.items(), key=lambda each: each[1].value)
@@ -194,8 +196,9 @@ def _reference(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]
     found, margin = evidence.reference, settings.reference_margin
     if evidence.improvement is None or (found is None and not evidence.reference_obstacle):
         return []
-    if found is None:
-        return [GateReason(code="reference_missing", verdict="person", text=evidence.reference_obstacle)]
+    if found is None or isnan(found.low) or isnan(found.high):
+        text = evidence.reference_obstacle or "the improvement on the reference set has no bounds"
+        return [GateReason(code="reference_missing", verdict="person", text=text)]
     figures = {**_bounds(found), **({} if margin is None else {"limit": margin})}
     bounds = f"{found.value:.4g} [{found.low:.4g}, {found.high:.4g}]"
     if found.high < 0 and (margin is None or found.low < -margin):

@@ -1,6 +1,7 @@
 """The gate's decisions and their reasons."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -236,6 +237,17 @@ def test_a_challenger_must_not_get_worse_on_the_reference_set(bounds, margin, co
     assert codes(found) == [("better", "for"), (code, "for" if promote else "against")]
     assert found.promote is promote and not found.awaits_person
     assert promote or "on the reference set: improvement -0.0" in found.reason
+
+
+def test_bounds_that_are_no_numbers_promote_nothing():
+    unknown = interval(math.nan, math.nan, math.nan)
+    better = interval(0.05, 0.1, 0.15)
+    found = decision(better, on_reference=unknown)
+    assert found.awaits_person and codes(found)[1] == ("reference_missing", "person")
+    found = decision(better, slices={"a": unknown, "b": better}, max_slice_regression=0.1)
+    assert not found.promote and codes(found)[1:] == [("slice_worse", "against")]
+    assert "no value on slice a, where the champion has one" in found.reason
+    assert not decision(unknown).promote
 
 
 def test_a_champion_without_figures_on_the_reference_set_leaves_the_decision_to_a_person():

@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+import types
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from kftrain import storage
 from kftrain.errors import EvaluationError
+from kftrain.registry import comparison
+from kftrain.registry.comparison import MeasuredExport
 from kftrain.run.documents import GateReason
 
 NUM_GROUPS = 60
@@ -102,3 +106,45 @@ def test_what_the_champion_was_trained_on_is_said_and_decides_nothing(finished, 
     found = finished("two", 0.7).submit(trained_on=known)
     assert found.promoted and found.reasons[-1] == known
     assert found.reason.endswith("; it was trained on some") == (count > 0)
+
+
+def precision(sums):
+    """Of what was called positive; of a slice where nothing was there is none."""
+    return {"accuracy": sums["correct"] / sums["count"]}
+
+
+def test_a_slice_where_only_the_champion_has_a_value_is_a_loss_and_not_left_out(config):
+    """Precision: a challenger that calls nothing positive on a slice has 0 / 0 there."""
+    looked = changed(config, slice_min_groups=20, max_slice_regression=0.5)
+    some, none = ({"correct": np.full(20, each), "count": np.full(20, each)} for each in (1.0, 0.0))
+    keys = {"keys": np.array([f"{number:02d}" for number in range(20)])}
+
+    def measured(a, b, c):
+        slices = {name: {**sums, **keys} for name, sums in zip("abc", (a, b, c), strict=True)}
+        return MeasuredExport(types.SimpleNamespace(slices=["a"]), {}, slices)
+
+    ours, theirs = measured(some, none, none), measured(some, some, none)
+    found = comparison.slice_improvements(looked, precision, ours, theirs)
+    assert sorted(found) == ["a", "b"] and math.isnan(found["b"].high) and found["a"].value == 0
+    assert sorted(comparison.slice_improvements(looked, precision, theirs, ours)) == ["a"]
+
+
+def test_the_more_slices_are_looked_at_the_wider_are_their_intervals(config):
+    """Bonferroni: all of them together have the confidence of one."""
+    looked = changed(config, slice_min_groups=20)
+    rng, keys = np.random.default_rng(0), np.array([f"{number:02d}" for number in range(40)])
+
+    def measured(right, count):
+        sums = {"correct": right, "count": np.ones(40), "keys": keys}
+        slices = {f"s{number}": sums for number in range(count)}
+        return MeasuredExport(types.SimpleNamespace(slices=["s0"]), {}, slices)
+
+    ours, theirs = rng.random(40), rng.random(40)
+    difference = ours - theirs
+    for count in (1, 2, 10):
+        found = comparison.slice_improvements(looked, precision, measured(ours, count), measured(theirs, count))
+        tail = (1 - config.registry.confidence) / count / 2
+        margin = scipy.stats.t.isf(tail, 39) * difference.std(ddof=1) / math.sqrt(40)
+        for each in found.values():
+            assert each.high >= difference.mean() + margin - 1e-12
+            assert each.low <= difference.mean() - margin + 1e-12
