@@ -62,7 +62,8 @@ class Heartbeat:
     def __exit__(self, *caught: object) -> None:
         self._ended.set()
         deadline = time.monotonic() + END_SECONDS
-        for thread in (self._watch, *self._threads):
+        self._watch.join(END_SECONDS)
+        for thread in self._threads:  # as the watch has left them: it may have started one until now
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _replace_hanging(self) -> None:

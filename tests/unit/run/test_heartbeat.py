@@ -42,6 +42,14 @@ def test_it_beats_at_every_interval_and_not_after_the_end(paths):
     assert storage.read_bytes(paths.launcher) == last
 
 
+def test_a_beat_that_begins_when_the_block_ends_is_waited_for(paths, monkeypatch):
+    begin = Heartbeat._replace_hanging
+    monkeypatch.setattr(Heartbeat, "_replace_hanging", lambda self: self._ended.wait() and begin(self))
+    with Heartbeat(paths):
+        pass
+    assert storage.exists(paths.launcher)
+
+
 def test_a_write_that_fails_is_said_and_tried_again(paths, monkeypatch, capsys):
     failures = [OSError("no route to the store"), ClientError({"Error": {"Code": "InvalidArgument"}}, "PutObject")]
     publish = storage.publish_json
