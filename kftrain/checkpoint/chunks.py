@@ -70,7 +70,8 @@ class StoredChunks:
             whole = torch.empty((len(block), *form.shape[1:]), dtype=form.dtype)
             num_missing = whole.numel()
             for chunk in chunks:
-                first, last = _overlap(chunk, block)
+                first = max(block.start, chunk.offsets[0])
+                last = min(block.stop, chunk.offsets[0] + chunk.sizes[0])
                 if first >= last:
                     continue
                 columns = [slice(a, a + n) for a, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)]
@@ -96,10 +97,6 @@ class StoredChunks:
         if tuple(found.shape) != tuple(chunk.sizes) or found.dtype != self.forms[name].dtype:
             raise CheckpointError("a tensor is not the one that the metadata describes", where=self._uri, value=name)
         return found
-
-
-def _overlap(chunk: ChunkStorageMetadata, rows: range) -> tuple[int, int]:
-    return max(rows.start, chunk.offsets[0]), min(rows.stop, chunk.offsets[0] + chunk.sizes[0])
 
 
 def _blocks(rows: range, size: int) -> Iterator[range]:

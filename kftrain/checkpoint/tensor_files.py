@@ -118,7 +118,8 @@ def read_header(read: Read, num_bytes: int, where: str) -> dict[str, StoredTenso
     content = b"".join(bytes(read(size)) for size in _cut(length, PIECE_BYTES))
     try:
         entries = json.loads(content, object_pairs_hook=_unique)
-        stored = [(name, _form_of(each), *each["data_offsets"]) for name, each in _tensors_of(entries)]
+        entries.pop("__metadata__", None)
+        stored = [(name, _form_of(entry), *entry["data_offsets"]) for name, entry in entries.items()]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _damaged("its header is none", where) from error
     found: dict[str, StoredTensor] = {}
@@ -200,10 +201,6 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(listed):
         raise ValueError("a name stands twice")
     return found
-
-
-def _tensors_of(entries: Any) -> list[tuple[str, Any]]:
-    return [(name, entry) for name, entry in entries.items() if name != "__metadata__"]
 
 
 def _form_of(entry: Any) -> TensorForm:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kftrain.api import CompletedRun
 from kftrain.config import Config
-from kftrain.data.shards.manifest import Manifest, counted
+from kftrain.data.shards.manifest import counted
 from kftrain.report import wording
 from kftrain.run import advice
 from kftrain.run.advice import Situation
-from kftrain.run.documents import Completion, Evaluation, Interval, Registration
+from kftrain.run.documents import Completion, Interval, Registration
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.stages.dataset import read_dataset
@@ -25,11 +25,14 @@ def success_lines(run_uri: str) -> list[str]:
         return [f"run {paths.run_id} had nothing to do: {skipped.line}"]
     run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
+    data = f"{manifest.source}: {counted(manifest)} (dataset {wording.short(manifest.dataset_digest)})"
+    baselines = run.evaluation.baselines
+    metrics = [_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
     return [
         f"run {paths.run_id} is complete",
-        *_rows("data", [_data(manifest)]),
+        *_rows("data", [data]),
         *_rows("model", [_model(run.completion), *_chosen(run)]),
-        *_rows("metrics", _metrics(run.evaluation)),
+        *_rows("metrics", metrics),
         *_rows("registered", _registered(run.registration)),
         *_rows("report", [paths.report]),
         *_rows("MLflow", [mlflow_command(run.config)]),
@@ -65,10 +68,6 @@ def _rows(label: str, values: list[str]) -> list[str]:
     return [f"  {label if i == 0 else '':{LABEL_WIDTH}}{value}" for i, value in enumerate(values)]
 
 
-def _data(manifest: Manifest) -> str:
-    return f"{manifest.source}: {counted(manifest)} (dataset {wording.short(manifest.dataset_digest)})"
-
-
 def _chosen(run: CompletedRun) -> list[str]:
     chosen = run.completion.chosen(run.config.train.steps)
     return [chosen] if chosen else []
@@ -85,10 +84,6 @@ def _model(completion: Completion) -> str:
     if "samples_per_second" in completion.metrics:
         parts.append(f"{wording.number(completion.metrics['samples_per_second'], 3)} samples/s")
     return ", ".join(parts)
-
-
-def _metrics(evaluation: Evaluation) -> list[str]:
-    return [_metric(name, found, evaluation.baselines.get(name, {})) for name, found in evaluation.metrics.items()]
 
 
 def _metric(name: str, found: Interval, baselines: dict[str, float]) -> str:

@@ -203,13 +203,9 @@ def _ordered_bins(before: Distribution, now: Distribution) -> list[Bin]:
         old += before.counts.get(str(value), 0)
         new += now.counts.get(str(value), 0)
         if old >= wanted or value == max(known) or following in (None, min(known)):
-            bins.append((_range(first, value), old, new))
+            bins.append((f"{first} to {value}" if value > first else str(value), old, new))
             first, old, new = value + 1, 0, 0
     return bins
-
-
-def _range(first: int, last: int) -> str:
-    return f"{first} to {last}" if last > first else str(last)
 
 
 def _named_bins(before: Distribution, now: Distribution) -> list[Bin]:

@@ -129,7 +129,9 @@ def _opened(content: bytes, where: str) -> Iterator[Any]:
     pillow = load_library("PIL.Image")
     try:
         with pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
-            _refuse_bomb(image.size, pillow.MAX_IMAGE_PIXELS, where)
+            (width, height), most = image.size, pillow.MAX_IMAGE_PIXELS
+            if most is not None and width * height > most:  # Pillow itself only warns up to twice its limit
+                raise _bomb(f"{width} x {height} pixels, the limit is {most}", where)
             yield image
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         raise _bomb(str(error), where) from error
@@ -138,12 +140,6 @@ def _opened(content: bytes, where: str) -> Iterator[Any]:
         raise DataError("the image cannot be decoded: its format is not known", where=where, fix=fix) from error
     except _DAMAGED as error:
         raise DataError(f"the image cannot be decoded: {error}", where=where, fix="replace or delete it") from error
-
-
-def _refuse_bomb(size: tuple[int, int], max_pixels: int | None, where: str) -> None:
-    """Pillow itself only warns up to twice its limit."""
-    if max_pixels is not None and size[0] * size[1] > max_pixels:
-        raise _bomb(f"{size[0]} x {size[1]} pixels, the limit is {max_pixels}", where)
 
 
 def _bomb(reason: str, where: str) -> DataError:

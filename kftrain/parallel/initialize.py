@@ -90,7 +90,8 @@ class Drawn:
         shape = stored_parameter(self.places[name][0]).shape
         parameter = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
         with torch.no_grad(), user_code("model.init_weights"):
-            self._init(name, parameter, seed_all(_seed_of(self._seed, name), device))
+            digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+            self._init(name, parameter, seed_all(int.from_bytes(digest[:8], "little") >> 1, device))
         if parameter.sum().isnan():
             raise UserCodeError(
                 "gives no value to all of a parameter", where="model.init_weights", value=name, fix="fill it in place"
@@ -336,10 +337,6 @@ def stored_parameter(slot: Slot) -> nn.Parameter:
     parameter = slot[0]._parameters[slot[1]]
     assert parameter is not None
     return parameter
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def kept_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -96,14 +96,10 @@ class Output:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self._read(LOOK_SECONDS)
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                key.data.read()
         for source in self._sources:
             source.drain()
-
-    def _read(self, timeout_seconds: float) -> None:
-        """Takes what is in the pipes, waiting for it if need be."""
-        for key, _ in self._selector.select(timeout_seconds):
-            key.data.read()
 
 
 class _Source:

@@ -322,14 +322,13 @@ def _diff(
     """Only what differs; nothing where there is but one version, or nothing is known of one."""
     if len(found.versions) < 2 or not all(documents):
         return None
-    rows = [[wording.clean(key), *map(_cell, values)] for key, values in differing(documents).items()]
+    rows = [
+        [wording.clean(key), *(wording.ellipsis(wording.clean(v), MAX_VALUE_CHARACTERS) or MISSING for v in values)]
+        for key, values in differing(documents).items()
+    ]
     said = f"{wording.plural(len(rows), 'value')} differ{'s' if len(rows) == 1 else ''}." if rows else "It is the same."
     tables = [Table(title, [column, *map(_named, found.versions)], rows)] if rows else []
     return ReportSection(title, said, tables=tables)
-
-
-def _cell(value: str) -> str:
-    return wording.ellipsis(wording.clean(value), MAX_VALUE_CHARACTERS) or MISSING
 
 
 def _facts(found: VersionComparison) -> list[Fact]:

@@ -154,13 +154,13 @@ def _sizes_table(manifest: Manifest) -> list[Table]:
     counts = {str(split): _counts(_mapping(found).get("size_counts")) for split, found in statistics.items()}
     bits = sorted({int(key) for found in counts.values() for key in found if key.isdecimal() and len(key) < 3})
     rows = [
-        [_up_to(number), *(wording.count(found.get(str(number), 0)) for found in counts.values())] for number in bits
+        [
+            f"below {wording.size(1 << number)}" if number else "empty",
+            *(wording.count(sizes.get(str(number), 0)) for sizes in counts.values()),
+        ]
+        for number in bits
     ]
     return [Table("Records by size", ["size", *map(wording.clean, counts)], rows)] if rows else []
-
-
-def _up_to(bits: int) -> str:
-    return f"below {wording.size(1 << bits)}" if bits else "empty"
 
 
 def _findings_table(manifest: Manifest) -> list[Table]:

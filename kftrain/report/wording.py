@@ -43,7 +43,7 @@ def number(value: Any, significant: int = 4) -> str:
     if isinstance(value, int) or value == 0:
         return count(int(value))
     if not math.isfinite(value):
-        return _not_finite(value)
+        return "NaN" if math.isnan(value) else ("infinite" if value > 0 else f"{MINUS}infinite")
     if not 1e-3 <= abs(value) < 1e15:
         return _minus(_scientific(value, significant - 1))
     return fixed(value, significant - 1 - math.floor(math.log10(abs(value))))
@@ -140,10 +140,6 @@ def width_px(text: str, character_px: float = 6.7) -> float:
 def _scientific(value: float, decimals: int) -> str:
     mantissa, exponent = f"{value:.{max(decimals, 0)}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def _not_finite(value: float) -> str:
-    return "NaN" if math.isnan(value) else ("infinite" if value > 0 else f"{MINUS}infinite")
 
 
 def _minus(text: str) -> str:

@@ -98,16 +98,15 @@ def parse(text: str, where: str = "cron") -> Cron:
         raise ConfigError(
             "not a cron expression", where=where, value=text, fix="second minute hour day month weekday: '0 0 2 * * *'"
         )
-    values = [_values(field, bounds, where) for field, bounds in zip(fields, FIELDS, strict=True)]
+    values = [
+        {value for part in field.split(",") for value in _range(part, bounds, where)}
+        for field, bounds in zip(fields, FIELDS, strict=True)
+    ]
     values[5] = {weekday % 7 for weekday in values[5]}
     cron = Cron(*(tuple(sorted(found)) for found in values))
     if not any(map(cron.matches_day, (date(2024, 1, 1) + timedelta(days=day) for day in range(366)))):
         raise ConfigError("no year has such a day", where=where, value=text)
     return cron
-
-
-def _values(field: str, bounds: Bounds, where: str) -> set[int]:
-    return {value for part in field.split(",") for value in _range(part, bounds, where)}
 
 
 def _range(part: str, bounds: Bounds, where: str) -> range:

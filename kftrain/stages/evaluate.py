@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kftrain import launch, registry, report, storage, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
@@ -44,7 +42,8 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
             rivals = [
                 _champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)
             ]
-            _require_data(paths, config, [own, *rivals])
+            if not all(storage.exists(metrics_uri(target)) for target in (own, *rivals)):
+                require_usable(*read_dataset(paths), config)  # before a job is started for data that is gone
             return [*rivals, *reference_set.targets(config, reference, [own, *rivals])]
 
         storage.remove(paths.unmeasured)
@@ -124,12 +123,6 @@ def _obstacle(config: Config, champion: Champion, digest: str) -> str:
     read_alike = build_task(config.task).reading_options if task.kind == config.task.kind else frozenset()
     is_same = all(theirs.get(name) == ours.get(name) for name in {*theirs, *ours} - read_alike)
     return "" if is_same else "it was trained for another task"
-
-
-def _require_data(paths: RunPaths, config: Config, targets: Sequence[EvaluationTarget]) -> None:
-    """Raises DataError where a job would be started for data that is gone, or is another task's."""
-    if not all(storage.exists(metrics_uri(target)) for target in targets):
-        require_usable(*read_dataset(paths), config)
 
 
 def _log(paths: RunPaths, config: Config, values: dict[str, float]) -> None:

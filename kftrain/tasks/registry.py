@@ -58,28 +58,16 @@ def build_task(config: TaskConfig) -> Task:
     task.built_from = config
     task.options = options.with_defaults(target, config.options())
     for name in ("loss_unit", "loss_metric"):
-        _require_text(name, getattr(task, name), config.kind)
+        value: object = getattr(task, name)
+        if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+            what = f"{name} must be text of at most {MAX_NAME_CHARACTERS} characters"
+            raise ConfigError(what, where=config.kind, value=value)
     return cast(Task, task)
 
 
 def _require_task(found: type, kind: str) -> None:
-    """Raises ConfigError for what is no task, lacks a method, or has those of the protocol of before."""
-    for name in ("loss", "statistics"):
-        method = getattr(found, name, None)
-        if callable(method) and list(inspect.signature(method).parameters)[1:2] == ["model"]:
-            raise ConfigError(
-                f"its {name} takes the model, as before version 0.2: now it takes what the model has returned",
-                where="task.kind",
-                value=kind,
-                fix="derive from kftrain.tasks.Task, with loss(output, batch, weight), statistics(output, batch) and "
-                "inputs(batch), the model's arguments",
-            )
+    """Raises ConfigError for what is no task, or lacks a method."""
     if not issubclass(found, Task):
         raise ConfigError("is no task", where="task.kind", value=kind, fix="derive from kftrain.tasks.Task")
     if found.__abstractmethods__:
         raise ConfigError(f"lacks {', '.join(sorted(found.__abstractmethods__))}", where="task.kind", value=kind)
-
-
-def _require_text(name: str, value: object, kind: str) -> None:
-    if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
-        raise ConfigError(f"{name} must be text of at most {MAX_NAME_CHARACTERS} characters", where=kind, value=value)

@@ -45,10 +45,10 @@ def list_runs(uri: str) -> list[ListedRun]:
             "there is no such database", where="tracking.uri", value=str(path), fix="check tracking.uri"
         )
     check(uri)
-    found = {key: run for key, run in client.tagged_runs(uri, RUN_ID_TAG).items() if "," not in run.tags[RUN_ID_TAG]}
-    models = {key: _model_name(run) for key, run in found.items()}
+    runs = {key: run for key, run in client.tagged_runs(uri, RUN_ID_TAG).items() if "," not in run.tags[RUN_ID_TAG]}
+    models = {key: run.params.get("registry.model_name") or run.params.get("run.name", "") for key, run in runs.items()}
     versions = _versions(uri, sorted(set(models.values())))
-    listed = [_listed(run, models[key], *versions.get((models[key], key), (None, False))) for key, run in found.items()]
+    listed = [_listed(run, models[key], *versions.get((models[key], key), (None, False))) for key, run in runs.items()]
     return sorted(listed, key=lambda run: run.run_id)
 
 
@@ -60,10 +60,6 @@ def _versions(uri: str, names: Sequence[str]) -> dict[tuple[str, str], tuple[int
         for each in client.search_versions(uri, name):
             found[name, each.run_id] = each.version, each.version == champion
     return found
-
-
-def _model_name(run: client.RunRecord) -> str:
-    return run.params.get("registry.model_name") or run.params.get("run.name", "")
 
 
 def _listed(run: client.RunRecord, model_name: str, version: int | None, is_champion: bool) -> ListedRun:

@@ -94,7 +94,8 @@ def _take(part: _Part, sums: torch.Tensor, largest_rate: float, counts: torch.Te
         size, by_row, by_column = torch.split(sums, [1, rows.numel(), columns.numel()])
         rows.lerp_(by_row.view_as(rows) / part.parameter.size(-1), moved)
         columns.lerp_(by_column.view_as(columns) / part.parameter.size(-2), moved)
-        mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[_whole_matrices(part)]
+        matrices = (*part.index[:-2], slice(None), slice(None))
+        mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[matrices]
         moments = rows[_rows(part)] @ columns[_columns(part)] / mean
     else:
         size, variance = sums, local(state["variance"])
@@ -111,7 +112,3 @@ def _rows(part: _Part) -> tuple[slice, ...]:
 
 def _columns(part: _Part) -> tuple[slice, ...]:
     return (*part.index[:-2], slice(None), part.index[-1])
-
-
-def _whole_matrices(part: _Part) -> tuple[slice, ...]:
-    return (*part.index[:-2], slice(None), slice(None))

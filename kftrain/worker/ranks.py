@@ -33,7 +33,8 @@ class Ranks:
         pid = self._agent.pid
         if pid is None or self._ended.is_set():
             return
-        for process in _forked_by(pid) or ([] if self._asked else _existing(pid)):
+        ranks = [child for agent in _existing(pid) for child in _children(agent)]
+        for process in ranks or ([] if self._asked else _existing(pid)):
             if process not in self._asked:
                 self._asked.add(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -54,11 +55,6 @@ def _existing(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid)]
     return []
-
-
-def _forked_by(pid: int) -> list[psutil.Process]:
-    """The ranks of the agent with this process id; not what those have forked."""
-    return [child for agent in _existing(pid) for child in _children(agent)]
 
 
 def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:

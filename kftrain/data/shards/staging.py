@@ -55,7 +55,8 @@ def publish_folder(content: Path, uri: str, last: str, is_good: Callable[[str], 
 def _rename(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
     for path in content.iterdir():
         os.chmod(path, storage.PUBLISHED_MODE)
-        _sync_file(path)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
     storage.sync_folder(content)
     storage.make_folder(target.parent)
     try:
@@ -74,11 +75,6 @@ def _replace(content: Path, target: Path, is_good: Callable[[], bool]) -> None:
     except OSError:
         if not is_good():  # nobody else published it meanwhile
             raise
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -70,7 +70,8 @@ class RetryPolicy:
         """`call` with a limit of its own; 0: it is called once."""
         import urllib3
 
-        kind = _kind(method, arguments)
+        # Rights are given for a method and, of custom objects, for a kind; names of objects do not matter.
+        kind = method.__name__, arguments[3] if len(arguments) > 3 else ""
         began, delay, failed = time.monotonic(), FIRST_DELAY_SECONDS, False
         while True:
             asked = 0.0
@@ -130,11 +131,6 @@ class RetryPolicy:
         if is_news:
             line = f"does not answer ({problem}): trying again" if problem else "answers again"
             self._warn(f"the API server {line}")
-
-
-def _kind(method: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, str]:
-    """What a call does, and for custom objects to which: rights are given so. Their names do not matter."""
-    return method.__name__, arguments[3] if len(arguments) > 3 else ""
 
 
 def message_of(error: Any) -> str:

@@ -93,6 +93,7 @@ def _cell(row: int, column: int, count: int, total: int, num_classes: int) -> li
     if count <= 0:
         return [svg.text("\u00b7", middle, y + CELL_PX / 2, style="zero", anchor="middle")]
     right = row == column
+    share = count / total / (1.0 if right else FULL_SHADE_ERROR_SHARE)
     area = svg.element(
         "rect",
         x=svg.across(column / num_classes),
@@ -100,10 +101,6 @@ def _cell(row: int, column: int, count: int, total: int, num_classes: int) -> li
         width=svg.across(1 / num_classes),
         height=CELL_PX,
         class_="cell right" if right else "cell wrong",
-        fill_opacity=_opacity(count / total, 1.0 if right else FULL_SHADE_ERROR_SHARE),
+        fill_opacity=MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * math.sqrt(min(share, 1.0)),
     )
     return [area, svg.text(wording.count(count), middle, y + CELL_PX / 2, style="count", anchor="middle")]
-
-
-def _opacity(share: float, full_share: float) -> float:
-    return MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * math.sqrt(min(share / full_share, 1.0))

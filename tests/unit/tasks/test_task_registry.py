@@ -36,20 +36,8 @@ class NoTask:
     pass
 
 
-class Former:
-    """As before 0.2."""
-
-    def loss(self, model, batch, weight):
-        raise NotImplementedError
-
-
-class FormerStatistics(LanguageModeling):
-    def statistics(self, model, batch):
-        raise NotImplementedError
-
-
 def built_by_a_function():
-    return Former()
+    return NoTask()
 
 
 def own(name, **options):
@@ -77,9 +65,7 @@ def test_built_in_and_own_kinds_are_built_with_their_options():
         (own("Unfinished"), "task.kind", "lacks loss, statistics"),
         (own("Hides"), "task.kind", "an attribute of its own hides a method (got ['examples'])"),
         (own("NoTask"), "task.kind", "is no task"),
-        (own("Former"), "task.kind", "its loss takes the model, as before version 0.2"),
-        (own("built_by_a_function"), "task.kind", "derive from kftrain.tasks.Task, with loss(output, batch, weight)"),
-        (own("FormerStatistics"), "task.kind", "its statistics takes the model"),
+        (own("built_by_a_function"), "task.kind", "is no task"),
         (own("OwnTask", windo=9), "task.windo", "did you mean 'window'?"),
     ],
 )
