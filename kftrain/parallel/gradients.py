@@ -13,12 +13,10 @@ them is none that they are gathered into; so both are errors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.world import World
@@ -98,24 +96,12 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 def watch_units(model: nn.Module, work: Callable[[nn.Module, Gathered], object]) -> None:
     """Calls `work` for each unit of FSDP2 once: when its first forward begins, and its parameters are whole."""
-    handles: dict[nn.Module, RemovableHandle] = {}
-    for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-        assert isinstance(unit, nn.Module)
-        slots = [
-            (module, key, own) for module in _own_modules(unit) for key, own in module.named_parameters(recurse=False)
-        ]
 
-        def begin(unit: nn.Module, _inputs: object, slots: Any = slots) -> None:
-            handles.pop(unit).remove()
-            work(unit, {own: getattr(module, key) if own.dim() else own for module, key, own in slots})
+    def begin(unit: nn.Module, _inputs: object) -> None:
+        handles.pop(unit).remove()
+        pairs = zip(sharded.pop(unit), unit.parameters(), strict=True)
+        work(unit, {own: whole for own, whole in pairs if whole is not own})
 
-        handles[unit] = unit.register_forward_pre_hook(begin)
-
-
-def _own_modules(unit: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters a unit holds: all below it but those of units within."""
-    own = [unit]
-    for child in unit.children():
-        if not isinstance(child, FSDPModule):
-            own += _own_modules(child)
-    return own
+    units: list[nn.Module] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    sharded = {unit: list(unit.parameters()) for unit in units}
+    handles = {unit: unit.register_forward_pre_hook(begin) for unit in units}
