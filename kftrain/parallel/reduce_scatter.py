@@ -35,14 +35,11 @@ class ExchangedSums:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`[W * n]` -> `[n]`: the sum, or the mean, of this process's part. Collective."""
-        assert not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), (async_op, op)
+        """`[W * n]` -> `[n]`: the sum of this process's part. Collective."""
+        assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
         received = self._received(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        total = sum_of(received.view(group.size(), -1))
-        if op == dist.ReduceOp.AVG:
-            total = total.div_(group.size())
-        output_tensor.copy_(total)
+        output_tensor.copy_(sum_of(received.view(group.size(), -1)))
 
     def _received(self, like: torch.Tensor) -> torch.Tensor:
         if self._buffer.numel() < like.nbytes:
