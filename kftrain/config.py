@@ -8,6 +8,7 @@ one. The resolved tree is what every stage reads and what is saved with every ou
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -231,6 +232,11 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
         return ConfigError("unknown key", where=f"{where}: {key}", value=first["input"], fix=_nearest_key(location))
     message = first["msg"].removeprefix("Value error, ")
     shown = {} if not location else {"value": first["input"]}
+    known = (
+        re.findall(r"'([^']+)'", first.get("ctx", {}).get("expected", "")) if first["type"] == "literal_error" else []
+    )
+    if near := difflib.get_close_matches(str(first["input"]), known, n=1, cutoff=0.5):
+        shown["fix"] = f"did you mean '{near[0]}'?"
     return ConfigError(message[0].lower() + message[1:], where=f"{where}: {key}".rstrip(": "), **shown)
 
 
@@ -241,6 +247,10 @@ def _nearest_key(location: list[str]) -> str:
             kind = fields[part].annotation
             fields = (get_args(kind) or (kind,))[0].model_fields
     known = [field.alias or name for name, field in fields.items()]
+    sections = {name: field.annotation for name, field in Config.model_fields.items()} if len(location) == 2 else {}
+    elsewhere = [name for name, kind in sections.items() if location[-1] in getattr(kind, "model_fields", {})]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}.{location[-1]}'?"
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
 

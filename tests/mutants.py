@@ -1307,6 +1307,41 @@ MUTANTS = [
         "_FORBIDDEN.sub(REPLACEMENT, str(value))",
         "tests/unit/report/test_wording.py -k no_more_of_a_secret",
     ),
+    Mutant(
+        "the best evaluation before is forgotten",
+        "kftrain/train/best.py",
+        "            self._before = self.selection\n",
+        "            self._before = None\n",
+        "tests/unit/train/test_best_selection.py",
+    ),
+    Mutant(
+        "a resumed run forgets which samples were left out",
+        "kftrain/train/loop.py",
+        "        self._left_out.resume(loaded.manifest.bad_samples)\n",
+        "",
+        "tests/unit/train/test_loop.py -k left_out",
+    ),
+    Mutant(
+        "a checkpoint forgets which samples were left out",
+        "kftrain/checkpoint/save.py",
+        "            bad_samples=tuple(sorted(self.bad_samples)),\n",
+        "",
+        "tests/unit/checkpoint/test_save.py",
+    ),
+    Mutant(
+        "buckets of gradients do not travel in the format of the exchange",
+        "kftrain/parallel/replicas.py",
+        "    small = buffer.to(dtype)\n",
+        "    small = buffer\n",
+        "tests/unit/parallel/test_summed_buckets.py",
+    ),
+    Mutant(
+        "pages may load anything",
+        "kftrain/report/templates/page.html",
+        "default-src 'none'",
+        "default-src *",
+        "tests/unit/report/test_report_pages.py -k load_nothing",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def init_command(folder: str) -> None:
     package = package_name(root)
     paths = written(root, package)
     echo("\n".join(f"wrote {path}" for path in paths))
-    echo(f"next: cd {folder} && python -m pytest && PYTHONPATH=$PWD kftrain run --config config.yaml")
+    echo(f"next: cd {shlex.quote(folder)} && python -m pytest && PYTHONPATH=$PWD kftrain run --config config.yaml")
 
 
 def package_name(root: Path) -> str:

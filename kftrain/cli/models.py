@@ -14,7 +14,7 @@ import click
 from kftrain import config as configuration
 from kftrain import registry, report, storage
 from kftrain.cli import summary
-from kftrain.cli.options import config_options, echo, json_option
+from kftrain.cli.options import config_options, echo, json_option, require_text
 from kftrain.config import Config
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.report import environment
@@ -23,6 +23,10 @@ from kftrain.report.versions import VersionComparison, called, to_plain
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve
+from kftrain.tracking import endpoint
+
+MAX_VERSION = 2**31 - 1
+"""What MLflow's databases hold."""
 
 
 @click.group("models")
@@ -45,10 +49,21 @@ def model_options(command: Callable[..., int | None]) -> Callable[..., int | Non
             config = configuration.parse(saved.to_yaml(), overrides, where=run_uri)
         else:
             config = resolve.anchored(configuration.load(config_file, overrides), ".")
+        _require_database(config.tracking.uri)
         return command(config, **others)
 
     run = click.option("--run", "run_uri", metavar="RUN_URI", help="Take the configuration of this run.")
     return run(config_options(configured))
+
+
+def _require_database(uri: str) -> None:
+    """Raises TrackingError where a file is to be read that is not there, which MLflow would make, or is no database."""
+    path = endpoint.sqlite_path(uri)
+    if path is None:
+        return
+    if not path.is_file():
+        raise TrackingError("there is no such database", where="tracking.uri", value=uri, fix="check --config or --run")
+    endpoint.probe_database(path)
 
 
 @models_command.command()
@@ -75,8 +90,8 @@ def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdo
 
 
 @models_command.command()
-@click.argument("version", type=int)
-@click.option("--reason", required=True, help="Why; it goes to the journal of promotions.")
+@click.argument("version", type=click.IntRange(1, MAX_VERSION))
+@click.option("--reason", required=True, callback=require_text, help="Why; it goes to the journal of promotions.")
 @model_options
 def promote(config: Config, version: int, reason: str) -> None:
     """Make a version champion, whatever the gate says."""
@@ -85,8 +100,10 @@ def promote(config: Config, version: int, reason: str) -> None:
 
 
 @models_command.command()
-@click.argument("version", type=int)
-@click.option("--reason", required=True, help="Why; it is kept beside the journal of promotions.")
+@click.argument("version", type=click.IntRange(1, MAX_VERSION))
+@click.option(
+    "--reason", required=True, callback=require_text, help="Why; it is kept beside the journal of promotions."
+)
 @model_options
 def decline(config: Config, version: int, reason: str) -> None:
     """Say that a version is no champion, whatever the gate says, until somebody promotes it."""

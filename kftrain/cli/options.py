@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kftrain.printable import printable
 
@@ -23,6 +24,14 @@ override_option = click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key, e.g. train.steps=200; repeatable."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def require_text(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Raises BadParameter for an option that was given as an empty text, as by an unset variable."""
+    assert parameter.name is not None
+    if not value.strip() and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
+        raise click.BadParameter("it is empty")
+    return value
 
 
 def config_options(command: Command) -> Command:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import shlex
 import sys
@@ -19,7 +20,7 @@ from kftrain import storage
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
-from kftrain.cli.options import config_options, echo
+from kftrain.cli.options import config_options, echo, require_text
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, StorageError
 from kftrain.process import channel
@@ -40,7 +41,13 @@ ARGUMENTS = "arguments.json"
 @click.option(
     "--workdir", metavar="FOLDER", default=".", help="Relative paths start here; default: the current folder."
 )
-@click.option("--resume", metavar="RUN", default="", help="Go on with a run: its id, or the URI of its folder.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    default="",
+    callback=require_text,
+    help="Go on with a run: its id, or the URI of its folder.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the jobs of training and evaluation, and do nothing.")
 def run_command(
     config_file: tuple[str, ...], overrides: tuple[str, ...], workdir: str, resume: str, dry_run: bool
@@ -54,8 +61,15 @@ def run_command(
     if dry_run:
         echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
         return 0
+    require_installed("kfp")
     kept = (RunPaths.of(config.run.storage_root, resume_run).config,) if resume_run else ()
     return _conclude(*run_here(config, resume_run, folder, started_by(config_file or kept, overrides, workdir)))
+
+
+def require_installed(module: str) -> None:
+    """Raises ModuleNotFoundError, as importing it would: the pipeline's process could not say so any more."""
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 class Ended(NamedTuple):

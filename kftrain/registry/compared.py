@@ -124,7 +124,7 @@ def _chosen(
 def _number(model_name: str, name: str, aliases: dict[str, int]) -> int:
     """The version that a name means. Raises TrackingError for an alias that is not there."""
     digits = name.removeprefix("v")
-    if digits.isdecimal():
+    if digits.isdecimal() and len(digits) < 10:
         return int(digits)
     alias = name.removeprefix("@")
     if alias not in aliases:

@@ -17,10 +17,15 @@ MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
 
 
+MAX_MODEL_NAME_CHARACTERS = 256
+"""What MLflow's databases hold."""
+
+
 def check_run(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
     check_batch(config)
     check_model(config)
+    check_model_name(config.model_name)
     check_free_space(config)
     require_private_credentials(config.tracking)
     tracking.check(config.tracking.uri)
@@ -35,6 +40,13 @@ def check_model(config: Config) -> None:
     arguments = build_task(config.task).model_arguments() if is_ours else None
     check_options(config.model, arguments)
     config.parallel.require_fitting(splits_of(config.model, arguments))
+
+
+def check_model_name(name: str) -> None:
+    """Raises ConfigError for the name of a registered model that MLflow refuses, or that cannot be searched for."""
+    if len(name) > MAX_MODEL_NAME_CHARACTERS or set(name) & set("/:'\"`\\"):
+        fix = f"at most {MAX_MODEL_NAME_CHARACTERS} characters, without quotes, slashes and colons"
+        raise ConfigError("no name of a registered model", where="registry.model_name", value=name, fix=fix)
 
 
 def check_batch(config: Config) -> None:

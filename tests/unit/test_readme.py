@@ -1,5 +1,6 @@
 """What the documents say of the repository must not lie."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -38,3 +39,20 @@ def test_every_command_of_the_program_stands_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     hidden = {"worker"}
     assert [name for name in COMMANDS if name not in hidden and name not in readme] == []
+
+
+def test_the_readme_does_not_say_that_tensor_parallelism_is_not_there():
+    (missing,) = re.findall(r"Other schedulers, (.*?)are\snot there yet", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "tensor" not in missing and "pipeline" in missing
+
+
+def test_every_line_that_installs_takes_the_versions_that_are_tested():
+    """PyPI's newest torch is none that was tested, and 5 GB with CUDA."""
+    readme = (ROOT / "README.md").read_text()
+    lines = [line for line in readme.splitlines() if line.startswith("pip install")]
+    assert len(lines) == 3 and all("-c constraints.txt" in line for line in lines)
+    assert all("--extra-index-url $CPU" in line for line in lines if "[train" in line or "[all" in line)
+    extras = (ROOT / "pyproject.toml").read_text()
+    (tested,) = re.findall(r"torch==2\.(\d+)", (ROOT / "constraints.txt").read_text())
+    assert f'"torch>=2.11,<2.{int(tested) + 1}"' in extras
+    assert re.search(r'^all = \[.*"pytest>=', extras, re.MULTILINE), "what `kftrain init` writes has tests"

@@ -46,6 +46,7 @@ MODULES = {"commit": commit, "open_write": storage}
 def run(rank, folder):
     world = checkpoints.one_of_two(folder, rank)
     writer = checkpoints.writer_of(RunPaths(f"{folder}/runs/r"), world)
+    writer.bad_samples = {31, 30}
     seen = {}
     for step, (name, (failing_rank, effect, error, _)) in enumerate(FAILURES.items(), start=1):
         with pytest.MonkeyPatch.context() as patch:
@@ -86,3 +87,5 @@ def test_all_processes_raise_the_same_at_once(tmp_path):
         assert {name: [kind, code] for name, (kind, code, _) in seen.items()} == expected
         assert max(seconds for _, _, seconds in seen.values()) < checkpoints.TIMEOUT.total_seconds() / 2
     assert [name.step for name in commit.committed(paths)] == [len(FAILURES)]
+    last = storage.join(paths.checkpoints, str(commit.committed(paths)[0]))
+    assert commit.read_checkpoint_manifest(last)[0].bad_samples == (30, 31), "what was left out"

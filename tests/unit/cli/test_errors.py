@@ -1,5 +1,6 @@
 """What a wrong command looks like: one line, and the code that says whose fault it is."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -34,16 +35,34 @@ def run(*arguments):
         (["compile", "-o", "nowhere/p.yaml"], 10, ["--output", "nowhere/p.yaml"]),
         (["config", "show", "--nope"], 2, ["--nope", "kftrain config show --help"]),
         (["nope"], 2, ["No such command 'nope'"]),
+        (["run", "--resume", ""], 2, ["'--resume'", "it is empty"]),
+        (["submit", "--resume", " "], 2, ["'--resume'", "it is empty"]),
+        (["models", "promote", "1", "--reason", ""], 2, ["'--reason'", "it is empty"]),
+        (["models", "promote", "9" * 30, "--reason", "x"], 2, ["VERSION", "is not in the range"]),
+        (["models", "compare"], 15, ["there is no such database", "mlflow.db"]),
+        (["models", "audit", "--set", "tracking.uri=sqlite:///c.yaml"], 15, ["not an sqlite database"]),
+        (["config", "show", "--set", "optimizer.kind=adam"], 10, ["did you mean 'adamw'?"]),
+        (["config", "show", "--set", "train.learning_rate=1"], 10, ["did you mean 'optimizer.learning_rate'?"]),
     ],
 )
 def test_a_wrong_command_is_one_line_on_stderr_and_its_exit_code(arguments, code, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text("")
+    (tmp_path / "c.yaml").write_text("{}  # no database\n")
     assert run(*arguments) == code
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("kftrain: error: ") and err.count("\n") == 1
     assert all(part in err for part in parts)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_without_kfp_the_package_that_is_missing_is_named(capfd, tmp_path, monkeypatch):
+    """The pipeline's process ended without saying why."""
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kfp" else found(name))
+    assert run("run") == 10
+    assert "kfp is needed for this; pip install 'kftrain[kfp]'" in capfd.readouterr().err
 
 
 def test_a_broken_yaml_file_is_refused_in_one_line(capfd, tmp_path):

@@ -114,6 +114,8 @@ def check_harmless(html: str) -> Reader:
 def test_pages_are_well_formed_and_load_nothing(pages: Pages) -> None:
     for html in pages.values():
         check_harmless(html)
+        (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', html)
+        assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         assert not re.search(r"https?://|\bsrc=(?!\"data:image/png;base64,)|href=|@import|url\(|<script", html)
 
 
@@ -369,7 +371,7 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
             "raise launch.timeout_seconds. Go on",
             "kftrain run --resume 's3://bucket/runs/my run'",
         ),
-        (lambda: ConfigError("unknown key"), "another task, model or optimizer needs a new run", "kftrain run"),
+        (lambda: ConfigError("unknown key"), "Correct the setting that is named.", "kftrain run"),
         (lambda: FencedError("fenced"), "nothing is lost", None),
         (
             lambda: DivergedError("loss is NaN"),

@@ -263,7 +263,7 @@ def test_a_step_that_diverges_is_not_committed_where_its_checkpoint_would_come_o
     assert stopped.saved == [(3, 12)] and len(stopped.events) == 5
 
 
-def test_samples_that_are_left_out_are_counted_and_saved_and_too_many_end_the_run(make):
+def test_samples_that_are_left_out_are_counted_and_saved_and_too_many_end_the_run(make, monkeypatch):
     def bad(*numbers):
         return [BadSample(number, DataError("damaged")) for number in numbers]
 
@@ -274,6 +274,12 @@ def test_samples_that_are_left_out_are_counted_and_saved_and_too_many_end_the_ru
     assert loop.run(0) == 10
     assert [values.get("bad_samples") for _, values, *_ in fakes.points if values != "validation"] == [2, 2, 3]
     assert sorted(loop._saves._writer.bad_samples) == [30, 31, 40]
+    resumed, before = Fakes(), SimpleNamespace(bad_samples=(30, 99), selection=None, parts={}, files=(), step=6)
+    resumed.state = SimpleNamespace(save=dict, require_same=lambda *_: None, load=lambda _: None)
+    loop = make(resumed, "data.max_bad_samples=3")
+    monkeypatch.setattr(loop_module.load, "load_into", lambda *_: None)
+    assert loop.resume(SimpleNamespace(manifest=before, uri="")) == 6
+    assert sorted(loop._saves._writer.bad_samples) == [30, 99]
     again = Fakes()
     again.undecodable = fakes.undecodable
     with pytest.raises(DataError, match="3 samples cannot be decoded"):
