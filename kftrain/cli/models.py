@@ -22,8 +22,7 @@ from kftrain.report.comparison import headline
 from kftrain.report.versions import VersionComparison, called, to_plain
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve
-from kftrain.tracking import endpoint
+from kftrain.stages import preflight, resolve
 
 MAX_VERSION = 2**31 - 1
 """What MLflow's databases hold."""
@@ -49,21 +48,11 @@ def model_options(command: Callable[..., int | None]) -> Callable[..., int | Non
             config = configuration.parse(saved.to_yaml(), overrides, where=run_uri)
         else:
             config = resolve.anchored(configuration.load(config_file, overrides), ".")
-        _require_database(config.tracking.uri)
+        preflight.require_database(config.tracking.uri)
         return command(config, **others)
 
     run = click.option("--run", "run_uri", metavar="RUN_URI", help="Take the configuration of this run.")
     return run(config_options(configured))
-
-
-def _require_database(uri: str) -> None:
-    """Raises TrackingError where a file is to be read that is not there, which MLflow would make, or is no database."""
-    path = endpoint.sqlite_path(uri)
-    if path is None:
-        return
-    if not path.is_file():
-        raise TrackingError("there is no such database", where="tracking.uri", value=uri, fix="check --config or --run")
-    endpoint.probe_database(path)
 
 
 @models_command.command()

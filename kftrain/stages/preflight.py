@@ -7,11 +7,11 @@ import shutil
 
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, TrackingError
 from kftrain.models.signature import check_options, splits_of
 from kftrain.tasks import build_task
 from kftrain.tasks.registry import BUILT_IN as TASKS
-from kftrain.tracking.endpoint import require_private_credentials
+from kftrain.tracking.endpoint import probe_database, require_private_credentials, sqlite_path
 
 MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
@@ -47,6 +47,16 @@ def check_model_name(name: str) -> None:
     if len(name) > MAX_MODEL_NAME_CHARACTERS or set(name) & set("/:'\"`\\"):
         fix = f"at most {MAX_MODEL_NAME_CHARACTERS} characters, without quotes, slashes and colons"
         raise ConfigError("no name of a registered model", where="registry.model_name", value=name, fix=fix)
+
+
+def require_database(uri: str) -> None:
+    """Raises TrackingError where a file is to be read that is not there, which MLflow would make, or is no database."""
+    path = sqlite_path(uri)
+    if path is None:
+        return
+    if not path.is_file():
+        raise TrackingError("there is no such database", where="tracking.uri", value=uri, fix="check --config or --run")
+    probe_database(path)
 
 
 def check_batch(config: Config) -> None:
