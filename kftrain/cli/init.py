@@ -37,7 +37,7 @@ def init_command(folder: str) -> None:
     package = package_name(root)
     paths = written(root, package)
     echo("\n".join(f"wrote {path}" for path in paths))
-    echo(f"next: cd {shlex.quote(folder)} && python -m pytest && PYTHONPATH=$PWD kftrain run --config config.yaml")
+    echo(f"next: cd {shlex.quote(str(root))} && python -m pytest && PYTHONPATH=$PWD kftrain run --config config.yaml")
 
 
 def package_name(root: Path) -> str:

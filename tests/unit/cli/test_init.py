@@ -1,6 +1,7 @@
 """`kftrain init`: what it writes is a project that can be built; docs/tutorial.md trains it (slow)."""
 
 import runpy
+import shlex
 import sys
 
 import numpy as np
@@ -36,15 +37,20 @@ def test_every_template_is_written_and_named_in_what_is_printed(project, capsys)
     assert not [path for path in project.rglob("*.py") if "{" + "{" in path.read_text()]
 
 
-def test_what_is_printed_names_each_file_and_what_to_do_next(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("folder", ["wine_there", "wines of there"])
+def test_what_is_printed_names_each_file_and_what_to_do_next(tmp_path, monkeypatch, capsys, folder):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SystemExit):
-        cli.main(["init", "~/wine_there"])
+        cli.main(["init", f"~/{folder}"])
     *wrote, following = capsys.readouterr().out.splitlines()
-    files = [path for path in (tmp_path / "wine_there").rglob("*") if path.is_file()]
+    files = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert sorted(wrote) == sorted(f"wrote {path}" for path in files) and len(files) == len(init.FILES)
     assert following.split(": ", 1)[1].split(" && ") == [
-        *("cd ~/wine_there", "python -m pytest", "PYTHONPATH=$PWD kftrain run --config config.yaml")
+        *(
+            f"cd {shlex.quote(str(tmp_path / folder))}",
+            "python -m pytest",
+            "PYTHONPATH=$PWD kftrain run --config config.yaml",
+        )
     ]
 
 

@@ -16,7 +16,7 @@ from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.registry import AuditFinding
 from kftrain.report.versions import ReportedVersion, VersionComparison
 from kftrain.run.error import read_error
-from kftrain.stages import comparison
+from kftrain.stages import comparison, preflight
 
 HOSTILE = "caf\u00e9\x1b[2J\x1b]0;owned\x07\x1b[1A\r\x9b31m\u202e!"
 SHOWN = "caf\u00e9"
@@ -36,6 +36,7 @@ def assert_harmless(output):
 def test_models(monkeypatch):
     version = ReportedVersion(1, (HOSTILE,), problem=HOSTILE)
     found = VersionComparison("m", HOSTILE, "minimize", 0.95, 1, "d", [version])
+    monkeypatch.setattr(preflight, "require_database", lambda uri: None)
     monkeypatch.setattr(comparison, "compare_versions", lambda *arguments: found)
     assert_harmless(invoke("models", "compare"))
     monkeypatch.setattr(registry, "audit", lambda *arguments: [AuditFinding(1, f"tag {HOSTILE} differs")])
