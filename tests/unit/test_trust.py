@@ -37,6 +37,7 @@ IMPORTERS = {
     "checkpoint/reader.py": "an unpickler that knows what torch's own header consists of, and nothing else",
     "models/signature.py": "looks for a file after asking trust, and evaluates annotations of our own source",
     "registry/wheel.py": "looks for our own packages, and copies their list of entry points",
+    "cli/run.py": "looks whether kfp is there",
     "cli/init.py": "looks whether the name of a folder is free",
     "tracking/client.py": "looks whether mlflow is there",
 }
@@ -50,8 +51,8 @@ IMPORTING = {
 COMPUTED_ATTRIBUTES = {
     *("trust.py", "lazy.py", "cli/__init__.py", "remote.py", "outages.py", "checkpoint/reader.py"),
     *("process/liveness.py", "tasks/logits.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
-    *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/initialize.py", "parallel/wire.py"),
-    *("parallel/tensor_traffic.py", "parallel/gradients.py", "parallel/buffers.py", "parallel/topology.py"),
+    *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/wire.py"),
+    *("parallel/tensor_traffic.py", "parallel/buffers.py", "parallel/topology.py"),
     *("train/settings.py", "train/attributes.py", "registry/gate.py", "data/mixing.py", "data/settings.py"),
     *("data/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
 }
@@ -142,4 +143,4 @@ def test_a_comparison_does_not_run_what_another_runs_configuration_names(tmp_pat
     storage.publish(planted.config, own.model_copy(update={"task": task}).to_yaml())
     monkeypatch.setattr(comparison, "is_stream", lambda schema: True)
     version = comparison._reported(ComparedVersion(2, reference=reference_to(planted.uri)), Trust.of(own))
-    assert "this code may not run here" in version.problem and not called.exists()
+    assert "neither built-in nor one that may be built here" in version.problem and not called.exists()

@@ -112,10 +112,10 @@ def test_a_run_is_submitted_and_followed(server, tmp_path, capfd):
 
     submit.POLL_SECONDS, before = 0.01, submit.POLL_SECONDS
     try:
-        run.wait(timeout_seconds=600)
+        assert run.wait(timeout_seconds=600) == "the run succeeded"
     finally:
         submit.POLL_SECONDS = before
-    assert capfd.readouterr().err.splitlines()[-1] == "the run succeeded"
+    assert capfd.readouterr().err.splitlines()[-1] == "shard: running"
 
 
 def test_what_cannot_run_on_a_cluster_is_not_submitted(monkeypatch):

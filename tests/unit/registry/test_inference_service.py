@@ -13,6 +13,7 @@ from kftrain.config import parse
 from kftrain.errors import ConfigError
 from kftrain.registry.inference_service import inference_service
 from kftrain.registry.reference import Reference
+from kftrain.stages import preflight
 
 FIELDS = ("run_uri", "checkpoint_digest", "dataset_digest", "training_digest", "evaluation_digest")
 REFERENCE = Reference(export_uri="s3://m/runs/r/export/e", export_digest="d" * 64, **dict.fromkeys(FIELDS, "x"))
@@ -117,6 +118,7 @@ def test_a_name_that_no_service_can_have_is_refused(name):
 
 def test_the_command_prints_a_document_that_kubectl_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "find_version", lambda config, name: (3, REFERENCE))
+    monkeypatch.setattr(preflight, "require_database", lambda uri: None)
     (tmp_path / "c.yaml").write_text(CONFIG)
     arguments = ["models", "deploy", "champion", "--render", "--config", str(tmp_path / "c.yaml")]
     done = CliRunner().invoke(cli, arguments)

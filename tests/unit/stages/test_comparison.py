@@ -15,7 +15,7 @@ from kftrain.registry import ComparedVersion, ComparedVersions
 from kftrain.registry.reference import Reference
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Evaluation, read
-from kftrain.stages import comparison, register
+from kftrain.stages import comparison, preflight, register
 from kftrain.stages.comparison import compare_versions
 
 
@@ -82,7 +82,8 @@ def test_code_that_another_run_names_is_not_called(run, registered, tmp_path, mo
     assert "planted:Task" in version.problem and "trusted_kinds" in version.problem
 
 
-def test_the_command_writes_a_page_and_markdown_and_says_where(run, registered, tmp_path):
+def test_the_command_writes_a_page_and_markdown_and_says_where(run, registered, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "require_database", lambda uri: None)
     paths, _ = run
     page, text = tmp_path / "new" / "c.html", tmp_path / "c.md"
     done = CliRunner().invoke(cli, ["models", "compare", "--run", paths.uri, "--html", page, "--markdown", text])
