@@ -19,6 +19,7 @@ from kftrain.errors import BUG_CODE, error_to_dict, print_traceback
 from kftrain.process.parent_death import die_with_parent
 from kftrain.run.paths import RunPaths
 from kftrain.train.reading import samples_and_decoding
+from kftrain.trust import permit
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -32,7 +33,7 @@ def main(descriptor: int, parent: int) -> int:
         return 0
     greeting, _ = received
     try:
-        resolved = Config.model_validate(greeting["config"])
+        resolved = permit(Config.model_validate(greeting["config"]))
         outages.limit(resolved.launch.timeout_seconds / 2)
         decode_rows(connection, *samples_and_decoding(RunPaths(greeting["run"]), resolved))
     except Exception as error:  # noqa: BLE001 - the last line of defence of a process: the one who asks raises it
