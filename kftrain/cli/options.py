@@ -34,6 +34,15 @@ def require_text(context: click.Context, parameter: click.Parameter, value: str)
     return value
 
 
+resume_option = click.option(
+    "--resume",
+    metavar="RUN",
+    default="",
+    callback=require_text,
+    help="Go on with a run: its id, or the URI of its folder.",
+)
+
+
 def config_options(command: Command) -> Command:
     """`--config` and `--set`."""
     return config_file_option(override_option(command))

@@ -20,7 +20,7 @@ from kftrain import storage
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
-from kftrain.cli.options import config_options, echo, require_text
+from kftrain.cli.options import config_options, echo, resume_option
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, StorageError
 from kftrain.process import channel
@@ -41,13 +41,7 @@ ARGUMENTS = "arguments.json"
 @click.option(
     "--workdir", metavar="FOLDER", default=".", help="Relative paths start here; default: the current folder."
 )
-@click.option(
-    "--resume",
-    metavar="RUN",
-    default="",
-    callback=require_text,
-    help="Go on with a run: its id, or the URI of its folder.",
-)
+@resume_option
 @click.option("--dry-run", is_flag=True, help="Print the jobs of training and evaluation, and do nothing.")
 def run_command(
     config_file: tuple[str, ...], overrides: tuple[str, ...], workdir: str, resume: str, dry_run: bool

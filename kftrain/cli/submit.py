@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kftrain.cli.compile import compiling_with, launcher_options
-from kftrain.cli.options import Command, config_options, echo, require_text
+from kftrain.cli.options import Command, config_options, echo, resume_option
 from kftrain.cli.run import resolved
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, LaunchError, UnavailableError
@@ -55,13 +55,7 @@ def connection_options(command: Command) -> Command:
 @connection_options
 @click.option("--experiment", default="", help="Of Kubeflow; default: named as that of MLflow.")
 @click.option("--name", "run_name", default="", help="What the UI calls the run; default: its name and the time.")
-@click.option(
-    "--resume",
-    metavar="RUN",
-    default="",
-    callback=require_text,
-    help="Go on with a run: its id, or the URI of its folder.",
-)
+@resume_option
 @click.option("--steps-image", help="Image of the steps; default: the one of this version.")
 @launcher_options
 @click.option("--wait", is_flag=True, help="Follow the run; exit 0 only if it succeeds.")
