@@ -92,7 +92,8 @@ def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_proces
 def test_a_model_that_each_process_draws_anew_is_that_of_rank_0_and_goes_on_after_a_kill(tmp_path):
     """Part of it has no gradient, and so no state of the optimizer but the first one."""
     kinds = ["model.kind=helpers.drawn_models:FromNowhere", "task.kind=helpers.scripted_task:ScriptedTask"]
-    paths, resolved = jobs.make_run(tmp_path, kinds)
+    # The kill at step 12 must come after the commit of step 10.
+    paths, resolved = jobs.make_run(tmp_path, [*kinds, "checkpoint.asynchronous=false"])
     killed = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 12, "rank": 1, "do": "kill"}))
     assert killed.returncode == 137, killed.stdout + killed.stderr
     assert (
