@@ -27,6 +27,7 @@ def shard(
     metrics: Output[Metrics],
     summary: Output[Markdown],
     report: Output[HTML],
+    next_step: dsl.OutputPath(str),
     config_json: dict[str, Any] = {},
     created: str = "",
 ) -> str:
@@ -50,6 +51,7 @@ def shard(
         metrics: Numbers of samples, shards and bytes.
         summary: The same as text.
         report: Counts, sizes, classes, findings and some samples of the dataset.
+        next_step: `train`, or `finish` where a scheduled run has nothing to do.
         config_json: The configuration as an object; wins over `config`, key by key.
         created: When the pipeline run was created; a scheduled one was due at the last time before.
 
@@ -66,4 +68,4 @@ def shard(
     pods: Knobs = {"trainer_image": trainer_image, "queue": queue}
     knobs = {**names, **training, **job, **pods}
     outcome = shard_from_pipeline(config, knobs, resume_run, job_id, values=config_json, created=created)
-    return save(outcome, shards, metrics, html=report, markdown=summary)
+    return save(outcome, shards, metrics, html=report, markdown=summary, next_step=next_step)

@@ -22,9 +22,11 @@ from kftrain.process.signals import INTERRUPT, handled
 
 OWN_PIPELINE = "-"
 
-
 CREATED = "{{$.pipeline_job_create_time_utc}}"
 """What Kubeflow replaces by the time at which a run was created, and `kfp.local` does not know."""
+
+NEXT_STEP = "inputs.parameter_values['pipelinechannel--shard-next_step']"
+"""What `kfp.local` finds no value of. So here all steps run: those after the first one see that there is nothing to do."""
 
 
 def main() -> None:
@@ -46,7 +48,8 @@ def run(spec: str, arguments: dict[str, object], root: str) -> None:
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=root, workspace_root=str(workspace))
     text = compiled() if spec == OWN_PIPELINE else Path(spec).read_text()
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    components.load_component_from_text(text.replace(CREATED, now))(**arguments)
+    text = text.replace(CREATED, now).replace(NEXT_STEP, "('train')")
+    components.load_component_from_text(text)(**arguments)
 
 
 def _note_stop(_number: int, _frame: FrameType | None) -> None:

@@ -318,6 +318,7 @@ def _outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
     return Outcome(
         run_uri=paths.uri,
         summary={"result": f"nothing to do: {skipped.line}", "run_uri": paths.uri, "why": skipped.why},
+        next_step="finish",
         html=report.skipped_html(paths.uri, skipped.line),
         markdown=report.skipped_markdown(paths.uri, skipped.line),
     )

@@ -53,6 +53,8 @@ class Outcome:
     confusion: Confusion | None = None
     comparison: str = ""
     """A page of several versions."""
+    next_step: str = "train"
+    """Of the first stage: `finish` where there is nothing to do."""
 
     def to_json(self) -> str:
         """The summary in its own order, so that a preview of the first lines can be read by a person."""
@@ -72,6 +74,7 @@ def save(
     markdown: Artifact | None = None,
     confusion: ClassificationArtifact | None = None,
     comparison: Artifact | None = None,
+    next_step: str = "",
 ) -> str:
     """Writes an outcome into a component's artifacts. Returns the run's URI, its output parameter."""
     pages = ((html, outcome.html), (markdown, outcome.markdown), (comparison, outcome.comparison or NO_COMPARISON))
@@ -82,6 +85,8 @@ def save(
     if metrics is not None:
         for name, value in finite_metrics(outcome.metrics).items():
             metrics.log_metric(name, value)
+    if next_step:  # the file that Kubeflow reads it from
+        _write(next_step, outcome.next_step)
     if confusion is not None:
         _save_confusion(confusion, outcome.confusion)
     return outcome.run_uri

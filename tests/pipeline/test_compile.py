@@ -13,6 +13,7 @@ import yaml
 from helpers import crds
 
 from kftrain import __version__, cli, storage
+from kftrain.cli import runner
 from kftrain.components.images import STEPS_IMAGE
 from kftrain.pipelines.compile import compiled, manifests, version_name
 from kftrain.pipelines.train import SECRETS, train_pipeline
@@ -153,11 +154,50 @@ def test_finished_workflows_go_and_a_stuck_one_ends(platform):
 
 def test_the_graph_is_one_chain_inside_one_exit_handler(spec):
     assert spec["root"]["dag"]["tasks"].keys() == {"exit-handler-1", "finish"}
-    inner = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
-    depends = {name: task.get("dependentTasks", []) for name, task in inner.items()}
-    assert depends == {"shard": [], "train": ["shard"], "evaluate": ["train"], "register": ["evaluate"]}
+    assert depends_in(spec, "exit-handler-1") == {"shard": [], "condition-2": ["shard"]}
+    assert depends_in(spec, "condition-2") == {"train": [], "evaluate": ["train"], "register": ["evaluate"]}
     finish = spec["root"]["dag"]["tasks"]["finish"]
     assert finish["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+
+
+def depends_in(spec, group):
+    tasks = spec["components"][f"comp-{group}"]["dag"]["tasks"]
+    return {name: task.get("dependentTasks", []) for name, task in tasks.items()}
+
+
+def pods(spec, dag, next_step):
+    """Names of the pods that Kubeflow starts: a driver for each group and each step, and for a step one that works.
+
+    The driver of a group reads its condition; where that is false it is the only pod of the group.
+    """
+    found = []
+    for name, task in dag["tasks"].items():
+        condition = task.get("triggerPolicy", {}).get("condition")
+        component = spec["components"][task["componentRef"]["name"]]
+        found.append(f"{name}-driver")
+        if condition is not None and not eval(condition.replace(runner.NEXT_STEP, repr(next_step))):
+            continue
+        found += pods(spec, component["dag"], next_step) if "dag" in component else [name]
+    return found
+
+
+def test_a_run_that_has_nothing_to_do_works_in_its_first_step_and_in_the_exit_handler(spec):
+    """With the driver of the whole these are 7 pods, one after another, where a run that trains has 13."""
+    started = {next_step: pods(spec, spec["root"]["dag"], next_step) for next_step in ("train", "finish")}
+    working = {next_step: {name for name in names if name in STEPS} for next_step, names in started.items()}
+    assert working == {"train": STEPS, "finish": {"shard", "finish"}}
+    assert {next_step: 1 + len(names) for next_step, names in started.items()} == {"train": 13, "finish": 7}
+
+
+@pytest.mark.parametrize("next_step", ["train", "finish"])
+def test_the_first_step_says_what_is_next_where_kubeflow_reads_it(spec, tmp_path, monkeypatch, next_step):
+    monkeypatch.setattr(STAGES["shard"], lambda *arguments, **named: Outcome("uri", {}, next_step=next_step))
+    scope = {}
+    exec(containers(spec)["shard"]["command"][-1], scope)
+    names = inspect.signature(scope["shard"]).parameters
+    outputs = dict.fromkeys(names, MagicMock(path=f"{tmp_path}/artifact")) | {"next_step": f"{tmp_path}/outputs/next_step"}
+    assert scope["shard"](**outputs) == "uri"
+    assert Path(outputs["next_step"]).read_text() == next_step
 
 
 def test_every_parameter_is_used_and_defaults_to_leaving_the_configuration_alone(spec):

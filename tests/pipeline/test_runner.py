@@ -13,7 +13,9 @@ import pytest
 from kfp import dsl
 from kfp.compiler import Compiler
 
+from kftrain.cli import runner
 from kftrain.cli.child import PipelineProcess
+from kftrain.pipelines.compile import compiled
 from kftrain.progress import unmarked
 from kftrain.stages import parameters
 
@@ -110,6 +112,32 @@ def test_a_run_was_created_when_it_is_started(tmp_path):
     assert process.follow([].append) == 0
     found = datetime.strptime((tmp_path / "found").read_text(), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     assert abs(datetime.now(timezone.utc) - found) < timedelta(hours=1)
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def shard(uri: str, next_step: dsl.OutputPath(str)) -> str:
+    from pathlib import Path
+
+    Path(next_step).parent.mkdir(parents=True, exist_ok=True)
+    Path(next_step).write_text("finish")
+    return uri
+
+
+@dsl.pipeline(name="conditional")
+def conditional(path: str, uri: str) -> None:
+    first = shard(uri=uri)
+    with dsl.If(first.outputs["next_step"] != "finish", name="something-to-do"):
+        note(path=path, created=first.outputs["Output"])
+
+
+def test_all_steps_run_here_whatever_the_first_one_says_is_next(tmp_path):
+    """kfp's local runner takes a condition on an output with a name for false, and the run would end without a model."""
+    Compiler().compile(conditional, str(tmp_path / "spec.yaml"))
+    (tmp_path / "arguments.json").write_text(json.dumps({"path": f"{tmp_path}/found", "uri": "bob's \\run"}))
+    process = PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {})
+    assert process.follow([].append) == 0
+    assert (tmp_path / "found").read_text() == "bob's \\run"
+    assert runner.NEXT_STEP in compiled()
 
 
 def alive_in_session(leader, patience_seconds=120.0):

@@ -91,10 +91,11 @@ BROKEN = LaunchError("the job has failed", where="job")
 
 
 def test_a_night_takes_its_instant_and_the_next_one_has_nothing_to_do(nights):
-    assert nights.night(0, "a").summary["result"].startswith("shards written")
+    first = nights.night(0, "a")
+    assert first.summary["result"].startswith("shards written") and first.next_step == "train"
     assert nights.history.keys() == ["20261101T020000Z"]
     skipped = nights.begin(1, "b")
-    assert skipped.summary["why"] == "unchanged"
+    assert skipped.summary["why"] == "unchanged" and skipped.next_step == "finish"
     assert "nothing has changed since tiny-a" in skipped.summary["result"]
     for stage in (train, evaluate, register):
         assert stage(skipped.run_uri, nights.lines.append).summary == skipped.summary
