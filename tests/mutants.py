@@ -762,6 +762,20 @@ MUTANTS = [
         "tests/unit/stages/test_firing.py -k not_at_work",
     ),
     Mutant(
+        "a run that has nothing to do starts the pods of all steps",
+        "kftrain/stages/firing.py",
+        '        next_step="finish",\n',
+        "",
+        "tests/unit/stages/test_firing.py -k takes_its_instant",
+    ),
+    Mutant(
+        "a run on a laptop ends after its first step",
+        "kftrain/cli/runner.py",
+        """.replace(NEXT_STEP, "('train')")""",
+        "",
+        "tests/pipeline/test_runner.py -k whatever_the_first",
+    ),
+    Mutant(
         "a first step that runs again trains what it has left to the next run",
         "kftrain/stages/firing.py",
         "    if before is not None and history.ended(key) is not None:",

@@ -1,6 +1,7 @@
 """Scheduled runs: which instant a run works for, why it may have nothing to do, and what is said when it has ended.
 
-A run that has nothing to do succeeds: the first step writes `SKIPPED.json` into its folder, and the others end at once.
+A run that has nothing to do succeeds: the first step writes `SKIPPED.json` into its folder. Kubeflow starts none of the
+others then; elsewhere they end at once.
 """
 
 from __future__ import annotations
