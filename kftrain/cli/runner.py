@@ -26,7 +26,7 @@ CREATED = "{{$.pipeline_job_create_time_utc}}"
 """What Kubeflow replaces by the time at which a run was created, and `kfp.local` does not know."""
 
 NEXT_STEP = "inputs.parameter_values['pipelinechannel--shard-next_step']"
-"""What `kfp.local` finds no value of. So here all steps run: those after the first one see that there is nothing to do."""
+"""What `kfp.local` finds no value of. So all steps run here; those after the first see that there is nothing to do."""
 
 
 def main() -> None:

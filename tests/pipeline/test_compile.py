@@ -195,7 +195,9 @@ def test_the_first_step_says_what_is_next_where_kubeflow_reads_it(spec, tmp_path
     scope = {}
     exec(containers(spec)["shard"]["command"][-1], scope)
     names = inspect.signature(scope["shard"]).parameters
-    outputs = dict.fromkeys(names, MagicMock(path=f"{tmp_path}/artifact")) | {"next_step": f"{tmp_path}/outputs/next_step"}
+    outputs = dict.fromkeys(names, MagicMock(path=f"{tmp_path}/artifact")) | {
+        "next_step": f"{tmp_path}/outputs/next_step"
+    }
     assert scope["shard"](**outputs) == "uri"
     assert Path(outputs["next_step"]).read_text() == next_step
 

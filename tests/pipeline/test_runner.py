@@ -131,7 +131,7 @@ def conditional(path: str, uri: str) -> None:
 
 
 def test_all_steps_run_here_whatever_the_first_one_says_is_next(tmp_path):
-    """kfp's local runner takes a condition on an output with a name for false, and the run would end without a model."""
+    """kfp's local runner takes a condition on a named output for false, and the run would end without a model."""
     Compiler().compile(conditional, str(tmp_path / "spec.yaml"))
     (tmp_path / "arguments.json").write_text(json.dumps({"path": f"{tmp_path}/found", "uri": "bob's \\run"}))
     process = PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {})
