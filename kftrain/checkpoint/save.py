@@ -88,6 +88,7 @@ class CheckpointWriter:
         committed_step: int,
         timeout_seconds: float = math.inf,
         sound_so_far: Callable[[], Callable[[], None]] = lambda: lambda: None,
+        keep_every: int = 0,
     ) -> None:
         """`sound_so_far` gives what raises, perhaps after a while, where nothing may be made of the data read by now.
 
@@ -96,7 +97,7 @@ class CheckpointWriter:
         self._paths = paths
         self._world = world
         self._identity = identity
-        self._keep_last = keep_last
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds = timeout_seconds
         self._sound_so_far = sound_so_far
         self._staging = Staging()
@@ -252,7 +253,8 @@ class CheckpointWriter:
         try:
             with storage.plain_errors(self._paths.uri):
                 best_step = selection.step if selection else 0
-                commit.retire(self._paths, self._keep_last, name.attempt, best_step)  # first: it makes room
+                # First: it makes room.
+                commit.retire(self._paths, self._keep_last, name.attempt, best_step, self._keep_every)
                 storage.publish_json(self._paths.history, history)
         except (OSError, RetryableError) as error:
             to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")

@@ -14,8 +14,12 @@ class CheckpointConfig(Section):
 
     interval_steps: Count = 100
     """Steps between checkpoints; the last step is always saved."""
+    interval_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """A checkpoint is also due when so much time has passed since the last one was begun; 0: by steps alone."""
     keep_last: Count = 2
     """Committed checkpoints that are kept."""
+    keep_every: Amount = 0
+    """Checkpoints at multiples of this step are kept for good, besides; 0: none."""
     keep_best: str = ""
     """A metric of the periodic evaluation. The checkpoint with its best value is kept whatever `keep_last` says, and is
     the one that is exported, evaluated and registered; empty: the last one is."""

@@ -11,6 +11,7 @@ import click
 from kftrain import __version__, outages
 from kftrain.cli.options import echo
 from kftrain.errors import BUG_CODE, ConfigError, InterruptedByUser, KftrainError, RetryableError, print_traceback
+from kftrain.process import signals
 
 EXTRAS = {
     **{"torch": "train", "safetensors": "train", "kfp": "kfp", "mlflow": "mlflow", "s3fs": "s3"},
@@ -91,10 +92,11 @@ def cli(ctx: click.Context) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The `kftrain` program.
 
-    An expected failure is one line on stderr and its exit code; a bug keeps its traceback.
+    An expected failure is one line on stderr and its exit code; a bug keeps its traceback. Asked to stop, it gives back
+    what it holds, such as the turn to change a schedule.
     """
     try:
-        with outages.telling_of_disks(""):
+        with signals.handled(signals.STOP, _leave), outages.telling_of_disks(""):
             code = cli.main(arguments, prog_name="kftrain", standalone_mode=False)
     except KftrainError as error:
         fail(error.line, error.exit_code)
@@ -110,6 +112,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - drivers of object stores raise what they like; the rest are bugs
         fail_unexpectedly(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    sys.exit(signals.shell_code(-number))
 
 
 def fail(line: str, code: int) -> NoReturn:

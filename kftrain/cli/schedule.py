@@ -33,6 +33,7 @@ from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
 from kftrain.stages import firing, remote, resolve
+from kftrain.tracking.runs import git_commit
 
 CHANGED = 1
 """Exit code of `diff` and `list` where something is not as the files say."""
@@ -264,6 +265,7 @@ def _content(schedule: Schedule, submission: Submission, pipeline_id: str, exper
         experiment_id=experiment_id,
         parameters=dict(submission.parameters),
         service_account=file.service_account,
+        description=f"managed by kftrain schedule: {schedule.where}, commit {git_commit() or 'unknown'}",
     )
 
 

@@ -25,6 +25,7 @@ from kftrain.kubeflow.submission import ENDED
 from kftrain.schedule.plan import Content, Recurring
 
 PAGE_SIZE = 100
+MAX_DESCRIPTION_LENGTH = 1000
 
 ENABLE, DISABLE = "ENABLE", "DISABLE"
 
@@ -54,6 +55,7 @@ class RecurringPipelines(Pipelines):
         reference = models.V2beta1PipelineVersionReference(pipeline_id=content.pipeline_id)
         document = models.V2beta1RecurringRun(
             display_name=content.name,
+            description=content.description[:MAX_DESCRIPTION_LENGTH],
             experiment_id=content.experiment_id,
             namespace=self._namespace,
             pipeline_version_reference=reference,

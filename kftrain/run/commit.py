@@ -250,17 +250,23 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     return found
 
 
-def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0) -> None:
-    """Deletes committed checkpoints beyond the newest `keep_last`, and what earlier attempts left half-written.
+def kept_of(names: list[CheckpointName], keep_last: int, best_step: int, keep_every: int) -> set[CheckpointName]:
+    """Of the committed checkpoints, newest first: the newest `keep_last`, `best_step`, and multiples of `keep_every`.
 
-    Those of `best_step` are kept.
+    0 stands for no step, and for no multiples.
+    """
+    forever = (name for name in names if name.step == best_step or (keep_every and name.step % keep_every == 0))
+    return {*names[:keep_last], *forever}
+
+
+def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0, keep_every: int = 0) -> None:
+    """Deletes committed checkpoints but `kept_of` them, and what earlier attempts left half-written.
 
     COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
     `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
     """
     attempts.require_held(paths, attempt)
-    names = committed(paths)
-    kept = {*names[:keep_last], *(name for name in names if name.step == best_step)}
+    kept = kept_of(committed(paths), keep_last, best_step, keep_every)
     for text in storage.list_names(paths.checkpoints):
         name = CheckpointName.parse(text)
         if name is None or name in kept:

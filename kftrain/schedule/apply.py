@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from kftrain.errors import LaunchError, UnavailableError
@@ -162,7 +162,7 @@ class Executor:
     def _call(self, action: Action, wanted: Wanted | None) -> bool:
         if isinstance(action, Create):
             assert wanted is not None
-            self.api.create(wanted.content)
+            self.api.create(replace(wanted.content, description=f"{wanted.content.description}; {action.why}"))
             self.progress(f"created, disabled: {wanted.content.cron} (UTC)")
         elif isinstance(action, Enable):
             self.api.enable(action.id)

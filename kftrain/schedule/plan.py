@@ -36,6 +36,8 @@ class Content:
     """The pipeline's version that it is held at; empty: each run has the newest one."""
     no_catchup: bool = True
     max_runs: int = MAX_RUNS
+    description: str = field(default="", compare=False)
+    """For people, on Kubeflow's page."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class Change(NamedTuple):
 class Create:
     """A new one, disabled."""
 
+    why: str = field(default="", compare=False)
+    """What changes with it."""
+
 
 @dataclass(frozen=True)
 class Disable:
@@ -104,7 +109,9 @@ def plan(wanted: Wanted | None, listed: Iterable[Recurring]) -> list[Action]:
     found = sorted(listed, key=lambda each: (not each.enabled, each.created, each.id))
     kept = next((each for each in found if wanted is not None and _is_same(each.content, wanted.content)), None)
     others = [each for each in found if each is not kept]
-    actions: list[Action] = [] if kept or wanted is None else [Create()]
+    actions: list[Action] = []
+    if wanted is not None and kept is None:
+        actions.append(Create("; ".join(map(str, changes_to(wanted, found)))))
     actions += [Disable(each.id) for each in others if each.enabled]
     if wanted is not None and wanted.enabled != (kept is not None and kept.enabled):
         identity = kept.id if kept else ""
@@ -146,7 +153,7 @@ def _flat(content: Content) -> dict[str, Any]:
         config: Any = layers.parse(str(text), CONFIG)
     except ConfigError:  # somebody has written something else there
         config = text
-    fields = {name: value for name, value in vars(content).items() if name not in ("name", "parameters")}
+    fields = {name: value for name, value in vars(content).items() if name not in ("name", "parameters", "description")}
     return {**fields, "parameters": parameters, CONFIG: config}
 
 

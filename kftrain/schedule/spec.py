@@ -44,6 +44,8 @@ class Schedule:
     file: ScheduleFile
     config: Config
     """Its section `schedule` is this one."""
+    where: str
+    """The file."""
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ def parse(text: str, where: str, folder: Path) -> Schedule:
         )
     _require_window(file, config, where)
     policy = {name: getattr(file, name) for name in Policy.model_fields}
-    return Schedule(file, config.model_copy(update={"schedule": ScheduleConfig(name=file.name, **policy)}))
+    return Schedule(file, config.model_copy(update={"schedule": ScheduleConfig(name=file.name, **policy)}), where)
 
 
 def _require_window(file: ScheduleFile, config: Config, where: str) -> None:

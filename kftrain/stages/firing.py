@@ -25,7 +25,7 @@ from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
-from kftrain.schedule.state import Firing, FiringEnd, History, Result, key_of, names_below
+from kftrain.schedule.state import BACKFILL, Firing, FiringEnd, History, Result, key_of, names_below
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.windows import leave_behind, with_scheduled_window
 
@@ -186,7 +186,7 @@ def record(config: Config, history: History, key: str, ended: FiringEnd, progres
     is_over = ended.result == "trained" or _is_registered(paths)
     if config.data.window.watermark and (is_over or (ended.result == "skipped" and _has_empty_window(config, paths))):
         leave_behind(config, paths, progress)
-    if not history.end(key, ended) or ended.result != "failed":
+    if not history.end(key, ended) or ended.result != "failed" or BACKFILL in key:  # who has started that follows it
         return
     count = history.failures_in_a_row()
     line = f"{name} has failed: {ended.line}"
@@ -210,7 +210,7 @@ def close_lost(
 ) -> list[tuple[str, str]]:
     """Ends firings below a storage root that nobody works on and nobody has ended: (schedule, run) of each.
 
-    What is left of a run that was deleted, or whose last pod was killed. Each counts as a failure.
+    What is left of a run that was deleted, or whose last pod was killed, which counts as a failure.
     """
     found = []
     for name in names_below(storage_root):
@@ -220,14 +220,20 @@ def close_lost(
                 continue
             found.append((name, firing.run_uri))
             if not dry_run:
-                _close(history, key, firing, now, progress)
+                is_gone = bool(firing.workflow) and cluster.read_workflow(firing.workflow) is None
+                _close(history, key, firing, now, progress, is_gone)
     return found
 
 
-def _close(history: History, key: str, firing: Firing, now: datetime, progress: Progress) -> None:
-    paths = RunPaths(firing.run_uri)
-    line = "the run has ended without saying why: it was deleted, or its last pod was killed"
-    ended = FiringEnd(result="failed", line=line, job_id=firing.job_id, run_uri=firing.run_uri, time=now.timestamp())
+def _close(
+    history: History, key: str, firing: Firing, now: datetime, progress: Progress, is_gone: bool = False
+) -> None:
+    """Ends a firing in the place of its run. `is_gone`: somebody has deleted its Workflow."""
+    paths, line = RunPaths(firing.run_uri), "the run was deleted"
+    result: Result = "canceled" if is_gone else "failed"
+    if not is_gone:
+        line = "the run has ended without saying why: it was deleted, or its last pod was killed"
+    ended = FiringEnd(result=result, line=line, job_id=firing.job_id, run_uri=firing.run_uri, time=now.timestamp())
     if _is_registered(paths):
         identity = documents.read(Fired, _fired_uri(paths)).identity
         ended = ended.model_copy(update={"result": "trained", "line": "the run succeeded", "identity": identity})

@@ -1,7 +1,7 @@
 """The training loop: from a committed checkpoint, or from nothing, to the last step.
 
 While a step is computed there is one small exchange: how many loss terms the next step has, whether anybody was told to
-stop, whether anybody's checkpoint is still being written. From it all processes take the same decision at the same
+stop, whether anybody's checkpoint is still being written or it is time for one. From it all processes take the same decision at the same
 step, so that none enters a collective alone. What a step has measured is looked at after the next one was asked for, so
 that an accelerator never waits for the host; or at once, where it is recorded or a checkpoint follows.
 """
@@ -47,6 +47,8 @@ class Control:
     """Whether a checkpoint is being written."""
     overdue: bool
     """Whether that takes longer than it may."""
+    due: bool
+    """Whether it is time for a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Loop:
                 done += 1
                 if ahead.batch is not None:  # the last save of the attempt settles the one before by itself
                     self._saves.go_on(ahead.control.busy, ahead.control.overdue)
-                self._after_step(done, ahead.control.busy)
+                self._after_step(done, ahead.control)
                 if self._best.is_enough:
                     break
         self._best.tell(done)
@@ -149,11 +151,11 @@ class Loop:
         batch, saves = next(batches, None), self._saves
         own = batch.num_terms if batch is not None and self._engine.mesh.counts_loss else 0
         bad_samples = [] if batch is None else batch.bad_samples
-        flags = (self._stop.requested, saves.busy, saves.overdue, bad_samples)
-        terms, stop, busy, overdue, bad, *sums = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
+        flags = [float(bool(each)) for each in (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)]
+        terms, stop, busy, overdue, due, bad, *sums = self._world.sum([own, *flags, *values])
         if bad:
             self._left_out.take(bad_samples)
-        return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0)), sums
+        return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0, due > 0)), sums
 
     def _take(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
         found: list[Ahead] = []
@@ -188,7 +190,7 @@ class Loop:
                 fix=fix_of(FailureClass.DIVERGED),
             )
 
-    def _after_step(self, done: int, busy: bool) -> None:
+    def _after_step(self, done: int, control: Control) -> None:
         config = self._config
         last = done == config.train.steps
         if last or done % config.train.log_interval_steps == 0:
@@ -198,10 +200,11 @@ class Loop:
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
             improved = self._validate(done)
         last = last or self._best.is_enough
-        if last or improved or done % config.checkpoint.interval_steps == 0:
+        due = done % config.checkpoint.interval_steps == 0 or (control.due and not control.busy)
+        if last or improved or due:
             self._look_at_last()  # a training that diverges saves nothing more
             with self._liveness.resting():  # storage may be slow
-                self._save(done, last, busy and not improved)
+                self._save(done, last, control.busy and not improved)
 
     def _record(self, done: int) -> None:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])

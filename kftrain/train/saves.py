@@ -7,6 +7,7 @@ next interval brings the next one. Only the last one of an attempt has to succee
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from kftrain.checkpoint.save import CheckpointWriter
@@ -35,6 +36,8 @@ class Saves:
         self._samples_per_step = samples_per_step
         self._tells = tells
         self._num_failed = 0
+        self._interval_seconds = config.interval_seconds
+        self._last_start = monotonic()
 
     @property
     def busy(self) -> bool:
@@ -45,6 +48,11 @@ class Saves:
     def overdue(self) -> bool:
         """Whether the one that is being written takes longer than it may, on this process."""
         return self._writer.overdue
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for one. The clock of the process that tells decides: agree before acting on it."""
+        return self._tells and 0 < self._interval_seconds <= monotonic() - self._last_start
 
     def go_on(self, busy: bool, overdue: bool) -> None:
         """Takes note of how the save in flight has ended, if it has; what is given is what all have agreed on.
@@ -79,6 +87,7 @@ class Saves:
         self._settle(0)
 
     def _start(self, state: State, history: list[dict[str, Any]], step: int) -> None:
+        self._last_start = monotonic()
         self._writer.save(state, history, step, step * self._samples_per_step)
 
     def _settle(self, max_failed: int | None) -> None:

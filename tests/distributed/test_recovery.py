@@ -15,6 +15,9 @@ pytestmark = pytest.mark.slow
 SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
 """The same training as the oracle's, which stands still where it is told to: who kills it there needs not be quick."""
 
+BY_THE_CLOCK = ["checkpoint.interval_steps=20", "checkpoint.interval_seconds=3600", "checkpoint.asynchronous=false"]
+BY_THE_CLOCK += ["checkpoint.keep_last=1", "checkpoint.keep_every=7"]
+
 
 def start(paths, resolved, step, do="hang", processes=2):
     """A node whose training has taken this step, and stands still in the one after the next."""
@@ -34,6 +37,19 @@ def test_killed_at_any_step_and_resumed_gives_the_same_losses_bit_by_bit(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert jobs.losses(paths) == two_processes[1]
     assert attempts.last_attempt(paths) == 2
+
+
+def test_checkpoints_by_the_clock_of_the_first_process_are_everyones_and_the_curve_is_the_same(tmp_path, two_processes):
+    paths, resolved = jobs.make_run(tmp_path, [SCRIPTED, *BY_THE_CLOCK])
+    script = {"clock": {"0": [6, 12], "1": [3, 9]}, "step": 15, "do": "hang"}
+    process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script))
+    jobs.wait_for_line(process, "step 14/20")
+    jobs.kill_tree(process)
+    assert [name.step for name in commit.committed(paths)] == [13, 7]
+    done = jobs.run_worker(paths, resolved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on after step 13" in done.stdout and jobs.losses(paths) == two_processes[1]
+    assert [name.step for name in commit.committed(paths)] == [20, 7]
 
 
 def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes):

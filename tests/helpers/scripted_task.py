@@ -1,6 +1,7 @@
 """Language modeling whose processes do what the environment says: print, sleep, die, or leave without a word.
 
-`SCRIPT` is JSON: step of the process (from 0) -> what it does before that step's loss.
+`SCRIPT` is JSON: step of the process (from 0) -> what it does before that step's loss. `clock`: rank -> the steps in
+which an hour passes for it; otherwise none does for what waits for the next checkpoint.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import time
 from kftrain.checkpoint import exporting
 from kftrain.run import commit
 from kftrain.tasks.language_modeling import LanguageModeling
+from kftrain.train import saves
 
 
 class ScriptedTask(LanguageModeling):
@@ -23,12 +25,16 @@ class ScriptedTask(LanguageModeling):
         self.num_losses = 0
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
+        if "clock" in self.script:
+            self.seconds, saves.monotonic = 0.0, lambda: self.seconds
         if "export_after" in self.script:
             late = functools.partial(after, exporting.export_checkpoint, self.script["export_after"])
             exporting.export_checkpoint = late
 
     def loss(self, output, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))
+        if self.num_losses in self.script.get("clock", {}).get(os.environ["RANK"], ()):
+            self.seconds += 3600
         if self.script.get("chatter"):
             chatter(self.num_losses)
         if self.script.get("rank", 0) == int(os.environ["RANK"]) and self.script.get("step") == self.num_losses:

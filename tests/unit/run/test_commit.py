@@ -1,4 +1,5 @@
 import hashlib
+import random
 
 import pytest
 
@@ -184,6 +185,29 @@ def test_retiring_keeps_the_newest_and_what_the_present_attempt_is_writing(paths
     write(paths, 50, 2, marker=False)
     commit.retire(paths, keep_last=2, attempt=2)
     assert storage.list_names(paths.checkpoints) == ["step-00000030-a1", "step-00000040-a2", "step-00000050-a2"]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_kept_is_the_newest_the_best_and_every_so_many_steps(seed):
+    drawn = random.Random(seed)
+    steps, keep_last = drawn.sample(range(1, 40), drawn.randint(0, 20)), drawn.randint(1, 5)
+    best_step, keep_every = drawn.choice([0, *steps]), drawn.choice([0, 1, 3, 7, 100])
+    names = sorted((commit.CheckpointName(step, drawn.randint(1, 3)) for step in steps), reverse=True)
+    kept = {name.step for name in commit.kept_of(names, keep_last, best_step, keep_every)}
+    assert kept == {
+        step
+        for step in steps
+        if sum(other > step for other in steps) < keep_last
+        or step == best_step
+        or (keep_every and step in range(0, 40, keep_every))
+    }
+
+
+def test_what_is_kept_for_good_survives_all_commits_that_follow(paths):
+    for step in range(10, 90, 10):
+        write(paths, step, 1)
+        commit.retire(paths, keep_last=1, attempt=1, keep_every=30)
+    assert [name.step for name in commit.committed(paths)] == [80, 60, 30]
 
 
 def test_progress_shows_in_the_claims(paths):

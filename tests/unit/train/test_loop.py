@@ -13,6 +13,7 @@ from kftrain.data.loader import Counters
 from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError
 from kftrain.run.selection import BestEvaluation
 from kftrain.train import loop as loop_module
+from kftrain.train import saves
 from kftrain.train.engine import StepResult
 from kftrain.train.loop import Loop
 from kftrain.train.parts import Part, Parts
@@ -209,6 +210,17 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_
     assert [step for step, _ in fakes.saved] == [3, 9, 10]
 
 
+def test_a_checkpoint_is_also_due_by_the_clock_since_the_last_one_began(make, monkeypatch):
+    fakes = Fakes(busy_at=[8])
+    monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * fakes.taken)
+    make(fakes, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30").run(0)
+    assert [step for step, _ in fakes.saved] == [3, 5, 9, 10]
+    others = Fakes()
+    others.is_main = False
+    make(others, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30").run(0)
+    assert [step for step, _ in others.saved] == [5, 10], "the first process has said nothing"
+
+
 def test_a_stop_commits_what_is_done_and_takes_no_further_step(make):
     fakes = Fakes()
     fakes.stop_at = 4
@@ -291,7 +303,7 @@ def test_the_next_step_is_agreed_on_within_a_step_in_one_exchange(make):
     fakes, sums = Fakes(), []
     fakes.sum = lambda values: sums.append(len(values)) or values
     make(fakes, "train.log_interval_steps=100").run(0)
-    assert sums == [5, *[5 + 2] * 10, 1, 5], "one before the first step, one in each, two for the numbers at the end"
+    assert sums == [6, *[6 + 2] * 10, 1, 6], "one before the first step, one in each, two for the numbers at the end"
 
 
 def test_a_checkpoint_of_parts_that_the_engine_does_not_know_is_refused_before_it_is_read(make, monkeypatch):
