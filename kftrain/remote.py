@@ -176,7 +176,7 @@ class RemotePath:
             raise
         except Exception as error:  # of any driver; what it says decides nothing, what is there does
             try:
-                found = self._call("cat_file", num_bytes=len(content))
+                found = self.read()
             except FileNotFoundError:
                 raise error from None
             if found != content:

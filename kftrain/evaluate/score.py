@@ -134,6 +134,14 @@ def score(
     return Scores(statistics, groups, None if clusters is None else clusters.view(np.int64), summed)
 
 
+def share_of(num_samples: int, batch_size: int, mesh: Mesh) -> str:
+    """Say in words which samples this process scores."""
+    batches = _Batches(num_samples, batch_size, mesh.num_data_ranks)
+    own = sum(len(batches.rows(number)) for number in batches.of(mesh.data_rank))
+    which = f"from batch {mesh.data_rank} on every {batches.num_ranks}. of {batches.num_batches}"
+    return f"{own} of {num_samples} samples: {which} batches of {batch_size}"
+
+
 def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> Statistics:
     """Sums of per-sample statistics over groups, each `[groups]` float64."""
     return {name: np.bincount(groups, weights=values, minlength=num_groups) for name, values in statistics.items()}

@@ -30,7 +30,7 @@ from kftrain.evaluate import curves, examples
 from kftrain.evaluate.layout import SpreadModel, spread_out
 from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_slice
 from kftrain.evaluate.performance import measure_performance
-from kftrain.evaluate.score import Scores, Statistics, group_sums, score
+from kftrain.evaluate.score import Scores, Statistics, group_sums, score, share_of
 from kftrain.parallel.world import World, join_world
 from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
@@ -87,6 +87,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
     request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
+        print("each export has its metrics")
         return  # a worker that was started again at the very end must not wait for peers that are done
     own_uri = read_shards(paths).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)
@@ -97,6 +98,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
                 data = opened[target.manifest_uri or own_uri]
+                print(f"export {target.export_digest[:12]}, shards {target.manifest_uri or own_uri}")
                 scored = (
                     None
                     if world.from_main(exists)
@@ -107,6 +109,7 @@ def evaluate(paths: RunPaths, config: Config) -> None:
                     digest = target.evaluation_digest or request.evaluation_digest
                     _publish(target, digest, data.manifest, data.dataset, config, scored)
                 world.gather_slowly(None)  # the first process has the statistics to work through
+    print("the evaluation has ended")
 
 
 def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Data:
@@ -196,6 +199,7 @@ def _score(
     task, settings = empty.task, config.evaluate
     with liveness.resting():
         rows = expanded(dataset, task, world.gather_slowly, (world.rank, world.size))
+    print(f"scores {share_of(rows.num_samples, settings.batch_size, spread.mesh)}")
     with liveness.watched():
         scores = score(
             spread.model, task, rows, spread.mesh, settings.batch_size, on_batch=liveness.goes_on, with_tallies=True

@@ -100,6 +100,14 @@ def test_a_server_that_drips_or_stops_in_the_middle_is_an_outage(server_of, name
     assert time.monotonic() - began < ENDED_SECONDS
 
 
+@pytest.mark.parametrize("name", [*READS, "create"])
+def test_less_than_an_object_has_is_an_outage_and_not_its_content(server_of, monkeypatch, name):
+    monkeypatch.setattr(server_of(GET="short", PUT=412), "objects", {"/bucket/a/b": BODY})
+    work = READS.get(name, lambda uri: storage.create(uri, BODY))
+    with outages.retrying_for(0), pytest.raises(RetryableError, match="bytes came instead of"):
+        work(URI)
+
+
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_a_server_that_answers_with_an_error_is_an_outage(server_of, status):
     server_of(GET=status, PUT=status)
