@@ -1,13 +1,16 @@
 """`kftrain schedule` through kfp's real client, against a scripted API server; the storage root is in memory."""
 
 import json
+import os
 
 import fsspec
 import pytest
 from helpers.kfp_server import RUN_ID, run
 
 from kftrain import cli, storage
+from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.pipelines.compile import version_name
+from kftrain.process import signals
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import apply
 from kftrain.schedule.state import FiringEnd, History
@@ -188,6 +191,30 @@ def test_a_schedule_goes_once_no_run_of_it_lives(call, server):
     live["state"] = "FAILED"
     assert call("delete")[1] == "nightly is gone\n"
     assert not server.recurring and not server.killed
+
+
+@pytest.mark.parametrize("number", signals.STOP)
+def test_whoever_is_told_to_stop_gives_back_the_turn(call, monkeypatch, number):
+    call("apply")
+    monkeypatch.setattr(RecurringPipelines, "live_runs", lambda *_: os.kill(os.getpid(), number))
+    with signals.handled(signals.STOP, lambda *_: pytest.fail("the process would be killed")):
+        assert call("delete")[0] == 128 + number
+    turns = f"{ROOT}/schedules/nightly/turns"
+    assert storage.read_json(f"{turns}/{storage.last_number(turns)}.json")["given_back"]
+
+
+def test_kubeflows_page_says_what_manages_a_recurring_run_and_what_has_changed(call, server, file, monkeypatch):
+    monkeypatch.setenv("KFTRAIN_GIT_COMMIT", "0123abcd")
+    call("apply")
+    managed = f"managed by kftrain schedule: {file}, commit 0123abcd; "
+    assert server.recurring[0]["description"] == f"{managed}schedule: (none) -> nightly"
+    monkeypatch.setenv("KFTRAIN_GIT_COMMIT", "4567")
+    assert call("apply")[1] == "nightly is as the file says\n" and len(server.recurring) == 1
+    file.write_text(FILE.replace("100", "200").replace("0 0 2", "0 0 4"))
+    call("apply")
+    (now,) = server.recurring
+    assert now["description"].startswith(managed.replace("0123abcd", "4567"))
+    assert "config.train.steps: 100 -> 200" in now["description"] and "cron: 0 0 0,1 * * *" in now["description"]
 
 
 @pytest.mark.parametrize(

@@ -308,8 +308,24 @@ def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
     assert firing.close_lost(cluster, root, now, True, nights.lines.append) == lost
     assert nights.results() == []
     assert firing.close_lost(cluster, root, now, False, nights.lines.append) == lost
-    assert nights.results() == ["failed", "failed"] and len(webhook.texts) == 2
+    assert nights.results() == ["canceled", "failed"], "what somebody has deleted has not failed"
+    (text,) = webhook.texts
+    assert nights.paths("j1").uri in text and nights.history.failures_in_a_row() == 1
     assert firing.close_lost(cluster, root, now, False, nights.lines.append) == []
+
+
+@pytest.mark.parametrize("ending", ["failed", "deleted"])
+def test_a_run_of_an_earlier_window_alerts_nobody_and_pauses_nothing(nights, webhook, monkeypatch, ending):
+    monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "cluster/ns"))
+    earlier = ["schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'", "schedule.pause_after_failures=1"]
+    nights.begin(0, "a", "schedule.name=nightly", "schedule.cron='0 0 2 * * *'", *earlier)
+    if ending == "failed":
+        nights.end("a", BROKEN)
+    else:
+        firing.close_lost(FakeCluster(), nights.config.run.storage_root, FIRST + DAY, False, nights.lines.append)
+    (key,) = nights.history.keys("outcomes")
+    assert nights.history.ended(key).result == {"failed": "failed", "deleted": "canceled"}[ending]
+    assert not webhook.texts and nights.history.paused() is None
 
 
 def test_gc_leaves_a_run_without_a_workflow_until_it_is_silent(nights):
