@@ -1,9 +1,10 @@
 """The training loop: from a committed checkpoint, or from nothing, to the last step.
 
 While a step is computed there is one small exchange: how many loss terms the next step has, whether anybody was told to
-stop, whether anybody's checkpoint is still being written or it is time for one. From it all processes take the same decision at the same
-step, so that none enters a collective alone. What a step has measured is looked at after the next one was asked for, so
-that an accelerator never waits for the host; or at once, where it is recorded or a checkpoint follows.
+stop, whether anybody's checkpoint is still being written or it is time for one. From it all processes take the same
+decision at the same step, so that none enters a collective alone. What a step has measured is looked at after the next
+one was asked for, so that an accelerator never waits for the host; or at once, where it is recorded or a checkpoint
+follows.
 """
 
 from __future__ import annotations
@@ -151,8 +152,9 @@ class Loop:
         batch, saves = next(batches, None), self._saves
         own = batch.num_terms if batch is not None and self._engine.mesh.counts_loss else 0
         bad_samples = [] if batch is None else batch.bad_samples
-        flags = [float(bool(each)) for each in (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)]
-        terms, stop, busy, overdue, due, bad, *sums = self._world.sum([own, *flags, *values])
+        flags = (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)
+        answers = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
+        terms, stop, busy, overdue, due, bad, *sums = answers
         if bad:
             self._left_out.take(bad_samples)
         return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0, due > 0)), sums

@@ -317,8 +317,9 @@ def test_gc_counts_what_ended_without_a_word(nights, webhook, monkeypatch):
 @pytest.mark.parametrize("ending", ["failed", "deleted"])
 def test_a_run_of_an_earlier_window_alerts_nobody_and_pauses_nothing(nights, webhook, monkeypatch, ending):
     monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "cluster/ns"))
-    earlier = ["schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'", "schedule.pause_after_failures=1"]
-    nights.begin(0, "a", "schedule.name=nightly", "schedule.cron='0 0 2 * * *'", *earlier)
+    earlier = ["schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'"]
+    own = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.pause_after_failures=1"]
+    nights.begin(0, "a", *own, *earlier)
     if ending == "failed":
         nights.end("a", BROKEN)
     else:
