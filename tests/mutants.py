@@ -75,15 +75,15 @@ MUTANTS = [
     Mutant(
         "a short answer is the content of a whole object",
         "kftrain/remote.py",
-        "return self._whole(self._call(\"cat_file\", num_bytes=size), size)",
-        "return bytes(self._call(\"cat_file\", num_bytes=size))",
+        'return self._whole(self._call("cat_file", num_bytes=size), size)',
+        'return bytes(self._call("cat_file", num_bytes=size))',
         "tests/unit/core/test_remote_storage.py -k less_than",
     ),
     Mutant(
         "a short answer about an object says that others have created it",
         "kftrain/remote.py",
         "                found = self.read()\n",
-        "                found = self._call(\"cat_file\")\n",
+        '                found = self._call("cat_file")\n',
         "tests/unit/core/test_remote_storage.py -k less_than",
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "a rank does not say what it scores",
         "kftrain/evaluate/session.py",
-        "    print(f\"scores {",
-        "    len(f\"scores {",
+        '    print(f"scores {',
+        '    len(f"scores {',
         "tests/unit/evaluate/test_rank_logs.py",
     ),
     Mutant(

@@ -55,7 +55,7 @@ MAY_IMPORT = {
             "registry",
             "report",
         ),
-        *("stages", "pipelines", "schedule", "components.images"),
+        *("stages", "pipelines", "schedule", "components.images", "tracking.runs"),
     },
     "components": {"stages"},
     "pipelines": {"components"},
