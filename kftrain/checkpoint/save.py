@@ -88,7 +88,6 @@ class CheckpointWriter:
         committed_step: int,
         timeout_seconds: float = math.inf,
         sound_so_far: Callable[[], Callable[[], None]] = lambda: lambda: None,
-        keep_every: int = 0,
     ) -> None:
         """`sound_so_far` gives what raises, perhaps after a while, where nothing may be made of the data read by now.
 
@@ -97,7 +96,7 @@ class CheckpointWriter:
         self._paths = paths
         self._world = world
         self._identity = identity
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep_last = keep_last
         self._timeout_seconds = timeout_seconds
         self._sound_so_far = sound_so_far
         self._staging = Staging()
@@ -106,6 +105,8 @@ class CheckpointWriter:
         """Step of the newest committed checkpoint; at first the one that the attempt began with."""
         self.bad_samples: Collection[int] = ()
         """Numbers of the samples that were left out so far; whoever counts them goes on to."""
+        self.keep_every = 0
+        """Checkpoints at multiples of this step are kept for good; 0: none."""
         self.selected: Callable[[], BestEvaluation | None] = lambda: None
         """Tells the best evaluation so far, whose checkpoint is kept."""
 
@@ -254,7 +255,7 @@ class CheckpointWriter:
             with storage.plain_errors(self._paths.uri):
                 best_step = selection.step if selection else 0
                 # First: it makes room.
-                commit.retire(self._paths, self._keep_last, name.attempt, best_step, self._keep_every)
+                commit.retire(self._paths, self._keep_last, name.attempt, best_step, self.keep_every)
                 storage.publish_json(self._paths.history, history)
         except (OSError, RetryableError) as error:
             to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")

@@ -89,6 +89,7 @@ class Loop:
         self._liveness = liveness
         self._left_out = LeftOut(world, config.data.max_bad_samples)
         writer.bad_samples = self._left_out.numbers
+        writer.keep_every = config.checkpoint.keep_every
         writer.selected = lambda: self._best.selection
         self._data_metrics = DataMetrics(loader.counters, world)
         self._num_nonfinite = 0

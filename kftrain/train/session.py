@@ -142,14 +142,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
     )
     saving = config.checkpoint
     writer = CheckpointWriter(
-        paths,
-        world,
-        identity,
-        saving.keep_last,
-        first_step,
-        saving.timeout_seconds,
-        first_use.so_far,
-        saving.keep_every,
+        paths, world, identity, saving.keep_last, first_step, saving.timeout_seconds, first_use.so_far
     )
     tracker = _open_tracker(paths, config, scratch) if world.is_main else None
     num_quick = config.evaluate.max_interval_samples
