@@ -26,7 +26,8 @@ class ScriptedTask(LanguageModeling):
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
         if "clock" in self.script:
-            self.seconds, saves.monotonic = 0.0, lambda: self.seconds
+            self.seconds = 0.0
+            saves.monotonic = lambda: self.seconds
         if "export_after" in self.script:
             late = functools.partial(after, exporting.export_checkpoint, self.script["export_after"])
             exporting.export_checkpoint = late
