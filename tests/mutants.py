@@ -1226,8 +1226,8 @@ MUTANTS = [
     Mutant(
         "retention deletes the best checkpoint",
         "kftrain/run/commit.py",
-        "if name.step == best_step)",
-        "if name.step == -1)",
+        "if name.step == best_step or",
+        "if name.step == -1 or",
         "tests/unit/train/test_best_checkpoint.py",
     ),
     Mutant(

@@ -3,7 +3,8 @@
 from helpers import jobs
 
 from kftrain import storage
-from kftrain.data.shards.manifest import read_manifest
+from kftrain.run import documents
+from kftrain.run.documents import EvaluationRequest
 
 
 def test_each_rank_says_what_it_scores_and_that_it_has_ended(tmp_path):
@@ -13,7 +14,8 @@ def test_each_rank_says_what_it_scores_and_that_it_has_ended(tmp_path):
     done = jobs.run_worker(paths, resolved, "evaluate", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     manifest_uri = storage.read_json(paths.shards)["manifest_uri"]
-    num_samples = read_manifest(manifest_uri).splits["validation"].num_samples
+    target = documents.read(EvaluationRequest, paths.evaluation_request).targets[0]
+    num_samples = storage.read_json(f"{target.output_uri}/metrics.json")["num_samples"]
     shares = []
     for rank in range(2):
         opened, scored, end = storage.read_text(f"{paths.logs}/evaluation/rank-{rank}.log").splitlines()
