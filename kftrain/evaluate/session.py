@@ -87,7 +87,6 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     """Scores every requested export that has no metrics yet."""
     request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
-        print("each export has its metrics")
         return  # a worker that was started again at the very end must not wait for peers that are done
     own_uri = read_shards(paths).manifest_uri
     torch.set_num_threads(config.evaluate.cpu_threads)

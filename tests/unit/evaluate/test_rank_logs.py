@@ -24,5 +24,3 @@ def test_each_rank_says_what_it_scores_and_that_it_has_ended(tmp_path):
         assert end == "the evaluation has ended"
         shares.append(int(scored.split()[1]))
     assert sum(shares) == num_samples and 0 < shares[1] < num_samples
-    again = jobs.run_worker(paths, resolved, "evaluate", processes=1)
-    assert again.returncode == 0 and "each export has its metrics" in again.stdout
