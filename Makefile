@@ -12,6 +12,8 @@ BUILD_FLAGS ?=
 KUBECONFIG ?=
 LOAD ?=
 DISTURB ?=
+# Of make lock: --upgrade, or --upgrade-package NAME.
+LOCK ?=
 E2E ?= tests/e2e -m "not full"
 # Of make bench-data and bench-train: rounds, share of the samples, and which rows (empty: all).
 ROUNDS ?= 5
@@ -19,7 +21,7 @@ SCALE ?= 1
 ROWS ?=
 TAG := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train compile images e2e e2e-full clean
+.PHONY: demo test test-slow mutants docs lint format bench bench-data bench-train compile images lock e2e e2e-full clean
 
 demo: $(VENV)/.ready  ## train, evaluate, register and gate a language model, compare its versions; each call takes the next seed
 	$(BIN)/kftrain run --config examples/stdlib-lm.yaml --workdir $(DEMO) --set run.seed=$$(ls $(DEMO)/runs 2>/dev/null | wc -l)
@@ -77,8 +79,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[all,dev]'
 	touch $@
 
-images:  ## kftrain-trainer and kftrain-steps
-	for name in trainer steps; do $(ENGINE) build $(BUILD_FLAGS) --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . || exit 1; done
+images:  ## kftrain-trainer and kftrain-steps, and what is in them: build/sbom-trainer.json, build/sbom-steps.json
+	for name in trainer steps; do $(ENGINE) build $(BUILD_FLAGS) --build-arg BASE=$(BASE) -f images/$$name/Dockerfile -t kftrain-$$name:$(TAG) . \
+	  && mkdir -p build && images/sbom.sh $(ENGINE) kftrain-$$name:$(TAG) > build/sbom-$$name.json || exit 1; done
+
+lock: $(VENV)/.ready  ## what the images install, with hashes; LOCK=--upgrade takes the newest
+	$(BIN)/python images/lock.py $(LOCK)
 
 e2e: $(VENV)/.ready  ## the core on a real cluster; without one every test says why it is skipped
 	$(BIN)/pytest $(E2E) --kubeconfig "$(KUBECONFIG)" --engine "$(ENGINE)" --base "$(BASE)" --load "$(LOAD)" --build-flags "$(BUILD_FLAGS)" \
