@@ -14,14 +14,13 @@ resamples times 20 ns.
 
 Results depend on the seed and the groups, not on the order of the groups: they are sorted first.
 
-The paired interval is the wider of this one and Student's t over the jackknife (`significance`).
+The paired interval is the widest of this one and those over the jackknife (`significance`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -42,8 +41,6 @@ Statistics = Mapping[str, np.ndarray]
 
 Metrics = Callable[[Statistics], dict[str, np.ndarray]]
 """From sums of shape `[...]` to metrics of shape `[...]`, elementwise."""
-
-Goal = Literal["minimize", "maximize"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def sliced_intervals(
 def paired_improvement(
     metrics: Metrics,
     metric: str,
-    goal: Goal,
+    goal: str,
     challenger: Statistics,
     champion: Statistics,
     num_bootstrap: int,
@@ -113,26 +110,24 @@ def paired_improvement(
     """How much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
 
     The interval is two-sided, so of two equally good models it lies above zero with half of `1 - confidence`. Its
-    bounds are the outer ones of the percentiles and of Student's t over the jackknife, which holds also for few groups
-    and for a `confidence` that the resamples cannot tell. Both statistics must have an entry `keys`, and the same
+    bounds are the outer ones of the percentiles and of those over the jackknife, which hold also for few groups and for
+    a `confidence` that the resamples cannot tell. Both statistics must have an entry `keys`, and the same
     groups in any order, else EvaluationError. An unknown metric is a ConfigError.
     """
     tables = [_Table(*_table(statistics, order)) for statistics, order in _aligned(challenger, champion)]
     values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
     if metric not in values[0]:
-        raise ConfigError(
-            "unknown metric",
-            where="registry.metric",
-            value=metric,
-            fix=f"known: {', '.join(sorted(values[0]))}",
-        )
+        known = ", ".join(sorted(values[0]))
+        raise ConfigError("unknown metric", where="registry.metric", value=metric, fix=f"known: {known}")
     ours, theirs = _resampled(metrics, tables, num_bootstrap, seed)
-    sign = 1.0 if goal == "maximize" else -1.0
+    sign = {"maximize": 1.0, "minimize": -1.0}[goal]
     value = sign * float(values[0][metric] - values[1][metric])
     found = _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
     without = [_metrics_of(metrics, table.names, table.sums.sum(axis=0) - table.sums)[metric] for table in tables]
-    low, high = significance.jackknife_interval(value, sign * (without[0] - without[1]), confidence)
-    return Interval(value=value, low=min(low, found.low), high=max(high, found.high))
+    left_out = sign * (without[0] - without[1])
+    low, high = significance.jackknife_interval(value, left_out, confidence)
+    needed = significance.num_units_needed(left_out)
+    return Interval(value=value, low=min(low, found.low), high=max(high, found.high), num_needed=needed)
 
 
 def paired_values(metrics: Metrics, metric: str, challenger: Statistics, champion: Statistics) -> list[np.ndarray]:

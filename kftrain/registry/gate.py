@@ -88,8 +88,8 @@ def decide(settings: RegistryConfig, evidence: Evidence) -> Decision:
 
     It must also pass McNemar's test where that applies, must not be shown to be worse on a slice where slices are
     looked at, and must keep the limits, as the first model must. Whether a person decides instead says the policy; so
-    it is where the champion cannot be compared, and where fewer than `min_groups` groups were. The reason then says
-    what would have been.
+    it is where the champion cannot be compared, and where fewer than `min_groups` groups were, or fewer than so skewed
+    differences need. The reason then says what would have been.
     """
     leading = _comparison(settings, evidence)
     others = [found for ask in (_test, _slices, _reference, _limits) for found in ask(settings, evidence)]
@@ -237,10 +237,12 @@ def _policy(settings: RegistryConfig, evidence: Evidence) -> list[GateReason]:
         found.append(GateReason(code="promotion_manual", verdict="person", text="promotion is manual"))
     if settings.promotion == "never":
         found.append(GateReason(code="promotion_never", verdict="against", text="registry.promotion is never"))
-    if evidence.improvement is not None and evidence.num_groups < settings.min_groups:
+    needed = max(settings.min_groups, evidence.improvement.num_needed) if evidence.improvement is not None else 0
+    if evidence.num_groups < needed:
         few = f"{evidence.num_groups} groups are too few to decide without a person"
-        text = f"{few} (registry.min_groups is {settings.min_groups})"
-        figures = {"value": float(evidence.num_groups), "limit": float(settings.min_groups)}
+        why = "differences with so long a tail need" if needed > settings.min_groups else "registry.min_groups is"
+        text = f"{few} ({why} {needed})"
+        figures = {"value": float(evidence.num_groups), "limit": float(needed)}
         found.append(GateReason(code="too_few_groups", verdict="person", text=text, figures=figures))
     return found
 

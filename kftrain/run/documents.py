@@ -10,7 +10,7 @@ import json
 import math
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
 from kftrain import storage
 from kftrain.errors import DataError, KftrainError
@@ -96,6 +96,8 @@ class Interval(DocumentPart):
     value: float
     low: float
     high: float
+    num_needed: int = Field(default=0, exclude=True)
+    """So many groups a difference as skewed as this needs; 0: it has them. Not kept."""
 
     @field_validator("low", "high", mode="before")
     @classmethod

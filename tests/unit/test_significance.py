@@ -32,11 +32,25 @@ def test_the_quantile_of_students_t_leaves_its_tail(degrees, tail):
 
 
 def test_the_jackknife_of_a_mean_is_the_interval_of_the_textbook():
-    values = np.random.default_rng(0).normal(size=30)
+    half = np.random.default_rng(0).normal(size=15)
+    values = np.concatenate([1.0 + half, 1.0 - half])  # as long a tail on either side
     without = (values.sum() - values) / 29
     low, high = jackknife_interval(values.mean(), without, 0.95)
     margin = 2.045229642 * values.std(ddof=1) / math.sqrt(30)  # t of 29 degrees of freedom, from a printed table
     assert (low, high) == pytest.approx((values.mean() - margin, values.mean() + margin), rel=1e-9)
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.9999])
+def test_the_bound_on_the_side_of_a_long_tail_is_halls(confidence):
+    values = -np.random.default_rng(0).exponential(size=30)
+    error = values.std(ddof=1)
+    skew = ((values - values.mean()) ** 3).mean() / values.std() ** 3
+    quantile = t_quantile(29, (1 - confidence) / 2) / math.sqrt(30)
+    roots = np.roots([skew**2 / 27, skew / 3, 1.0, skew / 180 - quantile])
+    (hall,) = roots[np.abs(roots.imag) < 1e-9].real
+    found = jackknife_interval(values.mean(), (values.sum() - values) / 29, confidence)
+    assert found == pytest.approx((values.mean() - error * hall, values.mean() + error * quantile), rel=1e-9)
+    assert hall > 1.1 * quantile
 
 
 def test_what_one_unit_decides_has_no_bounds():
