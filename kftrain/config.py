@@ -190,8 +190,12 @@ def parse_kept(
 
 def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], kept: str = "") -> Config:
     merged: layers.Document = {}
+    by_hand: layers.Document = {}
+    for override in overrides:
+        layers.override(by_hand, override)
     for document in documents.values():
-        merged = layers.merged(merged, document)
+        merged = layers.merged(_without_goal(merged, document), document)
+    merged = _without_goal(merged, by_hand)
     places = dict(documents)
     for override in overrides:
         layers.override(merged, override)
@@ -203,6 +207,15 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], 
     except ValidationError as error:
         location = error.errors()[0]["loc"]  # empty where settings are at odds with each other
         raise _explain(error, layers.origin(places if location else documents, location)) from error
+
+
+def _without_goal(below: layers.Document, above: layers.Document) -> layers.Document:
+    """What lies below, without the goal of a metric in whose place another one is named."""
+    old, new = (each.get("registry") for each in (below, above))
+    if not isinstance(old, dict) or not isinstance(new, dict) or "metric" not in new:
+        return below
+    is_same = old.get("metric", new["metric"]) == new["metric"]
+    return below if is_same else {**below, "registry": {key: old[key] for key in old if key != "goal"}}
 
 
 def _refuse_old_order(places: dict[str, layers.Document], kept: str) -> None:

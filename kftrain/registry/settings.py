@@ -22,8 +22,8 @@ class RegistryConfig(Section):
     person decides; `never`: the gate only reports."""
     metric: str = "bits_per_byte"
     """The metric that the gate compares."""
-    goal: Literal["minimize", "maximize"] = "minimize"
-    """Which direction of the metric is better."""
+    goal: Literal["minimize", "maximize", ""] = ""
+    """Which direction of the metric is better; empty: what the task says of it. Of other metrics it must be given."""
     min_effect: Annotated[float, Field(ge=0.0)] = 0.0
     """The improvement must exceed this, in the metric's unit."""
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95

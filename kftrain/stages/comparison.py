@@ -22,7 +22,7 @@ from kftrain.run.documents import Completion, RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.run.timeline import timeline
 from kftrain.stages.dataset import read_dataset
-from kftrain.stages.task_metrics import task_metrics
+from kftrain.stages.task_metrics import task_metrics, with_goal
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.registry import BUILT_IN as TASKS
@@ -38,7 +38,7 @@ def compare_versions(config: Config, names: Sequence[str] = (), at_most: int = 0
 
     What cannot be read of a run is left out, and the version says so. Raises TrackingError, EvaluationError.
     """
-    task = build_task(config.task)
+    config, task = with_goal(config, is_kept=True), build_task(config.task)
 
     def slice_names(keys: list[str], sums: Mapping[str, np.ndarray]) -> list[str]:
         if config.data.components:

@@ -19,6 +19,7 @@ from kftrain.stages import failure, firing, pods, reference_set, tracked
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.pods import TaskPodSettings
+from kftrain.stages.task_metrics import with_goal
 from kftrain.tasks import build_task
 from kftrain.trust import Trust
 
@@ -32,6 +33,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
             return skipped
         config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
+        config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
         own, champion = _own_target(paths, completion, digest), list[Champion]()

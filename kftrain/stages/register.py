@@ -24,9 +24,10 @@ from kftrain.stages.drift import read_drift
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
 from kftrain.stages.package import package_of
-from kftrain.stages.task_metrics import task_metrics
+from kftrain.stages.task_metrics import task_metrics, with_goal
 from kftrain.stages.train import read_history
 from kftrain.tasks.overview import read_overview
+from kftrain.trust import permit
 
 REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 
@@ -45,8 +46,8 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
     """Decides again on the model of a run that is registered, with other settings of the gate. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("gate", progress):
-        saved = read_config(RunPaths(run_uri))
-        config = configuration.parse(saved.to_yaml(), overrides, where=paths.config)
+        saved = with_goal(permit(read_config(RunPaths(run_uri))), is_kept=True)
+        config = with_goal(configuration.parse(saved.to_yaml(), overrides, where=paths.config))
         require_only_registry(saved, config)
         documents.read(Registration, paths.registration, TrackingError)
     return _register("gate", paths, config, progress)
@@ -61,6 +62,7 @@ def require_only_registry(saved: Config, config: Config) -> None:
 
 def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
     with failure.reported(stage, paths, config, progress):
+        config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         evaluation = read_evaluation(paths, config, completion)
         shards, manifest = read_dataset(paths)

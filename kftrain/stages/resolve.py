@@ -62,6 +62,7 @@ class OpenedRun:
     paths: RunPaths
     previous: Config | None = None
     """What the run was configured with when it was opened the last time; None: it is new."""
+    is_resumed: bool = False
 
 
 def resolve_run(
@@ -211,7 +212,7 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
         require_same_training(previous, config, paths.uri)
     if not storage.exists(paths.complete):
         refuse_old_order(config.training_identity(""), paths.uri)
-    return OpenedRun(config, paths, previous)
+    return OpenedRun(config, paths, previous, must_exist)
 
 
 def keep(run: OpenedRun, job_id: str = "") -> None:

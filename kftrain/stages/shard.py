@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kftrain import report, storage
@@ -26,6 +26,7 @@ from kftrain.stages.dataset import num_training_samples, read_dataset, read_shar
 from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
+from kftrain.stages.task_metrics import with_goal
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.overview import write_overview
 
@@ -89,7 +90,7 @@ def shard(
             run = resolve.find_run(config, run_id, must_exist)
             is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
             prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
-            resolve.keep(run, job_id)
+            resolve.keep(prepared.run if prepared else run, job_id)
     if not channel.tell(channel.RUN, paths.uri):
         progress(f"run {paths.uri}")
     with failure.reported("shard", paths, config, progress):
@@ -100,6 +101,7 @@ def shard(
 class Prepared:
     """A dataset that fits its run."""
 
+    run: OpenedRun
     shards: RunShards
     manifest: Manifest
     reused: bool
@@ -116,6 +118,8 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     """Checks everything cheap and shards; writes nothing into the run's folder."""
     config, paths, start, files = run.config, run.paths, time.monotonic(), None
     preflight.check_run(config)
+    config = with_goal(config, is_kept=run.is_resumed or bool(config.schedule.name))
+    run = replace(run, config=config)
     found = _own_shards(run)
     if found is None:
         result = mixing.shard_mixture(config, build_task(config.task), progress)
@@ -132,7 +136,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
     changed = drift.compared(config, shards.manifest_uri, described, task, progress)
-    return Prepared(shards, described, reused, time.monotonic() - start, overview, changed, files)
+    return Prepared(run, shards, described, reused, time.monotonic() - start, overview, changed, files)
 
 
 def _skipped_or_opened(
@@ -148,6 +152,7 @@ def _skipped_or_opened(
     if skipped is not None:
         return firing.leave_skipped(run.paths, begun, skipped, job_id, progress)
     assert prepared is not None
+    resolve.keep(prepared.run, job_id)
     storage.remove(run.paths.skipped)  # of a run that somebody goes on with
     return _opened(run.paths, prepared, progress)
 

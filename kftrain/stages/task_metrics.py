@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kftrain.bootstrap import Metrics
 from kftrain.config import Config
+from kftrain.errors import ConfigError
+from kftrain.plugins import user_code
 from kftrain.tasks import build_task
 from kftrain.tasks.user_metrics import metrics_of
 
@@ -11,3 +13,23 @@ from kftrain.tasks.user_metrics import metrics_of
 def task_metrics(config: Config) -> Metrics:
     """From sums to the metrics of the task and of `evaluate.metrics`; what they raise is the user's."""
     return metrics_of(build_task(config.task), config.evaluate.metrics)
+
+
+def with_goal(config: Config, is_kept: bool = False) -> Config:
+    """The same with the goal that the task says the gate's metric has.
+
+    `is_kept`: a run's own configuration, where releases of before wrote a default down; the metric's goal takes its
+    place. Raises ConfigError where another one is given, or nobody gives one.
+    """
+    metric, goal = config.registry.metric, config.registry.goal
+    task = build_task(config.task)
+    with user_code("task.metric_goals"):
+        goals = dict(task.metric_goals)
+    own = goals.get(metric, goal)
+    if own not in ("minimize", "maximize"):
+        what, fix = "nobody says whether less or more of this metric is better", "set it; those of the task's metrics"
+        raise ConfigError(what, where="registry.goal", value=metric, fix=f"{fix} are known: {', '.join(goals)}")
+    if goal not in ("", own) and not is_kept:
+        what = f"{'more' if own == 'maximize' else 'less'} of {metric} is better"
+        raise ConfigError(what, where="registry.goal", value=goal, fix=f"leave it out, or set it to {own}")
+    return config.model_copy(update={"registry": config.registry.model_copy(update={"goal": own})})

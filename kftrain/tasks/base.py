@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -64,6 +64,9 @@ class Task(ABC):
 
     loss_metric: ClassVar[str] = ""
     """The metric that is the mean loss, or grows with it; with none the gate's metric tells which samples are hard."""
+
+    metric_goals: ClassVar[Mapping[str, Literal["minimize", "maximize"]]] = MappingProxyType({})
+    """Metric -> which direction of it is better. The gate needs `registry.goal` for one that is not here."""
 
     built_from: Any = None
     """The section `task` of the configuration that it was built from: another process can build it again."""

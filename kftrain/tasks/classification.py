@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Classification(Task):
     targets = ("label",)
     loss_unit = "nats per sample"
     loss_metric = "cross_entropy"
+    metric_goals = MappingProxyType({"accuracy": "maximize", "cross_entropy": "minimize"})
 
     def __init__(self, *, num_classes: Annotated[int, Limits(ge=2)], labels: list[str] | None = None) -> None:
         self.num_classes = num_classes

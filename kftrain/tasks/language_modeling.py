@@ -74,6 +74,7 @@ class LanguageModeling(Task):
     sequence_dims = MappingProxyType({"inputs": 1, "targets": 1})
     loss_unit = "nats per token"
     loss_metric = "bits_per_byte"
+    metric_goals = MappingProxyType({"bits_per_byte": "minimize", "accuracy": "maximize", "perplexity": "minimize"})
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ The model sees and learns the number normalised, with figures from the configura
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Regression(Task):
     targets = ("target",)
     loss_unit = "squared standard deviations of the target"
     loss_metric = "rmse"
+    metric_goals = MappingProxyType({"rmse": "minimize", "r2": "maximize"})
 
     def __init__(self, *, target_mean: float = 0.0, target_std: Annotated[float, Limits(gt=0)] = 1.0) -> None:
         self.target_mean = target_mean

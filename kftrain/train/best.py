@@ -18,16 +18,12 @@ def goal_of(config: Config, loss_metric: str) -> Goal:
     saving: CheckpointConfig = config.checkpoint
     if saving.keep_best_goal is not None:
         return saving.keep_best_goal
-    if saving.keep_best == config.registry.metric:
+    if saving.keep_best == config.registry.metric and config.registry.goal:
         return config.registry.goal
     if saving.keep_best == loss_metric:
         return "minimize"
-    raise ConfigError(
-        "nobody has said whether less or more of this metric is better",
-        where="checkpoint.keep_best_goal",
-        value=saving.keep_best,
-        fix="set it to minimize or maximize",
-    )
+    what, fix = "nobody has said whether less or more of this metric is better", "set it to minimize or maximize"
+    raise ConfigError(what, where="checkpoint.keep_best_goal", value=saving.keep_best, fix=fix)
 
 
 class BestCheckpoint:

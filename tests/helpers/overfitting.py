@@ -86,7 +86,7 @@ optimizer: {kind: sgd, learning_rate: 0.03, momentum: 0, weight_decay: 0, schedu
 train: {steps: 120, global_batch_size: 20, log_interval_steps: 10, gradient_clip_norm: 0}
 checkpoint: {interval_steps: 25, keep_last: 1}
 evaluate: {interval_steps: 10, num_bootstrap: 100}
-registry: {metric: mse}
+registry: {metric: mse, goal: minimize}
 launch: {processes_per_node: 2, timeout_seconds: 300}
 """
 """Twenty rows to train on, all in each step."""

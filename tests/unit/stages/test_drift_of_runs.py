@@ -35,7 +35,8 @@ data: {{source: {root}/raw, window: {{by: path}}, shard_size_bytes: 65536, valid
 
 IMAGES = TEXTS.replace(
     "{{kind: language_modeling, sequence_length: 16, tokenizer: bytes}}",
-    "{{kind: image_classification, image_size: 8, num_channels: 1, num_classes: 2, storage: {storage}}}",
+    "{{kind: image_classification, image_size: 8, num_channels: 1, num_classes: 2, storage: {storage}}}\n"
+    "registry: {{metric: accuracy}}",
 ).replace(
     "{{kind: transformer, dim: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2}}",
     "{{kind: vision_transformer, dim: 16, num_layers: 1, num_heads: 2}}",
@@ -209,6 +210,7 @@ FLOATS = """
 run: {{name: nightly, storage_root: {root}/store}}
 tracking: {{uri: "sqlite:///{root}/mlflow.db"}}
 task: {{kind: "helpers.regression:Regression"}}
+registry: {{metric: mse, goal: minimize}}
 model: {{kind: "torch.nn:Linear"}}
 train: {{global_batch_size: 4}}
 data: {{source: "rows_of_day:records", validation_fraction: 0.3, drift: {{against: {against}}}}}

@@ -30,7 +30,7 @@ optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8,
 train: {steps: 50, global_batch_size: 10, micro_batch_size: 4, log_interval_steps: 1, gradient_clip_norm: 3.0}
 checkpoint: {interval_steps: 20}
 evaluate: {interval_steps: 0}
-registry: {metric: mse}
+registry: {metric: mse, goal: minimize}
 """
 
 
