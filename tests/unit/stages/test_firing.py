@@ -319,7 +319,7 @@ def test_a_run_of_an_earlier_window_alerts_nobody_and_pauses_nothing(nights, web
     monkeypatch.setattr(launch, "pipeline_place", lambda: ("gone", "cluster/ns"))
     earlier = ["schedule.trigger=backfill", "schedule.instant='2026-10-01T02:00:00Z'"]
     own = ["schedule.name=nightly", "schedule.cron='0 0 2 * * *'", "schedule.pause_after_failures=1"]
-    nights.begin(0, "a", *own, *earlier)
+    nights.begin(0, "a", *own, *earlier, "schedule.alert_over_http=true")
     if ending == "failed":
         nights.end("a", BROKEN)
     else:

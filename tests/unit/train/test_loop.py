@@ -217,6 +217,7 @@ def test_a_checkpoint_is_also_due_by_the_clock_since_the_last_one_began(make, mo
     assert [step for step, _ in fakes.saved] == [3, 5, 9, 10]
     others = Fakes()
     others.is_main = False
+    monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * others.taken)
     make(others, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30").run(0)
     assert [step for step, _ in others.saved] == [5, 10], "the first process has said nothing"
 
