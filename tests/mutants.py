@@ -108,6 +108,13 @@ MUTANTS = [
         "tests/unit/run/test_commit.py -k kept",
     ),
     Mutant(
+        "nobody tells the writer what is kept for good",
+        "kftrain/train/loop.py",
+        "        writer.keep_every = config.checkpoint.keep_every\n",
+        "",
+        "tests/unit/train/test_loop.py -k by_the_clock",
+    ),
+    Mutant(
         "a command that is told to stop keeps its turn",
         "kftrain/cli/__init__.py",
         "with signals.handled(signals.STOP, _leave), outages",

@@ -19,6 +19,9 @@ from kftrain.train import saves
 
 
 class ScriptedTask(LanguageModeling):
+    seconds = 0.0
+    """Of the clock, which the task of the probe shares."""
+
     def __init__(self, *, sequence_length: int = 32, tokenizer: str = "bytes") -> None:
         super().__init__(sequence_length=sequence_length, tokenizer=tokenizer)
         self.script = json.loads(os.environ.get("SCRIPT", "{}"))
@@ -26,8 +29,7 @@ class ScriptedTask(LanguageModeling):
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
         if "clock" in self.script:
-            self.seconds = 0.0
-            saves.monotonic = lambda: self.seconds
+            saves.monotonic = lambda: ScriptedTask.seconds
         if "export_after" in self.script:
             late = functools.partial(after, exporting.export_checkpoint, self.script["export_after"])
             exporting.export_checkpoint = late
@@ -35,7 +37,7 @@ class ScriptedTask(LanguageModeling):
     def loss(self, output, batch, weight):
         time.sleep(self.script.get("step_seconds", 0))
         if self.num_losses in self.script.get("clock", {}).get(os.environ["RANK"], ()):
-            self.seconds += 3600
+            ScriptedTask.seconds += 3600
         if self.script.get("chatter"):
             chatter(self.num_losses)
         if self.script.get("rank", 0) == int(os.environ["RANK"]) and self.script.get("step") == self.num_losses:

@@ -213,8 +213,9 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_
 def test_a_checkpoint_is_also_due_by_the_clock_since_the_last_one_began(make, monkeypatch):
     fakes = Fakes(busy_at=[8])
     monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * fakes.taken)
-    make(fakes, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30").run(0)
-    assert [step for step, _ in fakes.saved] == [3, 5, 9, 10]
+    loop = make(fakes, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30", "checkpoint.keep_every=4")
+    loop.run(0)
+    assert [step for step, _ in fakes.saved] == [3, 5, 9, 10] and loop._saves._writer.keep_every == 4
     others = Fakes()
     others.is_main = False
     monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * others.taken)
