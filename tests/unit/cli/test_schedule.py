@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import fsspec
 import pytest
@@ -193,7 +194,14 @@ def test_a_schedule_goes_once_no_run_of_it_lives(call, server):
     assert not server.recurring and not server.killed
 
 
-@pytest.mark.parametrize("number", signals.STOP)
+@pytest.fixture(params=signals.STOP)
+def number(request):
+    """A signal that is not ignored, as a hangup is below `nohup`."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_whoever_is_told_to_stop_gives_back_the_turn(call, monkeypatch, number):
     call("apply")
     monkeypatch.setattr(RecurringPipelines, "live_runs", lambda *_: os.kill(os.getpid(), number))
