@@ -722,8 +722,8 @@ MUTANTS = [
     Mutant(
         "the files of what others have registered are read, wherever they lie",
         "kftrain/registry/lineage.py",
-        "client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None",
-        "client.read_model_file(uri, model, FILE_NAME)",
+        "model_client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None",
+        "model_client.read_model_file(uri, model, FILE_NAME)",
         "tests/unit/registry/test_foreign_versions.py",
     ),
     Mutant(
@@ -735,7 +735,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a run has made is not looked for after MLflow refused to say it twice",
-        "kftrain/tracking/client.py",
+        "kftrain/tracking/model_client.py",
         "            if model_id not in _outputs(client, run_id):\n                raise\n",
         "            raise\n",
         "tests/unit/registry/test_lost_answers.py",

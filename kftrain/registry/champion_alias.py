@@ -31,8 +31,8 @@ from kftrain.errors import TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.journal import Entry, Journal, champion_version, entered_digest, next_entry, predecessors
 from kftrain.registry.reference import Reference
-from kftrain.tracking import client
-from kftrain.tracking.client import RegisteredModel
+from kftrain.tracking import model_client
+from kftrain.tracking.model_client import RegisteredModel
 from kftrain.trust import Trust
 
 JOURNAL_TAG = "kftrain.journal"
@@ -71,12 +71,12 @@ class ChampionAlias:
         Raises TrackingError where it belongs to the journal of another storage root.
         """
         own = {JOURNAL_TAG: storage.absolute(self.journal.uri)}
-        client.ensure_registered_model(self.uri, self.model_name, own, description)
-        model = client.get_registered_model(self.uri, self.model_name)
+        model_client.ensure_registered_model(self.uri, self.model_name, own, description)
+        model = model_client.get_registered_model(self.uri, self.model_name)
         if model is not None and JOURNAL_TAG not in model.tags:  # made by hand, or by an older kftrain
             self._require_own_champion(model)
-            client.set_registered_model_tag(self.uri, self.model_name, JOURNAL_TAG, own[JOURNAL_TAG])
-            model = client.get_registered_model(self.uri, self.model_name)
+            model_client.set_registered_model_tag(self.uri, self.model_name, JOURNAL_TAG, own[JOURNAL_TAG])
+            model = model_client.get_registered_model(self.uri, self.model_name)
         self._require_own(model)
 
     def _require_own(self, model: RegisteredModel | None) -> None:
@@ -88,7 +88,7 @@ class ChampionAlias:
     def _require_own_champion(self, model: RegisteredModel) -> None:
         """A champion whose run lies below another root has its journal there."""
         number = model.aliases.get(CHAMPION)
-        version = None if number is None else client.get_version(self.uri, self.model_name, number)
+        version = None if number is None else model_client.get_version(self.uri, self.model_name, number)
         reference = lineage.find(self.uri, version)
         root = storage.absolute(self.journal.uri).rsplit("/registry/", 1)[0]
         if reference is not None and not reference.run_uri.startswith(root + "/"):
@@ -140,7 +140,7 @@ class ChampionAlias:
         """The journal, the alias, and how they stand to each other. Changes nothing. The order of reading matters."""
         entries = self.journal.entries()
         writers = self.journal.writers()
-        model = client.get_registered_model(self.uri, self.model_name)
+        model = model_client.get_registered_model(self.uri, self.model_name)
         self._require_own(model)
         aliased = model.aliases.get(CHAMPION) if model else None
         end = champion_version(entries)
@@ -152,13 +152,13 @@ class ChampionAlias:
     def point_challenger(self, version: int, awaits_person: bool) -> None:
         """Shows that a person decides about a version, or that nobody does any more."""
         if awaits_person:
-            client.set_alias(self.uri, self.model_name, CHALLENGER, version)
-        elif client.get_aliases(self.uri, self.model_name).get(CHALLENGER) == version:
-            client.set_alias(self.uri, self.model_name, CHALLENGER, None)
+            model_client.set_alias(self.uri, self.model_name, CHALLENGER, version)
+        elif model_client.get_aliases(self.uri, self.model_name).get(CHALLENGER) == version:
+            model_client.set_alias(self.uri, self.model_name, CHALLENGER, None)
 
     def exists(self, version: int) -> bool:
         """Whether the registry still has the version."""
-        return client.get_version(self.uri, self.model_name, version) is not None
+        return model_client.get_version(self.uri, self.model_name, version) is not None
 
     def holds(self, entries: list[Entry], version: int) -> bool:
         """Whether the registry still has the version of the journal, not another one of its number."""
@@ -167,7 +167,7 @@ class ChampionAlias:
 
     def reference(self, entries: list[Entry], version: int | None) -> Reference | None:
         """The reference of a version; None where it has none, or is another one of this number than in the journal."""
-        found = None if version is None else client.get_version(self.uri, self.model_name, version)
+        found = None if version is None else model_client.get_version(self.uri, self.model_name, version)
         reference = lineage.find(self.uri, found)
         digest = entered_digest(entries, version)
         return reference if reference and digest in ("", reference.export_digest) else None
@@ -197,11 +197,11 @@ class ChampionAlias:
         for _ in range(MAX_ROUNDS):
             entries = self.journal.entries()
             wanted = {CHAMPION: champion_version(entries), PREVIOUS_CHAMPION: self._predecessor(entries)}
-            actual = client.get_aliases(self.uri, self.model_name)
+            actual = model_client.get_aliases(self.uri, self.model_name)
             different = {aliased: version for aliased, version in wanted.items() if actual.get(aliased) != version}
             champion = different.get(CHAMPION)
             if not different or (champion is not None and not self.exists(champion)):
                 return
             for aliased, version in different.items():
-                client.set_alias(self.uri, self.model_name, aliased, version)
+                model_client.set_alias(self.uri, self.model_name, aliased, version)
         raise TrackingError("alias and journal never agree", where=self.journal.uri, fix="who else sets the alias?")

@@ -17,8 +17,8 @@ from kftrain.registry.champion_alias import CHAMPION, ChampionAlias
 from kftrain.registry.comparison import RESAMPLING_SEED, MeasuredExport
 from kftrain.registry.reference import Reference
 from kftrain.run.documents import Evaluation, Interval
-from kftrain.tracking import client
-from kftrain.tracking.client import ModelVersion
+from kftrain.tracking import model_client
+from kftrain.tracking.model_client import ModelVersion
 from kftrain.trust import Trust
 
 SliceNames = Callable[[list[str], Mapping[str, np.ndarray]], Sequence[str]]
@@ -65,8 +65,8 @@ def compare(
     the task's function from sums to metrics. Raises TrackingError, EvaluationError.
     """
     alias = ChampionAlias.of(config)
-    aliases = client.get_aliases(alias.uri, alias.model_name)
-    found = {version.version: version for version in client.search_versions(alias.uri, alias.model_name)}
+    aliases = model_client.get_aliases(alias.uri, alias.model_name)
+    found = {version.version: version for version in model_client.search_versions(alias.uri, alias.model_name)}
     numbers = _chosen(alias.model_name, names, aliases, found, at_most)
     champion = aliases.get(CHAMPION)
     baseline = champion if champion in numbers else numbers[0]
@@ -97,8 +97,8 @@ def compare(
 def find_version(config: Config, name: str) -> tuple[int, Reference]:
     """The version that a name means, and what it was made of. Raises TrackingError."""
     alias = ChampionAlias.of(config)
-    number = _number(alias.model_name, name, client.get_aliases(alias.uri, alias.model_name))
-    version = client.get_version(alias.uri, alias.model_name, number)
+    number = _number(alias.model_name, name, model_client.get_aliases(alias.uri, alias.model_name))
+    version = model_client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=name)
     return number, lineage.of(alias.uri, version)

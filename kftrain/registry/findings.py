@@ -10,8 +10,8 @@ from kftrain.registry import lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.journal import champion_version
 from kftrain.registry.reference import require_export
-from kftrain.tracking import client
-from kftrain.tracking.client import ModelVersion
+from kftrain.tracking import model_client
+from kftrain.tracking.model_client import ModelVersion
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
     """
     alias = ChampionAlias.of(config)
     findings = _audit_alias(alias)
-    for version in client.search_versions(alias.uri, alias.model_name):
+    for version in model_client.search_versions(alias.uri, alias.model_name):
         findings += [AuditFinding(version.version, problem) for problem in _problems(alias, version, contents)]
     return findings
 

@@ -17,8 +17,8 @@ from kftrain.registry.reference import (
     Reference,
 )
 from kftrain.run.documents import SCHEMA_VERSION
-from kftrain.tracking import client
-from kftrain.tracking.client import LoggedModel, ModelVersion
+from kftrain.tracking import model_client
+from kftrain.tracking.model_client import LoggedModel, ModelVersion
 
 _SOURCE = "models:/"
 
@@ -35,7 +35,7 @@ def find(uri: str, version: ModelVersion | None) -> Reference | None:
 
 def of_model(uri: str, model_id: str) -> Reference | None:
     """The reference in a LoggedModel; None where it has none that can be used. Raises TrackingError if MLflow fails."""
-    model = client.get_logged_model(uri, model_id) if model_id else None
+    model = model_client.get_logged_model(uri, model_id) if model_id else None
     text = _text(uri, model) if model else None
     try:
         return None if text is None else _parse(text, model_id)
@@ -86,7 +86,7 @@ def content_digest(export_uri: str, export_digest: str) -> str:
 
 def _logged_model(uri: str, version: ModelVersion) -> LoggedModel | None:
     model_id = logged_model_id(version)
-    return client.get_logged_model(uri, model_id) if model_id else None
+    return model_client.get_logged_model(uri, model_id) if model_id else None
 
 
 def _read(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
@@ -107,7 +107,7 @@ def _text(uri: str, model: LoggedModel) -> str | None:
 
     That is read nowhere: its place may be anything. The tag can only refuse, it decides nothing.
     """
-    return client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None
+    return model_client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None
 
 
 def _parse(text: str, where: str) -> Reference:

@@ -31,8 +31,8 @@ from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
 from kftrain.registry.registration import RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
-from kftrain.tracking import client, endpoint
-from kftrain.tracking.client import ModelVersion
+from kftrain.tracking import client, endpoint, model_client
+from kftrain.tracking.model_client import ModelVersion
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     said = alias.transact(propose)
     alias.point_challenger(version, awaits_person=False)
     told = {PROMOTED_TAG: "false", GATE_TAG: f"declined by hand: {said.reason}"}
-    client.set_version_tags(alias.uri, alias.model_name, version, told)
+    model_client.set_version_tags(alias.uri, alias.model_name, version, told)
     return said
 
 
@@ -245,13 +245,13 @@ def _record(config: Config, registration: Registration) -> None:
     uri, name = config.tracking.uri, registration.model_name
     outcome = {PROMOTED_TAG: str(registration.promoted).lower(), GATE_TAG: registration.reason}
     if registration.promoted or not registration.identical:  # else they are about the run that made the version
-        client.set_version_tags(uri, name, registration.version, outcome)
+        model_client.set_version_tags(uri, name, registration.version, outcome)
     version = {"kftrain.registered_version": f"{name}/{registration.version}"}
     client.set_tags(uri, registration.mlflow_run_id, {**outcome, **version})
 
 
 def _existing(alias: ChampionAlias, number: int) -> ModelVersion:
-    version = client.get_version(alias.uri, alias.model_name, number)
+    version = model_client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=number)
     return version

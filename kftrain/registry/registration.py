@@ -32,8 +32,8 @@ from kftrain.registry.reference import (
 )
 from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
-from kftrain.tracking import client, runs, session
-from kftrain.tracking.client import ModelVersion
+from kftrain.tracking import client, model_client, runs, session
+from kftrain.tracking.model_client import ModelVersion
 from kftrain.tracking.session import StoredModel
 from kftrain.trust import Trust
 
@@ -95,8 +95,10 @@ def register(
         package(), _description(config, paths, completion, evaluation), runs.kind_tags(config)
     )
     if not found.identical:
-        client.ensure_output(uri, mlflow_run_id, found.logged_model_id, completion.step)
-        client.set_logged_model_tags(uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest})
+        model_client.ensure_output(uri, mlflow_run_id, found.logged_model_id, completion.step)
+        model_client.set_logged_model_tags(
+            uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
+        )
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
         points = runs.evaluation_points(uri, mlflow_run_id, metrics)
         dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
@@ -166,7 +168,7 @@ class _Own:
         room = MAX_DESCRIPTION_CHARACTERS - len(measured)
         shown = f"{package.card if 0 < len(package.card) <= room else description}{measured}"
         return session.create_and_find(
-            lambda: client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown),
+            lambda: model_client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown),
             self._find_first,
         )
 
@@ -176,7 +178,7 @@ class _Own:
         first = min(found, key=lambda version: (version.version, version.identical), default=None)
         for own in self._own_versions():
             if first is not None and own.version > first.version:
-                client.delete_version(self.uri, self.name, own.version)
+                model_client.delete_version(self.uri, self.name, own.version)
         return first
 
     def _content_digest(self) -> str:
@@ -186,15 +188,15 @@ class _Own:
         return next((self._registered(each, self.reference, False) for each in self._own_versions()), None)
 
     def _own_versions(self) -> Iterator[ModelVersion]:
-        for version in client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
+        for version in model_client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
             theirs = lineage.find(self.uri, version)
             if theirs is not None and theirs.export_digest == self.reference.export_digest:
                 yield version
 
     def _find_identical(self) -> RegisteredVersion | None:
         content = self._content_digest()
-        tagged = client.search_versions(self.uri, self.name, CONTENT_DIGEST_TAG, content)
-        old = client.search_versions(self.uri, self.name, TRAINING_DIGEST_TAG, self.reference.training_digest)
+        tagged = model_client.search_versions(self.uri, self.name, CONTENT_DIGEST_TAG, content)
+        old = model_client.search_versions(self.uri, self.name, TRAINING_DIGEST_TAG, self.reference.training_digest)
         for version in [*tagged, *old[-MAX_OLD_CANDIDATES:]]:
             theirs = lineage.find(self.uri, version)
             if theirs is not None and _has_content(theirs, content, self.trust):
@@ -204,11 +206,11 @@ class _Own:
 
     def _find_logged_model(self) -> str | None:
         experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
-        found = client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
+        found = model_client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
         return found if found and lineage.of_model(self.uri, found) == self.reference else None
 
     def _create_logged_model(self, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
-        return client.create_logged_model(
+        return model_client.create_logged_model(
             self.uri,
             self.mlflow_run_id,
             self.run_id,

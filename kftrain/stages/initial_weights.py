@@ -17,7 +17,7 @@ from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import Task
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 from kftrain.trust import Trust
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _found(config: Config) -> TrainConfig:
 
 
 def _of_version(config: Config, number: int) -> TrainConfig:
-    version = client.get_version(config.tracking.uri, config.model_name, number)
+    version = model_client.get_version(config.tracking.uri, config.model_name, number)
     if version is None:
         fix = "kftrain models compare shows those that there are"
         raise ConfigError(f"{config.model_name} has no such version", where="train.from", value=number, fix=fix)

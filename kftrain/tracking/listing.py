@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, endpoint
+from kftrain.tracking import client, endpoint, model_client
 from kftrain.tracking.base import metric_name
 from kftrain.tracking.runs import EVALUATION_PREFIX, RUN_ID_TAG, check
 
@@ -56,8 +56,8 @@ def _versions(uri: str, names: Sequence[str]) -> dict[tuple[str, str], tuple[int
     """(model, MLflow id of the run) -> its highest version, and whether that is champion."""
     found = {}
     for name in filter(None, names):
-        champion = client.get_aliases(uri, name).get(CHAMPION_ALIAS)
-        for each in client.search_versions(uri, name):
+        champion = model_client.get_aliases(uri, name).get(CHAMPION_ALIAS)
+        for each in model_client.search_versions(uri, name):
             found[name, each.run_id] = each.version, each.version == champion
     return found
 

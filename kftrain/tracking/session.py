@@ -37,6 +37,9 @@ _SETTINGS = {
 ABSENT = "RESOURCE_DOES_NOT_EXIST"
 TAKEN = "RESOURCE_ALREADY_EXISTS"
 
+MAX_VALUE_LENGTH = 6000
+"""MLflow's limit for the value of a parameter; tags may be longer."""
+
 _EXAMPLE_INFO = {
     "artifact_path": "input_example.json",
     "serving_input_path": "serving_input_example.json",
@@ -219,3 +222,10 @@ def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
         return None
     except Exception as error:  # the place is what others have written: what reads it raises anything
         raise mlflow().MlflowException(outages.one_line(error)) from error
+
+
+def quotable(value: str) -> str:
+    """The value of a filter of MLflow. Raises TrackingError for one with quotes."""
+    if set(value) & set("'\"`\\"):
+        raise TrackingError("a name with quotes cannot be searched for", value=value, fix="use letters and digits")
+    return value

@@ -15,7 +15,7 @@ from kftrain.config import Config, parse
 from kftrain.evaluate.measures import sums_by_slice
 from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 from kftrain.run.paths import RunPaths
-from kftrain.tracking import client
+from kftrain.tracking import client, model_client
 
 NUM_GROUPS = 60
 
@@ -192,7 +192,7 @@ def metrics():
 @pytest.fixture
 def aliases(config):
 
-    return lambda: client.get_aliases(config.tracking.uri, "toy")
+    return lambda: model_client.get_aliases(config.tracking.uri, "toy")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from kftrain.errors import TrackingError
 from kftrain.registry import declined
 from kftrain.registry.journal import Journal
 from kftrain.registry.tries import Tries
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 
 def changed(config, **registry_options):
@@ -21,7 +21,7 @@ def test_a_declined_challenger_loses_its_alias_and_says_why(config, finished, al
     assert run.submit(manual).awaits_person and aliases() == {"champion": 1, "challenger": 2}
     said = registry.decline(config, 2, "worse on names")
     assert aliases() == {"champion": 1} and said.export_digest == run.completion.export_digest
-    tags = client.get_version(config.tracking.uri, "toy", 2).tags
+    tags = model_client.get_version(config.tracking.uri, "toy", 2).tags
     assert (tags["kftrain.gate"], tags["kftrain.promoted"]) == ("declined by hand: worse on names", "false")
     assert registry.decline(config, 2, "again").reason == "worse on names"
     assert registry.audit(config) == []

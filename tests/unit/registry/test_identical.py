@@ -6,7 +6,7 @@ import pytest
 
 from kftrain import registry, storage
 from kftrain.registry.journal import Journal
-from kftrain.tracking import client
+from kftrain.tracking import client, model_client
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def repeat(config, finish):
 
 
 def versions(config):
-    return [version.version for version in client.search_versions(config.tracking.uri, "toy")]
+    return [version.version for version in model_client.search_versions(config.tracking.uri, "toy")]
 
 
 def num_entries(config):
@@ -49,7 +49,7 @@ def test_the_champion_trained_again_is_no_new_version(config, finished, repeat, 
     assert registration.identical and registration.version == 1 and not registration.promoted
     assert registration.reason == "identical to version 1, which is champion: nothing was registered"
     assert again.submit() == registration and versions(config) == [1] and num_entries(config) == 1
-    assert client.get_version(config.tracking.uri, "toy", 1).tags["kftrain.promoted"] == "true"
+    assert model_client.get_version(config.tracking.uri, "toy", 1).tags["kftrain.promoted"] == "true"
     tags = client.read_run(config.tracking.uri, again.mlflow_run_id).tags
     assert tags["kftrain.registered_version"] == "toy/1" and tags["kftrain.gate"] == registration.reason
 
@@ -90,7 +90,7 @@ def test_a_version_of_an_older_kftrain_is_recognised_and_works(config, finished,
     reader = mlflow.MlflowClient(tracking_uri=config.tracking.uri, registry_uri=config.tracking.uri)
     old = {key: value for key, value in reader.get_logged_model(registered.logged_model_id).tags.items()}
     reader.delete_model_version_tag("toy", "1", "kftrain.content_digest")
-    client.set_version_tags(config.tracking.uri, "toy", 1, old)
+    model_client.set_version_tags(config.tracking.uri, "toy", 1, old)
     assert first.submit().promoted and registry.champion(config).version == 1
     assert repeat(first, "two", 0.6).register().version == 1
     assert registry.audit(config) == [] and versions(config) == [1]

@@ -8,7 +8,7 @@ import pytest
 from kftrain.registry import champion_alias, journal, lineage
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.journal import Journal, champion_version, next_entry
-from kftrain.tracking.client import ModelVersion, RegisteredModel
+from kftrain.tracking.model_client import ModelVersion, RegisteredModel
 from kftrain.trust import Trust
 
 NUM_VERSIONS = 6

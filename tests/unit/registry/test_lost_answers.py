@@ -6,7 +6,7 @@ from helpers.mlflow_server import Server
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,9 +66,9 @@ def require_once(server, config, name, runs, registered, outcomes):
         assert len(recorded.inputs.dataset_inputs) == 1 and recorded.data.params["train.steps"] == "400"
         for key, metric in recorded.data.metrics.items():
             assert [point.value for point in reader.get_metric_history(run.mlflow_run_id, key)] == [metric], key
-    assert [v.version for v in client.search_versions(server.uri, name)] == sorted(v.version for v in registered)
+    assert [v.version for v in model_client.search_versions(server.uri, name)] == sorted(v.version for v in registered)
     assert all(outcome.promoted for outcome in outcomes)
-    assert client.get_aliases(server.uri, name)["champion"] == registered[0].version
+    assert model_client.get_aliases(server.uri, name)["champion"] == registered[0].version
     assert registry.audit(config) == []
 
 

@@ -8,7 +8,7 @@ from kftrain.registry import lineage
 from kftrain.registry.champion_alias import JOURNAL_TAG
 from kftrain.registry.journal import Journal
 from kftrain.run.documents import Unmeasured
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 
 def journal_of(config):
@@ -16,7 +16,7 @@ def journal_of(config):
 
 
 def remove_alias(config):
-    client.set_alias(config.tracking.uri, "toy", "champion", None)
+    model_client.set_alias(config.tracking.uri, "toy", "champion", None)
 
 
 def test_a_worse_model_does_not_win_because_the_alias_was_removed(config, finished, aliases):
@@ -34,7 +34,7 @@ def test_a_worse_model_does_not_win_because_the_alias_was_removed(config, finish
 def test_fault_71_after_a_deletion_the_last_champion_that_is_left_is_the_one_to_beat(config, finished, aliases):
     for name, quality in (("one", 0.6), ("two", 0.7), ("three", 0.8)):
         finished(name, quality).submit()
-    client.delete_version(config.tracking.uri, "toy", 3)
+    model_client.delete_version(config.tracking.uri, "toy", 3)
     assert (3, True) in [(finding.version, "was deleted" in finding.problem) for finding in registry.audit(config)]
     assert registry.champion(config).version == 2, "the evaluation must score what the gate compares with"
     worse = finished("four", 0.65).submit()
@@ -46,7 +46,7 @@ def test_fault_71_after_a_deletion_the_last_champion_that_is_left_is_the_one_to_
 
 def test_fault_71_with_no_former_champion_left_a_person_decides(config, finished, aliases):
     finished("one", 0.8).submit()
-    client.delete_version(config.tracking.uri, "toy", 1)
+    model_client.delete_version(config.tracking.uri, "toy", 1)
     assert registry.champion(config) is None
     alone = finished("two", 0.9).submit()
     assert not alone.promoted and alone.champion_version is None and alone.identical is False
@@ -58,7 +58,7 @@ def test_fault_71_with_no_former_champion_left_a_person_decides(config, finished
 def test_a_former_champion_that_was_measured_otherwise_is_passed_over(config, finished):
     finished("one", 0.6).submit()
     finished("two", 0.7).submit()
-    reference = lineage.find(config.tracking.uri, client.get_version(config.tracking.uri, "toy", 2))
+    reference = lineage.find(config.tracking.uri, model_client.get_version(config.tracking.uri, "toy", 2))
     remove_alias(config)
     storage.remove(f"{reference.run_uri}/evaluation")
     registration = finished("three", 0.65).submit()
@@ -139,7 +139,7 @@ def test_two_storage_roots_under_one_registered_model_are_refused(config, finish
         with pytest.raises(TrackingError, match="belongs to another storage root"):
             action()
     assert registry.audit(other)[0].version is None
-    assert aliases() == {"champion": 1} and len(client.search_versions(config.tracking.uri, "toy")) == 1
+    assert aliases() == {"champion": 1} and len(model_client.search_versions(config.tracking.uri, "toy")) == 1
 
 
 def test_a_root_that_moved_is_adopted_by_its_tag(config, finished, finish, aliases, tmp_path):
@@ -147,7 +147,7 @@ def test_a_root_that_moved_is_adopted_by_its_tag(config, finished, finish, alias
     (tmp_path / "root").rename(tmp_path / "moved")
     moved = at_root(config, tmp_path / "moved")
     uri = f"{tmp_path}/moved/registry/toy"
-    client.set_registered_model_tag(config.tracking.uri, "toy", JOURNAL_TAG, uri)
+    model_client.set_registered_model_tag(config.tracking.uri, "toy", JOURNAL_TAG, uri)
     registration = finish(moved, "two", 0.9).submit()
     assert not registration.promoted, "the reference of version 1 names the old place: it cannot be measured"
     assert registration.champion_version == 1 and aliases() == {"champion": 1, "challenger": 2}
@@ -161,7 +161,10 @@ def test_a_model_of_an_older_kftrain_is_tied_to_the_root_of_its_champion(config,
     with pytest.raises(TrackingError, match="belongs to another storage root"):
         finish(at_root(config, tmp_path / "other"), "two", 0.9).register()
     assert finished("three", 0.9).submit().promoted
-    assert client.get_registered_model(config.tracking.uri, "toy").tags[JOURNAL_TAG] == f"{tmp_path}/root/registry/toy"
+    assert (
+        model_client.get_registered_model(config.tracking.uri, "toy").tags[JOURNAL_TAG]
+        == f"{tmp_path}/root/registry/toy"
+    )
 
 
 def test_edited_tags_decide_nothing_and_audit_reports_them(config, finished, finish, aliases):
@@ -175,7 +178,7 @@ def test_edited_tags_decide_nothing_and_audit_reports_them(config, finished, fin
         "kftrain.checkpoint_digest": two.completion.checkpoint_digest,
         "kftrain.logged_model_id": "m-00000000000000000000000000000000",
     }
-    client.set_version_tags(uri, "toy", 1, lies)
+    model_client.set_version_tags(uri, "toy", 1, lies)
     found = registry.champion(config)
     assert (found.run_uri, found.export_uri) == (one.paths.uri, one.completion.export_uri)
     registration = finished("three", 0.7).submit()
@@ -191,11 +194,13 @@ def test_tags_of_a_logged_model_do_not_make_another_export_of_a_version(config, 
     uri = config.tracking.uri
     one, two = finished("one", 0.8), finished("two", 0.9)
     first = one.register()
-    client.set_logged_model_tags(uri, first.logged_model_id, {"kftrain.export_digest": two.completion.export_digest})
-    client.set_version_tags(uri, "toy", 1, {"kftrain.export_digest": two.completion.export_digest})
+    model_client.set_logged_model_tags(
+        uri, first.logged_model_id, {"kftrain.export_digest": two.completion.export_digest}
+    )
+    model_client.set_version_tags(uri, "toy", 1, {"kftrain.export_digest": two.completion.export_digest})
     second = two.register()
     assert second.version == 2 and second.logged_model_id != first.logged_model_id
-    assert lineage.of(uri, client.get_version(uri, "toy", 2)).export_digest == two.completion.export_digest
+    assert lineage.of(uri, model_client.get_version(uri, "toy", 2)).export_digest == two.completion.export_digest
 
 
 def test_a_champion_whose_kind_is_not_allowed_leaves_the_decision_to_a_person(config, finished, aliases):

@@ -6,7 +6,7 @@ from kftrain import registry
 from kftrain.errors import TrackingError
 from kftrain.registry import declined, promotion
 from kftrain.registry.journal import Journal
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 
 def journal_of(config):
@@ -117,7 +117,7 @@ def test_a_change_by_hand_is_not_undone_either(config, finished, aliases):
     finished("one", 0.6).submit()
     run = finished("two", 0.7)
     run.submit()
-    client.set_alias(config.tracking.uri, "toy", "champion", 1)
+    model_client.set_alias(config.tracking.uri, "toy", "champion", 1)
     assert not run.submit().promoted and aliases()["champion"] == 1
 
 
@@ -127,7 +127,7 @@ def test_an_alias_that_is_moved_by_hand_while_an_export_is_read_counts(config, f
     registry.rollback(config)
     run = finished("three", 0.8)
     registered = run.register()
-    meanwhile(monkeypatch, lambda: client.set_alias(config.tracking.uri, "toy", "champion", 2))
+    meanwhile(monkeypatch, lambda: model_client.set_alias(config.tracking.uri, "toy", "champion", 2))
     registration = run.gate(registered)
     assert (registration.promoted, registration.champion_version) == (False, 2)
     assert aliases()["champion"] == 2 and journal_of(config)[-1] == ("external", 2)

@@ -11,7 +11,7 @@ from kftrain.registry import journal
 from kftrain.registry.journal import Journal
 from kftrain.run import documents
 from kftrain.run.documents import Registration
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 
 def journal_of(config):
@@ -41,7 +41,7 @@ def test_a_better_model_is_promoted_and_a_worse_one_refused_with_figures(config,
     assert not worse.promoted and worse.champion_version == 2
     assert worse.reason.startswith("worse: accuracy 0.7") and "improvement -0.05" in worse.reason
     assert aliases() == {"champion": 2, "previous_champion": 1}
-    tags = client.get_version(config.tracking.uri, "toy", 3).tags
+    tags = model_client.get_version(config.tracking.uri, "toy", 3).tags
     assert tags["kftrain.promoted"] == "false" and tags["kftrain.gate"] == worse.reason
 
 
@@ -147,7 +147,7 @@ def crash_at_alias(monkeypatch):
     def crash(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client, "set_alias", crash)
+    monkeypatch.setattr(model_client, "set_alias", crash)
 
 
 def test_a_crash_between_journal_and_alias_is_repaired_by_the_next_promotion(config, finished, aliases, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_slow_writer_cannot_leave_an_old_alias(config, finished, aliases, monk
     finished("one", 0.6).submit()
     slow, fast = finished("slow", 0.7), finished("fast", 0.8)
     slow_version, fast_version = slow.register(), fast.register()
-    original = client.set_alias
+    original = model_client.set_alias
     overtaken = []
 
     def overtake(uri, name, aliased, version):
@@ -195,7 +195,7 @@ def test_a_slow_writer_cannot_leave_an_old_alias(config, finished, aliases, monk
             assert fast.gate(fast_version).promoted
         original(uri, name, aliased, version)
 
-    monkeypatch.setattr(client, "set_alias", overtake)
+    monkeypatch.setattr(model_client, "set_alias", overtake)
     assert slow.gate(slow_version).promoted
     assert [entry.version for entry in journal_of(config)] == [1, slow_version.version, fast_version.version]
     assert aliases() == {"champion": fast_version.version, "previous_champion": slow_version.version}
@@ -223,7 +223,7 @@ def test_the_decision_is_made_again_if_somebody_was_faster(config, finished, ali
 def test_a_change_by_hand_is_entered_and_is_the_champion_to_beat(config, finished, aliases):
     finished("one", 0.8).submit()
     finished("two", 0.6).submit()
-    client.set_alias(config.tracking.uri, "toy", "champion", 2)
+    model_client.set_alias(config.tracking.uri, "toy", "champion", 2)
     assert registry.champion(config).version == 2
     registration = finished("three", 0.7).submit()
     assert registration.promoted and registration.champion_version == 2
@@ -237,7 +237,7 @@ def test_a_change_by_hand_is_entered_and_is_the_champion_to_beat(config, finishe
 def test_a_champion_that_was_deleted_is_found_and_replaced(config, finished, aliases):
     finished("one", 0.6).submit()
     finished("two", 0.7).submit()
-    client.delete_version(config.tracking.uri, "toy", 2)
+    model_client.delete_version(config.tracking.uri, "toy", 2)
     assert any("deleted" in finding.problem for finding in registry.audit(config))
     assert registry.rollback(config).version == 1
     assert aliases() == {"champion": 1}

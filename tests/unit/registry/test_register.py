@@ -11,11 +11,11 @@ from kftrain import registry, storage
 from kftrain.errors import EvaluationError, TrackingError
 from kftrain.registry.reference import require_export
 from kftrain.run import commit, export
-from kftrain.tracking import client
+from kftrain.tracking import client, model_client
 
 
 def versions(config):
-    return client.search_versions(config.tracking.uri, "toy")
+    return model_client.search_versions(config.tracking.uri, "toy")
 
 
 def test_a_version_refers_to_the_export_and_its_logged_model_carries_every_digest(
@@ -101,13 +101,13 @@ def test_a_lost_response_does_not_make_a_second_version(config, finished, monkey
 def test_processes_that_register_the_same_export_at_once_agree_on_one_version(config, finished, monkeypatch):
     run = finished("one", 0.6)
     barrier = threading.Barrier(3)
-    create = client.create_version
+    create = model_client.create_version
 
     def together(*arguments):
         barrier.wait(240)
         return create(*arguments)
 
-    monkeypatch.setattr(client, "create_version", together)
+    monkeypatch.setattr(model_client, "create_version", together)
     answers = []
     threads = [threading.Thread(target=lambda: answers.append(run.register().version)) for _ in range(3)]
     for thread in threads:

@@ -5,7 +5,7 @@ import pytest
 
 from kftrain import storage
 from kftrain.run.documents import ReferenceSet
-from kftrain.tracking import client
+from kftrain.tracking import model_client
 
 THERE = "f" * 64
 
@@ -101,4 +101,4 @@ def test_the_description_says_what_its_figures_compare_with(config, finished):
         "the same data, its run has the champion's as `evaluation/….champion` and the difference as "
         "`evaluation/….difference`."
     )
-    assert client.search_versions(config.tracking.uri, "toy")[0].version == 1
+    assert model_client.search_versions(config.tracking.uri, "toy")[0].version == 1

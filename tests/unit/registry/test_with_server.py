@@ -7,7 +7,7 @@ from helpers.mlflow_server import Server
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError
-from kftrain.tracking import client
+from kftrain.tracking import client, model_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -35,8 +35,8 @@ def test_models_are_registered_promoted_and_loaded_through_a_server(server, tmp_
     first, second = finish(config, "one", 0.6), finish(config, "two", 0.7)
     assert first.submit().promoted and second.submit().promoted
     assert second.register().version == 2
-    assert client.get_aliases(server.uri, "toy") == {"champion": 2, "previous_champion": 1}
-    assert client.get_version(server.uri, "toy", 2).source.startswith("models:/m-")
+    assert model_client.get_aliases(server.uri, "toy") == {"champion": 2, "previous_champion": 1}
+    assert model_client.get_version(server.uri, "toy", 2).source.startswith("models:/m-")
     assert registry.rollback(config).version == 1 and registry.audit(config) == []
     tracking.log_text(server.uri, first.mlflow_run_id, "report", "report.html")
     tracking.finish_run(server.uri, first.mlflow_run_id, "FINISHED")

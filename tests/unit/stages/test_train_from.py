@@ -14,8 +14,8 @@ from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import initial_weights
 from kftrain.stages.shard import shard
-from kftrain.tracking import client
-from kftrain.tracking.client import ModelVersion
+from kftrain.tracking import model_client
+from kftrain.tracking.model_client import ModelVersion
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_version_is_found_through_its_reference(tmp_path, champions, monkeypat
         ("run_uri", "checkpoint_digest", "dataset_digest", "training_digest", "evaluation_digest"), "x"
     )
     reference = Reference(export_uri=export.export_uri, export_digest=export.export_digest, **fields)
-    monkeypatch.setattr(client, "get_version", lambda uri, name, number: version if number == 7 else None)
+    monkeypatch.setattr(model_client, "get_version", lambda uri, name, number: version if number == 7 else None)
     monkeypatch.setattr(lineage, "of", lambda uri, found: reference)
     for text in ("7", "v7"):
         kept = opened(tmp_path, f"r-{text}", f"train.from={text}")

@@ -7,7 +7,7 @@ import pytest
 from kftrain import tracking
 from kftrain.config import Config, parse
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, runs, session
+from kftrain.tracking import client, model_client, runs, session
 from kftrain.tracking.base import Point
 
 LINEAGE = tracking.DatasetLineage("stdlib", "d" * 64, "/data/shards/d/manifest.json")
@@ -139,7 +139,7 @@ def test_long_values_are_cut_and_credentials_are_left_out():
 def test_a_value_longer_than_mlflow_takes_is_recorded_cut(uri):
     config = config_at(uri, **{"task.note": "x" * 9000})
     record = client.read_run(uri, tracking.start_run(config, "run-1", LINEAGE))
-    assert len(record.params["task.note"]) == client.MAX_VALUE_LENGTH
+    assert len(record.params["task.note"]) == session.MAX_VALUE_LENGTH
 
 
 def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_call(uri, monkeypatch):
@@ -157,12 +157,12 @@ def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_c
 
     colliding = Colliding("(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.alias")
     monkeypatch.setattr(session, "_client", lambda uri: colliding)
-    client.set_alias(uri, "toy", "champion", 1)
+    model_client.set_alias(uri, "toy", "champion", 1)
     assert colliding.calls == [("toy", "champion", "1")] * 2
     other = Colliding("permission denied")
     monkeypatch.setattr(session, "_client", lambda uri: other)
     with pytest.raises(TrackingError, match="permission denied"):
-        client.set_alias(uri, "toy", "champion", 1)
+        model_client.set_alias(uri, "toy", "champion", 1)
 
 
 def test_failures_are_tracking_errors_that_say_where(uri):

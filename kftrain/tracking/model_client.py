@@ -1,0 +1,205 @@
+"""All calls to MLflow about models and their versions. What `client` says of its functions is true of these."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kftrain.tracking import session
+from kftrain.tracking.session import StoredModel
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A registered model. `aliases`: alias -> version."""
+
+    aliases: dict[str, int]
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """What a version was made of."""
+
+    model_id: str
+    artifact_uri: str
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version of a registered model. `source` and `run_id` never change, unlike tags and description."""
+
+    name: str
+    version: int
+    source: str
+    run_id: str
+    tags: dict[str, str]
+
+
+def ensure_registered_model(uri: str, name: str, tags: Mapping[str, str], description: str = "") -> None:
+    """Makes the registered model of this name, with these tags, if it is not there; one that is stays as it is."""
+    with session.connected(uri, f"cannot create the registered model {name}", session.TAKEN) as client:
+        client.create_registered_model(name, tags=dict(tags), description=description or None)
+
+
+def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
+    """The registered model of this name; None where there is none."""
+    with session.connected(uri, f"cannot read the registered model {name}", session.ABSENT) as client:
+        found = client.get_registered_model(name)
+        return RegisteredModel({alias: int(v) for alias, v in found.aliases.items()}, dict(found.tags))
+    return None
+
+
+def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
+    """Sets a tag of a registered model. Last writer wins."""
+    with session.connected(uri, f"cannot tag the registered model {name}") as client:
+        session.upsert(client.set_registered_model_tag, name, key, value)
+
+
+def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
+    """Id of a complete LoggedModel that has the tag, or None; beside it those of its run that are not are deleted."""
+    with session.connected(uri, "cannot search models") as client:
+        found = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.quotable(value)}'")
+        ready = [model for model in found if model.status == "READY"]
+        for each in [model for model in found if ready and model.status == "PENDING"]:
+            if each.source_run_id == ready[0].source_run_id:
+                client.delete_logged_model(each.model_id)
+        return str(ready[0].model_id) if ready else None
+
+
+def create_logged_model(
+    uri: str,
+    run_id: str,
+    name: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, str],
+    *,
+    loader_module: str,
+    data: str,
+    stored: StoredModel,
+) -> str:
+    """Id of a new LoggedModel of a run with the files of `stored`, of which `loader_module` gets the one named `data`.
+
+    Nothing is pickled. It becomes READY only when its files are there.
+    """
+    with session.connected(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
+        experiment_id = client.get_run(run_id).info.experiment_id
+        known = {key: value[: session.MAX_VALUE_LENGTH] for key, value in params.items()}
+        model = client.create_logged_model(
+            experiment_id, name=name, source_run_id=run_id, tags=dict(tags), params=known
+        )
+        session.write_model(Path(folder), run_id, model.model_id, loader_module, data, stored)
+        client.log_model_artifacts(model.model_id, folder)
+        client.finalize_logged_model(model.model_id, "READY")
+        return str(model.model_id)
+
+
+def ensure_output(uri: str, run_id: str, model_id: str, step: int) -> None:
+    """Shows a LoggedModel as what a run has made; MLflow fails a second time, which may be its own repetition."""
+    with session.connected(uri, f"cannot link the model {model_id}") as client:
+        try:
+            if model_id not in _outputs(client, run_id):
+                client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model_id, step)])
+        except session.mlflow().MlflowException:
+            if model_id not in _outputs(client, run_id):
+                raise
+
+
+def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
+    """A LoggedModel; None where there is none."""
+    with session.connected(uri, f"cannot read the model {model_id}", session.ABSENT) as client:
+        found = client.get_logged_model(model_id)
+        return LoggedModel(str(found.model_id), str(found.artifact_location), dict(found.tags))
+    return None
+
+
+def read_model_file(uri: str, model: LoggedModel, name: str) -> str | None:
+    """The text of a file of a LoggedModel; None where it has no such file."""
+    with session.connected(uri, f"cannot read {name} of the model {model.model_id}"):
+        return session.read_artifact(uri, model.artifact_uri.rstrip("/"), name)
+
+
+def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> None:
+    """Sets tags of a LoggedModel."""
+    with session.connected(uri, f"cannot tag the model {model_id}") as client:
+        client.set_logged_model_tags(model_id, dict(tags))
+
+
+def create_version(
+    uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str], description: str = ""
+) -> int:
+    """Number of a new version of a registered model, made of a LoggedModel."""
+    with session.connected(uri, f"cannot create a version of {name}") as client, session.as_default_uri(uri):
+        made = client.create_model_version(
+            name,
+            f"models:/{model_id}",
+            run_id=run_id,
+            tags=dict(tags),
+            description=description or None,
+            await_creation_for=0,
+            model_id=model_id,
+        )
+        return int(made.version)
+
+
+def delete_version(uri: str, name: str, version: int) -> None:
+    """Deletes a version, if it is there."""
+    with session.connected(uri, f"cannot delete version {version} of {name}", session.ABSENT) as client:
+        client.delete_model_version(name, str(version))
+
+
+def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
+    """A version; None where there is none."""
+    with session.connected(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
+        return _version(client.get_model_version(name, str(version)))
+    return None
+
+
+def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
+    """Versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
+    query = f"name = '{session.quotable(name)}'" + (f" and tags.`{tag}` = '{session.quotable(value)}'" if tag else "")
+    query += f" and run_id = '{session.quotable(run_id)}'" if run_id else ""
+    found: list[ModelVersion] = []
+    with session.connected(uri, f"cannot search versions of {name}") as client:
+        token: str | None = None
+        while True:
+            page = client.search_model_versions(query, page_token=token)
+            found.extend(_version(entity) for entity in page)
+            token = page.token
+            if not token:
+                return sorted(found, key=lambda version: version.version)
+
+
+def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str]) -> None:
+    """Sets tags of a version."""
+    with session.connected(uri, f"cannot tag version {version} of {name}") as client:
+        for key, value in tags.items():
+            session.upsert(client.set_model_version_tag, name, str(version), key, value)
+
+
+def get_aliases(uri: str, name: str) -> dict[str, int]:
+    """Alias -> version; empty where there is no such model."""
+    found = get_registered_model(uri, name)
+    return found.aliases if found else {}
+
+
+def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
+    """Points an alias to a version, or takes it away. Last writer wins."""
+    with session.connected(uri, f"cannot set the alias {alias} of {name}") as client:
+        if version is None:
+            client.delete_registered_model_alias(name, alias)
+        else:
+            session.upsert(client.set_registered_model_alias, name, alias, str(version))
+
+
+def _outputs(client: Any, run_id: str) -> list[str]:
+    outputs = client.get_run(run_id).outputs
+    return [each.model_id for each in outputs.model_outputs] if outputs else []
+
+
+def _version(entity: Any) -> ModelVersion:
+    return ModelVersion(entity.name, int(entity.version), entity.source or "", entity.run_id or "", dict(entity.tags))
