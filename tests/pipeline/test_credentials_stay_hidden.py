@@ -7,10 +7,10 @@ import sys
 from urllib.parse import quote
 
 import pytest
-from helpers.auth_proxy import AuthProxy
 from helpers.documents import DIGITS
 from helpers.mlflow_server import Server
 from helpers.object_store import BUCKET, ObjectStore
+from helpers.proxies import AuthProxy
 
 from kftrain import storage
 

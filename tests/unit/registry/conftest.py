@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers.mlflow_server import Server
 
 pytest.importorskip("mlflow")
 
@@ -18,6 +19,17 @@ from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, model_client
 
 NUM_GROUPS = 60
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A real `mlflow server`, which is started once."""
+    running = Server(tmp_path_factory.mktemp("server"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
 
 
 def accuracy(sums):

@@ -1,8 +1,7 @@
 """A real MLflow server whose answers to writes get lost: whatever is tried again, everything is there once."""
 
 import pytest
-from helpers.losing_proxy import LosingProxy
-from helpers.mlflow_server import Server
+from helpers.proxies import LosingProxy
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError
@@ -11,16 +10,6 @@ from kftrain.tracking import model_client
 pytestmark = pytest.mark.timeout(300)
 
 MADE = ("runs/create", "logged-models", "runs/outputs", "model-versions/create", "experiments/create")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    running = Server(tmp_path_factory.mktemp("server"))
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
 
 
 def persevere(step, proxy):

@@ -3,23 +3,12 @@
 import time
 
 import pytest
-from helpers.mlflow_server import Server
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError
 from kftrain.tracking import client, model_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    running = Server(tmp_path_factory.mktemp("server"))
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
 
 
 def history(uri, run_id, key):
