@@ -36,9 +36,10 @@ def test_every_folder_stands_in_the_readmes_tree():
 def test_every_command_of_the_program_stands_in_the_readme():
     from kftrain.cli import COMMANDS
 
-    readme = (ROOT / "README.md").read_text()
+    block = (ROOT / "README.md").read_text().split("## Commands")[1].split("```")[1]
+    shown = {word for line in block.splitlines() for word in re.findall(r"[a-z-]+", line.partition("   ")[0])}
     hidden = {"worker"}
-    assert [name for name in COMMANDS if name not in hidden and name not in readme] == []
+    assert [name for name in COMMANDS if name not in hidden | shown] == []
 
 
 def test_the_readme_does_not_say_that_tensor_parallelism_is_not_there():
