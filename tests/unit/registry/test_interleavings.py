@@ -114,7 +114,7 @@ class Process(threading.Thread):
 def play(tmp_path, monkeypatch, seed, edits, kills):
     world = World(seed, edits, kills)
     for name in ("get_registered_model", "get_version", "set_alias"):
-        monkeypatch.setattr(champion_alias.client, name, getattr(world, name))
+        monkeypatch.setattr(champion_alias.model_client, name, getattr(world, name))
     monkeypatch.setattr(lineage, "find", lambda uri, version: None)
     monkeypatch.setattr(journal, "BEAT_SECONDS", 1000.0)
     for name in ("entries", "writers", "append"):

@@ -75,24 +75,27 @@ def test_fault_63_registering_again_is_the_same_version_with_the_same_points(con
     assert len(history(run.mlflow_run_id, "evaluation/accuracy")) == 1
 
 
-@pytest.mark.parametrize("function", ["create_logged_model", "create_version", "log_points"])
-def test_a_lost_response_does_not_make_a_second_version(config, finished, monkeypatch, function):
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(model_client, "create_logged_model"), (model_client, "create_version"), (client, "log_points")],
+)
+def test_a_lost_response_does_not_make_a_second_version(config, finished, monkeypatch, module, function):
     import mlflow
 
-    original = getattr(client, function)
+    original = getattr(module, function)
 
     def lost(*arguments, **options):
         original(*arguments, **options)
         raise TrackingError("the connection was closed")
 
     run = finished("one", 0.6)
-    monkeypatch.setattr(client, function, lost)
+    monkeypatch.setattr(module, function, lost)
     if function == "log_points":
         with pytest.raises(TrackingError, match="connection"):
             run.register()
     else:
         assert run.register().version == 1
-    monkeypatch.setattr(client, function, original)
+    monkeypatch.setattr(module, function, original)
     assert run.register().version == 1
     models = mlflow.MlflowClient(tracking_uri=config.tracking.uri).search_logged_models(["1"])
     assert len(versions(config)) == len(models) == 1
