@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kftrain.errors import ConfigError
+from kftrain.errors import ConfigError, DataError, KftrainError
 from kftrain.outages import (
     full_error,
     is_full,
@@ -53,7 +54,9 @@ PUBLISHED_MODE = 0o644
 
 
 def is_local(uri: str) -> bool:
-    """Whether the URI names a path of this machine."""
+    """Whether the URI names a path of this machine. Raises ConfigError for a chain, as fsspec knows them."""
+    if "::" in uri and ("://" in uri or re.match(r"[\w+.-]+::", uri)):
+        raise ConfigError("a chain of URIs is not supported", where=uri, fix="name one place")
     return "://" not in uri or uri.startswith("file://")
 
 
@@ -159,8 +162,17 @@ def read_text(uri: str) -> str:
 
 
 def read_json(uri: str) -> Any:
-    """A whole file as JSON. Raises FileNotFoundError, and ValueError where it is no JSON."""
-    return json.loads(read_bytes(uri))
+    """A whole file as JSON. Raises FileNotFoundError, and DataError where it is no JSON."""
+    return parse_json(read_bytes(uri), uri)
+
+
+def parse_json(content: bytes, uri: str, error: type[KftrainError] = DataError) -> Any:
+    """What a file at `uri` holds. Raises `error` where that is no JSON, or nested deeper than can be read."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as cause:
+        name = uri.rsplit("/", 1)[-1]
+        raise error(f"{name} is not valid JSON", where=uri, fix="restore it, or delete it and run the stage again") from cause
 
 
 def read_json_if_exists(uri: str) -> Any | None:
@@ -336,9 +348,19 @@ def _names_in(folder: Path) -> list[str]:
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, where they are missing, and the names of the new ones durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    with _refusing(path):
+        path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Within the block that a folder cannot be made, or cannot hold a new file, says so, as other refusals do."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError) as error:  # a file in its place, or a system of files as /proc
+        raise NotADirectoryError(errno.ENOTDIR, "no folder for files", str(path)) from error
 
 
 def sync_folder(path: Path) -> None:
@@ -374,7 +396,8 @@ def _finish_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def _written_aside(path: Path, content: bytes) -> Iterator[str]:
-    descriptor, aside = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    with _refusing(path.parent):
+        descriptor, aside = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)

@@ -13,7 +13,6 @@ other programs, and nothing here follows it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,10 +136,8 @@ def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
     trust.require_place(uri)
     manifest = read_export_manifest(uri, digest)
     recipe = _recipe(uri, manifest, trust)
-    try:
-        config = json.loads(_content(uri, manifest, "config.json"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError("config.json is not valid JSON", where=uri, fix="export the checkpoint again") from error
+    content = _content(uri, manifest, "config.json")
+    config = storage.parse_json(content, storage.join(uri, "config.json"), CheckpointError)
     model, task = _built(uri, manifest, recipe), build_task(recipe.task)
     _restore(task, uri, manifest)
     return EmptyExport(uri, manifest, recipe, model, task, config)

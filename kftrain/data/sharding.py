@@ -345,7 +345,7 @@ def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> d
                 if strata:  # every sharding has learned some
                     return strata
                 raise ValueError("none")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (DataError, ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "restore the file, or set another data.validation_fraction to split anew"
             raise DataError("the thresholds of data.stratify cannot be read", where=uri, fix=fix) from error
     return {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kftrain import storage
-from kftrain.errors import LostPeerError, Preempted, is_error_document
+from kftrain.errors import DataError, LostPeerError, Preempted, is_error_document
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
 from kftrain.process.output import Output
 from kftrain.process.parent_death import bind_command
@@ -119,7 +119,7 @@ class RoleProcesses:
     def explained(self, failure: RoleFailure, task: str, attempt: int | None) -> ErrorDocument:
         """The error that a node left, or how it ended and what it printed last."""
         left: Any = None
-        with contextlib.suppress(ValueError, OSError):  # it was killed while it wrote
+        with contextlib.suppress(DataError, OSError):  # it was killed while it wrote
             left = storage.read_json_if_exists(str(self._error_file(failure.place)))
         if not is_error_document(left):
             line = f"{failure.place} ended by {named_end(failure.returncode)} without a word"

@@ -6,7 +6,6 @@ of before this schema is shown as far as it can be understood.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kftrain import errors, storage
-from kftrain.errors import BUG_CODE, FailureClass, KftrainError, is_error_document
+from kftrain.errors import BUG_CODE, DataError, FailureClass, KftrainError, is_error_document
 
 SCHEMA_VERSION = 1
 
@@ -112,8 +111,8 @@ def read_error(uri: str) -> ErrorDocument | None:
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
+        found = storage.parse_json(content, uri)
+    except DataError:
         found = None
     if not is_error_document(found):
         line = f"{uri}: error.json is damaged, so why the run failed is not known: {content[:200]!r}"

@@ -5,7 +5,9 @@ A rank does not wait for MLflow at the end of a training: the curve is in the ru
 
 from __future__ import annotations
 
-from kftrain import storage, tracking
+from typing import Any
+
+from kftrain import tracking
 from kftrain.config import Config
 from kftrain.errors import TrackingError
 from kftrain.progress import Progress
@@ -13,12 +15,12 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 
 
-def complete(paths: RunPaths, config: Config, progress: Progress) -> None:
-    """Records what is missing in the MLflow run of a training, if it has one. That MLflow is down is a warning."""
+def complete(paths: RunPaths, config: Config, history: list[dict[str, Any]], progress: Progress) -> None:
+    """Records what of a curve is missing in the MLflow run of a training, if it has one. That MLflow is down is a warning."""
     mlflow_run_id = tracked.read(paths)
     if not mlflow_run_id:
         return
     try:
-        tracking.log_missing(config.tracking.uri, mlflow_run_id, storage.read_json_if_exists(paths.history) or [])
+        tracking.log_missing(config.tracking.uri, mlflow_run_id, history)
     except TrackingError as error:
         progress(f"warning: the end of the training curve is missing in MLflow: {error.line}")

@@ -27,7 +27,7 @@ TEXT, OBJECT = "config", "config_json"
 MAX_BYTES = 64 * 1024
 """Of both together: they reach a step as one argument of a command, and Linux takes 128 KiB for each."""
 
-URI = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
+URI = re.compile(r"[a-z][a-z0-9+.-]*:(//|:)\S+")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss")
 """Where a configuration may lie."""
 

@@ -21,7 +21,7 @@ from kftrain import credentials, storage
 from kftrain.config import Config
 from kftrain.data.sources.resolve_source import BUILT_IN
 from kftrain.data.sources.webdataset import is_shard_pattern
-from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
+from kftrain.errors import CheckpointError, ConfigError, DataError, OtherTrainingError
 from kftrain.plugins import is_plugin
 from kftrain.run import attempts, commit
 from kftrain.run.commit import differences, refuse_old_order
@@ -229,7 +229,7 @@ def openings(paths: RunPaths) -> list[float]:
     """When pipeline runs have opened a run, in seconds since the epoch; what is damaged is left out."""
     folder, found = storage.join(paths.uri, "pipelines"), []
     for name in storage.list_names(folder):
-        with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+        with contextlib.suppress(DataError, ValueError, KeyError, TypeError, FileNotFoundError):
             found.append(float(storage.read_json(storage.join(folder, name))["time"]))
     return found
 

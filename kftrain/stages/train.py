@@ -9,7 +9,7 @@ from typing import Any
 
 from kftrain import launch, report, storage
 from kftrain.config import Config
-from kftrain.errors import OtherJobError, OtherTrainingError
+from kftrain.errors import DataError, OtherJobError, OtherTrainingError
 from kftrain.progress import Progress, to_log
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import refuse_old_order
@@ -44,7 +44,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
             with _restored_if_refused(paths, kept, progress), tracked.restored_if_refused(paths, config, progress):
                 start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
                 completion = launch.run_training(paths, config, start)
-        backfill.complete(paths, config, progress)
+        backfill.complete(paths, config, read_history(paths), progress)
         return _outcome(paths, config, completion, skipped, progress)
 
 
@@ -64,8 +64,11 @@ def _restored_if_refused(paths: RunPaths, kept: Config, progress: Progress) -> I
 
 
 def read_history(paths: RunPaths) -> list[dict[str, Any]]:
-    """The recorded points of the training curve; empty before the first checkpoint."""
-    return storage.read_json_if_exists(paths.history) or []
+    """The recorded points of the training curve; empty before the first checkpoint. Raises DataError."""
+    found = storage.read_json_if_exists(paths.history) or []
+    if not isinstance(found, list) or not all(isinstance(point, dict) for point in found):
+        raise DataError("history.json is damaged", where=paths.history, fix="restore or delete it")
+    return found
 
 
 def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress) -> Outcome:

@@ -47,6 +47,9 @@ _EXAMPLE_INFO = {
     "pandas_orient": "split",
 }
 
+MAX_DATABASE_TRIES = 4
+"""Ten, as MLflow has it, take 100 s."""
+
 _default_uri_lock = threading.Lock()
 
 Found = TypeVar("Found")
@@ -82,7 +85,12 @@ def mlflow() -> Any:
 def _client(uri: str) -> Any:
     endpoint.require_supported(uri)
     with endpoint.database_lock(uri):
-        client = mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri)
+        package = mlflow()
+        if not endpoint.is_http(uri):
+            from mlflow.store.db import utils
+
+            utils.MAX_RETRY_COUNT = MAX_DATABASE_TRIES
+        client = package.MlflowClient(tracking_uri=uri, registry_uri=uri)
         if not endpoint.is_http(uri):
             client.search_registered_models(max_results=1)  # the registry's half of the database is made here
         return client
@@ -94,7 +102,7 @@ def connected(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
 
     `harmless`: MLflow's code of an error that ends the block and nothing else.
     """
-    expected = (mlflow().MlflowException, OSError, *_database_errors())
+    expected = (mlflow().MlflowException, OSError, ImportError, *_database_errors())
     try:
         yield _client(uri)
     except KftrainError:

@@ -41,6 +41,8 @@ def run(*arguments):
         (["models", "promote", "9" * 30, "--reason", "x"], 2, ["VERSION", "is not in the range"]),
         (["models", "compare"], 15, ["there is no such database", "mlflow.db"]),
         (["models", "audit", "--set", "tracking.uri=sqlite:///c.yaml"], 15, ["not an sqlite database"]),
+        (["models", "audit", "--set", "tracking.uri=postgresql://127.0.0.1:1/x"], 15, ["No module named", "psycopg"]),
+        (["tokenizer", "train", "--set", "data.source=x.txt", "--out", "/proc/x"], 10, ["/proc", "the system refuses"]),
         (["config", "show", "--set", "optimizer.kind=adam"], 10, ["did you mean 'adamw'?"]),
         (["config", "show", "--set", "train.learning_rate=1"], 10, ["did you mean 'optimizer.learning_rate'?"]),
     ],
@@ -48,6 +50,7 @@ def run(*arguments):
 def test_a_wrong_command_is_one_line_on_stderr_and_its_exit_code(arguments, code, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("{}  # no database\n")
+    (tmp_path / "x.txt").write_text("some words")
     assert run(*arguments) == code
     out, err = capfd.readouterr()
     assert out == ""

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
 from kftrain import outages, storage
-from kftrain.errors import ConfigError, RetryableError
+from kftrain.errors import ConfigError, DataError, RetryableError
 from kftrain.run import attempts
 from kftrain.run.paths import RunPaths
 
@@ -32,6 +32,39 @@ def test_published_content_is_read_back_and_replaced_as_a_whole(root):
     assert storage.list_names(storage.join(root, "a")) == ["b.json"]
     assert storage.size_bytes(uri) == len(storage.read_bytes(uri))
     assert storage.sha256_file(uri) == storage.sha256_bytes(storage.read_bytes(uri))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "{", "", "\x00", b"\xff"])
+@pytest.mark.parametrize("read", [storage.read_json, storage.read_json_if_exists])
+def test_what_is_no_json_is_an_error_that_names_the_file(root, content, read):
+    """A few kilobytes of brackets overflow the parser's stack."""
+    uri = storage.join(root, "history.json")
+    storage.publish(uri, content)
+    with pytest.raises(DataError, match=r"history\.json: history\.json is not valid JSON"):
+        read(uri)
+
+
+@pytest.mark.parametrize("write", [storage.publish, storage.create])
+@pytest.mark.parametrize("uri", ["/proc/x.json", "/proc/x/y.json", "/proc/self/x.json", "/dev/null/x"])
+def test_a_place_that_takes_no_files_is_refused_by_name(uri, write):
+    with pytest.raises(ConfigError, match=f"^{uri.rsplit('/', 1)[0]}.*: the system refuses it"):
+        with outages.telling_of_disks(""):
+            write(uri, "1")
+
+
+CHAINS = ["simplecache::s3://b/x", "simplecache::memory://x", "simplecache::/tmp/x", "zip://a.txt::/tmp/x.zip"]
+
+
+@pytest.mark.parametrize("uri", CHAINS)
+def test_a_chain_of_uris_is_refused_before_anything_is_asked(uri):
+    for use in (storage.absolute, storage.read_bytes, storage.exists, storage.list_names):
+        with pytest.raises(ConfigError, match=f"^{uri}.*: a chain of URIs"):
+            use(uri)
+
+
+def test_a_name_with_two_colons_is_no_chain(tmp_path):
+    storage.publish(f"{tmp_path}/a::b", "1")
+    assert storage.read_text(storage.absolute("./a::b", tmp_path)) == "1"
 
 
 def test_of_many_creators_exactly_one_wins(tmp_path):

@@ -10,6 +10,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 from kftrain.stages.dataset import read_shards
 from kftrain.stages.finish import finish
+from kftrain.stages.train import read_history
 
 CUT = [
     '{"manifest_uri": "x"',
@@ -40,6 +41,14 @@ def test_a_cut_shards_json_of_a_complete_run_is_named(tmp_path, content):
     with pytest.raises(KftrainError, match=r"shards\.json"):
         completion.read_completion(paths, config)
     assert not completion.is_complete("train", paths, config)
+
+
+@pytest.mark.parametrize("content", [*(each for each in CUT if each not in ("[]", "null", "{}")), "5", "[5]", "[{}, 0]"])
+def test_a_damaged_curve_is_named(tmp_path, content):
+    paths = RunPaths(str(tmp_path))
+    storage.publish(paths.history, content)
+    with pytest.raises(DataError, match=r"history\.json is (not valid JSON|damaged)"):
+        read_history(paths)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def test_the_text_may_be_the_uri_of_a_file(tmp_path):
     [
         ("file:///no/such.yaml", "there is no such configuration"),
         ("http://169.254.169.254/latest", "no configuration is read from there"),
-        ("simplecache::s3://b/c", "must be a mapping"),
+        ("simplecache::s3://b/c", "no configuration is read from there"),
+        ("s3://b/c.zip::file:///x", "a chain of URIs"),
     ],
 )
 def test_a_uri_that_holds_no_configuration_is_one_line(uri, what):

@@ -8,7 +8,7 @@ import pytest
 
 from kftrain import tracking
 from kftrain.errors import TrackingError
-from kftrain.tracking import endpoint
+from kftrain.tracking import client, endpoint
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "/data/mlruns", "file:///data/mlruns", "", "sqlite:///", "mlruns"])
@@ -81,3 +81,14 @@ def test_a_database_is_checked_without_mlflow_and_without_creating_it(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(TrackingError, match="cannot use the database"):
         tracking.check(f"sqlite:///{tmp_path}/file/mlflow.db")
+
+
+def test_a_database_that_cannot_be_opened_is_given_up_in_seconds(tmp_path, monkeypatch):
+    """MLflow would try for 100 s."""
+    from mlflow.store.db import utils
+
+    slept = []
+    monkeypatch.setattr(utils.time, "sleep", slept.append)
+    with pytest.raises(TrackingError, match="unable to open database file"):
+        client.get_registered_model(f"sqlite:///{tmp_path}", "m")
+    assert sum(slept) < 5
