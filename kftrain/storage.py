@@ -172,7 +172,9 @@ def parse_json(content: bytes, uri: str, error: type[KftrainError] = DataError) 
         return json.loads(content)
     except (ValueError, RecursionError) as cause:
         name = uri.rsplit("/", 1)[-1]
-        raise error(f"{name} is not valid JSON", where=uri, fix="restore it, or delete it and run the stage again") from cause
+        raise error(
+            f"{name} is not valid JSON", where=uri, fix="restore it, or delete it and run the stage again"
+        ) from cause
 
 
 def read_json_if_exists(uri: str) -> Any | None:

@@ -8,10 +8,14 @@ before it is allowed here. What is allowed says the reader's own configuration a
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
+import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -71,20 +75,42 @@ def load_code(kind: str, where: str, built_in: Mapping[str, str] = MappingProxyT
 def require_code(kind: str, where: str, built_in: Container[str] = ()) -> None:
     """Raises ConfigError for a kind that nobody has permitted. Also looking for its file imports what it lies in."""
     if kind not in built_in and kind not in _permitted and kind not in _listed(KINDS_VARIABLE):
-        raise ConfigError(
-            "this code may not run here: no configuration of one's own names it",
-            where=where,
-            value=kind,
-            fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
-        )
+        what = "this code may not run here: no configuration of one's own names it"
+        fix = f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}"
+        raise ConfigError(what, where=where, value=kind, fix=fix)
+
+
+def require_written(kind: str, where: str, folder: str = ".") -> None:
+    """Raises ConfigError where files show that a `module:attr` is not there: at once, and without importing anything.
+
+    `folder`: where modules are looked for, too. What a module makes while it is imported counts as there.
+    """
+    require_code(kind, where)
+    module, _, attribute = kind.partition(":")
+    spec, path = None, None
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        found = filter(None, (finder.find_spec(name, path) for finder in sys.meta_path))
+        spec = next(found, None) or (PathFinder.find_spec(name, [folder]) if path is None else None)
+        if spec is None:
+            raise _absent(f"no module named {name}", kind, where)
+        if (path := spec.submodule_search_locations) is None:
+            break
+    if spec and name == module and str(spec.origin).endswith(".py"):
+        named = rf"\b{re.escape(attribute.partition('.')[0])}\b|import \*|__getattr__|globals|setattr|exec|sys\.modules"
+        if not re.search(named, Path(str(spec.origin)).read_text(errors="replace")):
+            raise _absent(f"module {module} has no {attribute}", kind, where)
+
+
+def _absent(what: str, kind: str, where: str) -> ConfigError:
+    fix = "check the spelling" if "has no" in what else "put it on PYTHONPATH or install it"
+    return ConfigError(what, where=where, value=kind, fix=fix)
 
 
 def _import(spec: str, where: str) -> Any:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(
-            "not of the form module:attr", where=where, value=spec, fix="e.g. my_package.my_module:MyTask"
-        )
+        fix = "e.g. my_package.my_module:MyTask"
+        raise ConfigError("not of the form module:attr", where=where, value=spec, fix=fix)
     search_current_folder()
     try:
         with user_code(where):
@@ -92,16 +118,12 @@ def _import(spec: str, where: str) -> Any:
     except UserCodeError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and missing.name and module_name.startswith(missing.name):
-            raise ConfigError(
-                f"no module named {missing.name}", where=where, value=spec, fix="put it on PYTHONPATH or install it"
-            ) from missing
+            raise _absent(f"no module named {missing.name}", spec, where) from missing
         raise
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise ConfigError(
-                f"module {module_name} has no {attribute}", where=where, value=spec, fix="check the spelling"
-            )
+            raise _absent(f"module {module_name} has no {attribute}", spec, where)
         target = getattr(target, part)
     return target
 
@@ -135,11 +157,9 @@ class Trust:
     def require_kind(self, section: str, kind: str, built_in: Container[str]) -> None:
         """Permits to build the kind of a model or a task. Raises ConfigError where this reader does not allow it."""
         if kind not in built_in and kind not in self.kinds:
-            raise ConfigError(
-                f"the export's {section}.kind is neither built-in nor one that may be built here",
-                value=kind,
-                fix=f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}",
-            )
+            what = f"the export's {section}.kind is neither built-in nor one that may be built here"
+            fix = f"if it is yours, list it in registry.trusted_kinds or {KINDS_VARIABLE}"
+            raise ConfigError(what, value=kind, fix=fix)
         permit_kinds([kind])
 
     def require_place(self, uri: str) -> None:
@@ -147,11 +167,8 @@ class Trust:
         if problem := _malformed(uri):
             raise ConfigError(f"{problem}, so it may not be read", value=uri)
         if not self._has_place(uri):
-            raise ConfigError(
-                "does not lie below a storage root that may be read here",
-                where=uri,
-                fix=f"if it is yours, list its root in registry.trusted_roots or {ROOTS_VARIABLE}",
-            )
+            fix = f"if it is yours, list its root in registry.trusted_roots or {ROOTS_VARIABLE}"
+            raise ConfigError("does not lie below a storage root that may be read here", where=uri, fix=fix)
 
     def _has_place(self, uri: str) -> bool:
         return _scheme(uri) in self.schemes or any(_is_below(uri, root) for root in self.roots)
@@ -167,12 +184,8 @@ def read_shards(paths: RunPaths) -> RunShards:
     shards = documents.read(documents.RunShards, paths.shards)
     uri, here = shards.manifest_uri, Trust(roots=(paths.storage_root, *_listed(ROOTS_VARIABLE)))
     if _malformed(uri) or not here._has_place(uri):
-        raise DataError(
-            "its manifest lies outside of the run's storage root",
-            where=paths.shards,
-            value=uri,
-            fix=f"run the shard step again, or list its root in {ROOTS_VARIABLE} if it is yours",
-        )
+        fix = f"run the shard step again, or list its root in {ROOTS_VARIABLE} if it is yours"
+        raise DataError("its manifest lies outside of the run's storage root", where=paths.shards, value=uri, fix=fix)
     return shards
 
 
@@ -187,12 +200,9 @@ def require_places(manifest: Manifest, manifest_uri: str, config: Config) -> Non
     allowed = (config.run.storage_root, source_folder(config.data.source), *_listed(ROOTS_VARIABLE)) if folders else ()
     for folder in sorted(folders):
         if _malformed(folder) or not Trust(roots=allowed)._has_place(folder):
-            raise DataError(
-                "its adopted shards lie neither below data.source nor below the storage root",
-                where=manifest_uri,
-                value=folder,
-                fix=f"set data.source to that place, or list it in {ROOTS_VARIABLE} if it is yours",
-            )
+            what = "its adopted shards lie neither below data.source nor below the storage root"
+            fix = f"set data.source to that place, or list it in {ROOTS_VARIABLE} if it is yours"
+            raise DataError(what, where=manifest_uri, value=folder, fix=fix)
 
 
 def _listed(variable: str) -> list[str]:

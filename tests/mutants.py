@@ -38,6 +38,41 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a document that is nested deeply overflows its reader",
+        "kftrain/storage.py",
+        "except (ValueError, RecursionError) as cause:",
+        "except ValueError as cause:",
+        "tests/unit/core/test_storage.py -k is_no_json",
+    ),
+    Mutant(
+        "a chain of URIs is read",
+        "kftrain/storage.py",
+        'if "::" in uri and (',
+        'if "::" in uri and uri == "" and (',
+        "tests/unit/core/test_storage.py -k chain_of_uris",
+    ),
+    Mutant(
+        "a misspelt attribute is found when the training starts",
+        "kftrain/trust.py",
+        "if spec and name == module and str(spec.origin)",
+        "if False and str(spec.origin)",
+        "tests/unit/cli/test_run.py -k named_and_not_there",
+    ),
+    Mutant(
+        "a resumed run needs its source",
+        "kftrain/cli/run.py",
+        "() if resume_run else sources",
+        "sources",
+        "tests/unit/cli/test_run.py -k may_be_there",
+    ),
+    Mutant(
+        "a constant learning rate is warned of for its warm-up",
+        "kftrain/stages/preflight.py",
+        ' and config.optimizer.schedule != "constant"',
+        "",
+        "tests/unit/stages/test_model_names.py -k longer_than",
+    ),
+    Mutant(
         "each worker of a loader gives webdataset all samples",
         "kftrain/data/opened.py",
         "worker, num_workers = (info.id, info.num_workers) if info else (0, 1)",

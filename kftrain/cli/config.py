@@ -9,6 +9,7 @@ import click
 from kftrain import config as configuration
 from kftrain.cli.options import config_options, echo, json_option
 from kftrain.credentials import redacted
+from kftrain.stages import preflight
 
 
 @click.group("config")
@@ -29,6 +30,8 @@ def schema() -> None:
 def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, for_kubeflow: bool) -> None:
     """Print the resolved configuration, every default spelled out."""
     config = configuration.load(config_file, overrides)
+    for line in preflight.describe_oddities(config):
+        echo(line, err=True)
     if for_kubeflow:
         from kftrain.stages import parameters
 

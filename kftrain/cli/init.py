@@ -46,7 +46,7 @@ def package_name(root: Path) -> str:
     Raises ConfigError where that is no name, or another module's.
     """
     name = re.sub(r"[^a-z0-9]+", "_", root.resolve().name.lower()).strip("_")
-    fix = "name the folder after what the project learns, e.g. wine_quality"
+    fix = "name the folder after what the project learns, e.g. my_digits"
     if not re.match("[a-z]", name) or keyword.iskeyword(name) or len(name) > MAX_NAME_CHARACTERS:
         raise ConfigError("its name makes no package of Python", where="DIR", value=str(root), fix=fix)
     if importlib.util.find_spec(name) is not None:

@@ -31,7 +31,7 @@ from kftrain.run.best_effort import best_effort
 from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
 from kftrain.stages import dry_run as dry_runs
-from kftrain.stages import parameters, resolve, tracked
+from kftrain.stages import parameters, preflight, resolve, tracked
 
 ARGUMENTS = "arguments.json"
 
@@ -78,7 +78,7 @@ class Ended(NamedTuple):
 
 
 def run_here(config: Config, resume_run: str, folder: Path, command: str) -> Ended:
-    """Runs the pipeline on this machine and shows what it does. Raises ConfigError and StorageError before it starts.
+    """Runs the pipeline here and shows what it does. Raises ConfigError, DataError and StorageError before it starts.
 
     Args:
         config: With absolute paths.
@@ -86,6 +86,8 @@ def run_here(config: Config, resume_run: str, folder: Path, command: str) -> End
         folder: Where the pipeline runs and its log is written.
         command: What starts such a run anew, for people who read of a failure.
     """
+    sources = [each.source for each in config.data.components] or [config.data.source]
+    preflight.check_names(config, str(folder), () if resume_run else sources)  # a run that has shards needs none
     run_uri = RunPaths.of(config.run.storage_root, resume_run).uri if resume_run else ""
     with log.opened(folder, config.run.name, _warn) as log_file, _inputs(config, resume_run) as temporary:
         situation = Situation(Place.LAPTOP, run_uri, command, str(log_file.path))

@@ -16,7 +16,7 @@ from kftrain.stages import tracked
 
 
 def complete(paths: RunPaths, config: Config, history: list[dict[str, Any]], progress: Progress) -> None:
-    """Records what of a curve is missing in the MLflow run of a training, if it has one. That MLflow is down is a warning."""
+    """Records what its MLflow run lacks of a curve, if there is one. That MLflow is down is a warning."""
     mlflow_run_id = tracked.read(paths)
     if not mlflow_run_id:
         return

@@ -4,25 +4,60 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections.abc import Sequence
+from typing import Any
 
 from kftrain import credentials, storage, tracking
 from kftrain.config import Config
+from kftrain.data.sources.resolve_source import BUILT_IN as SOURCES
+from kftrain.data.sources.resolve_source import require_there
 from kftrain.errors import ConfigError, TrackingError
+from kftrain.models import options
+from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.signature import check_options, splits_of
+from kftrain.plugins import is_plugin
 from kftrain.tasks import build_task
 from kftrain.tasks.registry import BUILT_IN as TASKS
 from kftrain.tracking.endpoint import probe_database, require_private_credentials, sqlite_path
+from kftrain.trust import require_written
 
 MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
-
 
 MAX_MODEL_NAME_CHARACTERS = 256
 """What MLflow's databases hold."""
 
 
+def check_names(config: Config, folder: str = ".", sources: Sequence[str] = ()) -> None:
+    """Raises ConfigError or DataError where code or a source that is named is not there, as far as files tell.
+
+    Nothing is imported. Modules are looked for in `folder`, too; what only pods need may be in their image alone.
+    """
+    named: list[tuple[str, str, Any]] = [("task.kind", config.task.kind, TASKS)]
+    named += [("data.source", source, SOURCES) for source in sources]
+    if not config.launch.has_pods:
+        named += [("model.kind", config.model.kind, MODELS)]
+        named += [("evaluate.metrics", metric, ()) for metric in config.evaluate.metrics]
+    for where, kind, built_in in named:
+        if is_plugin(kind):
+            require_written(kind, where, folder)
+        elif kind not in built_in and where == "data.source":
+            require_there(kind)
+        elif kind not in built_in:
+            options.find(kind, built_in, where.partition(".")[0])  # which names the nearest
+
+
+def describe_oddities(config: Config) -> list[str]:
+    """Say what is allowed, and probably not meant."""
+    warmup_steps, steps = config.optimizer.warmup_steps, config.train.steps
+    what = f"optimizer.warmup_steps ({warmup_steps}) is more than train.steps ({steps})"
+    is_odd = warmup_steps > steps and config.optimizer.schedule != "constant"
+    return [f"warning: {what}: the learning rate rises until the last step"] if is_odd else []
+
+
 def check_run(config: Config) -> None:
     """Raises ConfigError or TrackingError for the first thing that would make the run fail later."""
+    check_names(config)
     check_batch(config)
     check_model(config)
     check_model_name(config.model_name)
@@ -61,38 +96,28 @@ def require_database(uri: str) -> None:
 
 def check_batch(config: Config) -> None:
     """Raises ConfigError where the processes form no mesh, or would be left without a sample in every step."""
-    per_node = config.launch.processes_per_node
-    if per_node == "auto":
-        num_data_ranks = config.launch.nodes
-    else:
-        num_data_ranks = config.parallel.shape(config.launch.nodes * per_node).num_data_ranks
-    if num_data_ranks > config.train.global_batch_size:
-        raise ConfigError(
-            f"{num_data_ranks} processes cannot share a batch of {config.train.global_batch_size} samples",
-            where="train.global_batch_size",
-            fix="raise it, or lower launch.nodes or launch.processes_per_node",
-        )
+    nodes, per_node, batch = config.launch.nodes, config.launch.processes_per_node, config.train.global_batch_size
+    num_data_ranks = nodes if per_node == "auto" else config.parallel.shape(nodes * per_node).num_data_ranks
+    if num_data_ranks > batch:
+        what = f"{num_data_ranks} processes cannot share a batch of {batch} samples"
+        fix = "raise it, or lower launch.nodes or launch.processes_per_node"
+        raise ConfigError(what, where="train.global_batch_size", fix=fix)
 
 
 def check_samples(config: Config, num_samples: int) -> None:
     """Raises ConfigError where the training split is smaller than one batch."""
     if num_samples < config.train.global_batch_size:
-        raise ConfigError(
-            f"a batch of {config.train.global_batch_size} samples is more than the {num_samples} for training",
-            where="train.global_batch_size",
-            fix="lower it, or train on more data",
-        )
+        what = f"a batch of {config.train.global_batch_size} samples is more than the {num_samples} for training"
+        raise ConfigError(what, where="train.global_batch_size", fix="lower it, or train on more data")
 
 
 def check_credentials(config: Config) -> None:
     """Raises ConfigError where a text holds a password, a token or a signature: the run's folder keeps all of them."""
     for key in credentials.keys_with_credentials(config.to_dict()):
-        fix = "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead" if key == "tracking.uri" else ""
-        raise ConfigError(
-            "a URI with credentials would be kept and shown",
-            where=key,
-            fix=fix or "put them into the environment, where its reader looks for them",
-        )
+        fix = "put them into the environment, where its reader looks for them"
+        if key == "tracking.uri":
+            fix = "set MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN, instead"
+        raise ConfigError("a URI with credentials would be kept and shown", where=key, fix=fix)
 
 
 def check_writable(config: Config) -> None:
@@ -105,12 +130,9 @@ def check_writable(config: Config) -> None:
             found = storage.read_text(probe)
             storage.remove(probe)
     except OSError as error:
-        raise ConfigError(
-            f"the storage root cannot be written: {type(error).__name__}: {error}",
-            where="run.storage_root",
-            value=root,
-            fix="check the path, the permissions and the credentials",
-        ) from error
+        what, fix = f"{type(error).__name__}: {error}", "check the path, the permissions and the credentials"
+        what = f"the storage root cannot be written: {what}"
+        raise ConfigError(what, where="run.storage_root", value=root, fix=fix) from error
     assert found == "kftrain\n", found
 
 
@@ -121,9 +143,5 @@ def check_free_space(config: Config) -> None:
         return
     free, needed = shutil.disk_usage(storage.local_path(root)).free, MIN_FREE_SHARDS * config.data.shard_size_bytes
     if free < needed:
-        raise ConfigError(
-            f"only {free / 1e6:.0f} MB are free, two shards need {needed / 1e6:.0f} MB",
-            where="run.storage_root",
-            value=root,
-            fix="free some space or use another folder",
-        )
+        what = f"only {free / 1e6:.0f} MB are free, two shards need {needed / 1e6:.0f} MB"
+        raise ConfigError(what, where="run.storage_root", value=root, fix="free some space or use another folder")

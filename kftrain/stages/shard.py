@@ -120,6 +120,8 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
     preflight.check_run(config)
     config = with_goal(config, is_kept=run.is_resumed or bool(config.schedule.name))
     run = replace(run, config=config)
+    for line in preflight.describe_oddities(config):
+        progress(line)
     found = _own_shards(run)
     if found is None:
         result = mixing.shard_mixture(config, build_task(config.task), progress)

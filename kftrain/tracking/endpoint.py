@@ -59,12 +59,11 @@ def require_supported(uri: str) -> None:
     if is_http(uri) or (sqlite_path(uri) or Path()).name:
         return
     if "://" not in uri or uri.startswith(("file:", _SQLITE)):
-        raise TrackingError(
+        what, fix = (
             "MLflow does not keep runs in a plain folder any more",
-            where="tracking.uri",
-            value=redacted(uri),
-            fix="use a database, sqlite:///mlflow.db, or a server, http://…",
+            "use sqlite:///mlflow.db, or a server, http://…",
         )
+        raise TrackingError(what, where="tracking.uri", value=redacted(uri), fix=fix)
 
 
 def require_private_credentials(tracking: TrackingConfig) -> None:
@@ -75,12 +74,9 @@ def require_private_credentials(tracking: TrackingConfig) -> None:
         return
     known = {name for name, value in os.environ.items() if value}
     if credentials.TOKEN_VARIABLE in known or {credentials.USERNAME_VARIABLE, credentials.PASSWORD_VARIABLE} <= known:
-        raise TrackingError(
-            "the credentials of MLflow would go over plain http, where anybody on the way reads them",
-            where="tracking.uri",
-            value=tracking.uri,
-            fix="use https, or set tracking.allow_credentials_over_http where the network is your own",
-        )
+        what = "the credentials of MLflow would go over plain http, where anybody on the way reads them"
+        fix = "use https, or set tracking.allow_credentials_over_http where the network is your own"
+        raise TrackingError(what, where="tracking.uri", value=tracking.uri, fix=fix)
 
 
 def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
@@ -93,12 +89,8 @@ def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
     except urllib.error.HTTPError as answer:
         answer.close()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise TrackingError(
-            f"the MLflow server does not answer: {reason}",
-            where=redacted(uri),
-            fix="start it, or check tracking.uri and the network",
-        ) from error
+        what = f"the MLflow server does not answer: {getattr(error, 'reason', error)}"
+        raise TrackingError(what, where=redacted(uri), fix="start it, or check tracking.uri and the network") from error
 
 
 @contextlib.contextmanager

@@ -47,9 +47,6 @@ _EXAMPLE_INFO = {
     "pandas_orient": "split",
 }
 
-MAX_DATABASE_TRIES = 4
-"""Ten, as MLflow has it, take 100 s."""
-
 _default_uri_lock = threading.Lock()
 
 Found = TypeVar("Found")
@@ -89,7 +86,7 @@ def _client(uri: str) -> Any:
         if not endpoint.is_http(uri):
             from mlflow.store.db import utils
 
-            utils.MAX_RETRY_COUNT = MAX_DATABASE_TRIES
+            utils.MAX_RETRY_COUNT = 4  # its own ten take 100 s
         client = package.MlflowClient(tracking_uri=uri, registry_uri=uri)
         if not endpoint.is_http(uri):
             client.search_registered_models(max_results=1)  # the registry's half of the database is made here

@@ -1,5 +1,6 @@
 """`docs/tutorial.md`: every command runs, every file is written, in the order of the page."""
 
+import json
 import os
 import re
 import subprocess
@@ -39,13 +40,21 @@ def test_the_whole_page_runs(tmp_path):
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    project = tmp_path / "grapes"
-    assert len(list((project / "runs").iterdir())) == 2
+    project = tmp_path / "handwriting"
+    first, second = sorted(
+        (project / "runs").iterdir(), key=lambda run: json.loads((run / "registration.json").read_text())["version"]
+    )
+    accuracy, decided = [
+        [json.loads(next(run.glob(name)).read_text()) for run in (first, second)]
+        for name in ("evaluation/*/*/metrics.json", "registration.json")
+    ]
+    assert 0.8 < accuracy[0]["metrics"]["accuracy"]["value"] < 0.97
+    assert decided[1]["promoted"] and decided[1]["champion_version"] == 1 and decided[1]["improvement"]["low"] > 0
     assert ended.stdout.count("3 passed") == 2
     assert re.search(r"^predicted \[\d, \d, \d\] labels \[\d, \d, \d\]$", ended.stdout, flags=re.M)
     assert "refused, exit code 10" in ended.stdout and "did you mean 'steps'" in ended.stderr
-    assert "champion: first model" in ended.stdout and "grapes version 2" in ended.stdout
-    assert "registry.example/grapes-trainer:1" in ended.stdout and (project / "pipeline.yaml").exists()
+    assert "champion: first model" in ended.stdout and "handwriting version 2" in ended.stdout
+    assert "registry.example/handwriting-trainer:1" in ended.stdout and (project / "pipeline.yaml").exists()
 
 
 def test_every_block_is_one_that_the_test_above_runs():

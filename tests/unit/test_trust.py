@@ -104,6 +104,7 @@ def test_nobody_else_takes_attributes_by_a_name_that_is_computed():
         lambda: metrics_of(None, [KIND]),
         lambda: UserSource(KIND),
         lambda: load_code(KIND, "x"),
+        lambda: trust.require_written(KIND, "x"),
     ],
 )
 def test_what_nobody_has_named_is_not_imported(build, nothing_permitted, monkeypatch):

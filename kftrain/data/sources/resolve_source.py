@@ -89,9 +89,7 @@ def source_kind(data: DataConfig, progress: Progress = lambda line: None) -> str
         return name
     if plugins.is_plugin(name):
         return _USERS
-    with reading_source(name):
-        is_there = storage.exists(name)
-    if not is_there:
+    if not _is_there(name):
         if is_shard_pattern(name):
             return SHARDS.name
         raise _missing(name)
@@ -172,6 +170,17 @@ def _only_kind(names: list[str], where: str) -> FileKind:
             fix="name a file, or a folder with one kind only",
         )
     return next(iter(found))
+
+
+def require_there(name: str) -> None:
+    """Raises ConfigError or DataError for a path of this machine where nothing is, and for what is no path."""
+    if storage.is_local(name) and not is_shard_pattern(name) and not _is_there(name):
+        raise _missing(name)
+
+
+def _is_there(name: str) -> bool:
+    with reading_source(name):
+        return storage.exists(name)
 
 
 def _missing(name: str) -> ConfigError | DataError:

@@ -1,6 +1,7 @@
 """What a wrong command looks like: one line, and the code that says whose fault it is."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,13 @@ def test_a_broken_yaml_file_is_refused_in_one_line(capfd, tmp_path):
 def test_the_configuration_is_shown_with_its_overrides(capfd):
     assert run("config", "show", "--set", "train.steps=3") == 0
     assert "steps: 3" in capfd.readouterr().out
+
+
+def test_a_warmup_longer_than_the_training_is_said_beside_the_configuration(capfd):
+    assert run("config", "show", "--set", "train.steps=3", "--json") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["train"]["steps"] == 3
+    assert err.startswith("warning: optimizer.warmup_steps (50) is more than train.steps (3)") and err.count("\n") == 1
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch, capfd):

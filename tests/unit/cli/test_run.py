@@ -9,7 +9,7 @@ from helpers.documents import opened_run
 
 from kftrain import config, storage, tracking
 from kftrain.cli import log, run
-from kftrain.errors import CheckpointError, ConfigError, RetryableError
+from kftrain.errors import CheckpointError, ConfigError, DataError, RetryableError
 from kftrain.process import channel
 from kftrain.progress import to_log
 from kftrain.run.advice import Place, Situation
@@ -202,6 +202,64 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
     (warning,) = warnings
     assert "has gaps from here on: No space left" in warning
     assert opened.path.read_text() == "first\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "what"),
+    [
+        ("data.source", "./nowhere", DataError, "no such file or folder"),
+        ("data.source", "digitz", ConfigError, "did you mean 'digits'?"),
+        ("data.source", "mine.data:rekords", ConfigError, "module mine.data has no rekords"),
+        ("data.mixture", "[{name: a, source: digits}, {name: b, source: ./gone}]", DataError, "no such file or folder"),
+        ("task.kind", "language_modelling", ConfigError, "did you mean 'language_modeling'?"),
+        ("task.kind", "mine.tusk:Task", ConfigError, "no module named mine.tusk"),
+        ("task.kind", "nobodys.task:Task", ConfigError, "no module named nobodys"),
+        ("model.kind", "mine.data:Netwrk", ConfigError, "module mine.data has no Netwrk"),
+        ("evaluate.metrics", "['mine.data:metrik']", ConfigError, "module mine.data has no metrik"),
+    ],
+)
+def test_what_is_named_and_not_there_is_said_before_any_process_starts(tmp_path, monkeypatch, key, value, kind, what):
+    write_module(tmp_path)
+    monkeypatch.setattr(run, "PipelineProcess", lambda *arguments: pytest.fail("a process was started"))
+    chosen, resume_run = run.resolved((), (f"{key}={value}",), tmp_path, "")
+    with pytest.raises(kind, match=what) as caught:
+        run.run_here(chosen, resume_run, tmp_path, "kftrain run")
+    assert caught.value.line.startswith("data.source: " if key == "data.mixture" else f"{key}: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("override", "resume"),
+    [
+        ("data.source=mine.data:records", ""),
+        ("task.kind=mine.made:at_import", ""),
+        ("launch.backend=pytorchjob", ""),  # the model is in the image
+        ("data.source=./gone", "a-1"),  # its shards are there
+    ],
+)
+def test_what_may_be_there_is_left_to_the_stages_and_nothing_is_imported(tmp_path, monkeypatch, override, resume):
+    write_module(tmp_path)
+    model = "model.kind=only.in_the_image:Model" if "launch" in override else "model.kind=mine.data:Model"
+    monkeypatch.setattr(run, "PipelineProcess", Started)
+    chosen = run.placed(config.parse("", [override, model]), (), tmp_path, "", keep=False)[0]
+    with pytest.raises(StartedError):
+        run.run_here(chosen, resume, tmp_path, "kftrain run")
+
+
+class StartedError(Exception):
+    """A process would have started."""
+
+
+class Started:
+    def __init__(self, *arguments):
+        raise StartedError
+
+
+def write_module(folder):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (folder / "mine" / "data.py").write_text("def records(): ...\nclass Model: ...\n")
+    (folder / "mine" / "made.py").write_text("globals()['at' + '_import'] = 1\n")
 
 
 def test_a_workdir_that_cannot_be_written_is_one_line(tmp_path):

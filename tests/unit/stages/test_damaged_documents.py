@@ -43,7 +43,9 @@ def test_a_cut_shards_json_of_a_complete_run_is_named(tmp_path, content):
     assert not completion.is_complete("train", paths, config)
 
 
-@pytest.mark.parametrize("content", [*(each for each in CUT if each not in ("[]", "null", "{}")), "5", "[5]", "[{}, 0]"])
+@pytest.mark.parametrize(
+    "content", [*(each for each in CUT if each not in ("[]", "null", "{}")), "5", "[5]", "[{}, 0]"]
+)
 def test_a_damaged_curve_is_named(tmp_path, content):
     paths = RunPaths(str(tmp_path))
     storage.publish(paths.history, content)

@@ -143,7 +143,7 @@ def test_what_config_show_prints_for_kubeflow_can_be_pasted(tmp_path):
         config_command, ["show", "--config", f"{tmp_path}/c.yaml", "--set", "train.steps=9", "--for-kubeflow"]
     )
     assert done.exit_code == 0
-    pasted = json.loads(done.output)
+    pasted = json.loads(done.stdout)
     assert pasted["train"] == {"steps": 9} and "optimizer" not in pasted
     found, _ = resolve.resolve_run("", {}, "", values=pasted)
     assert found == resolve.anchored(config.load([f"{tmp_path}/c.yaml"], ["train.steps=9"]), ".")
