@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -106,6 +107,15 @@ def telling_of_disks(where: str) -> Iterator[None]:
         if error.errno in _REFUSING_CODES and error.filename:
             raise _refused_error(error) from error
         raise
+
+
+@contextlib.contextmanager
+def taking_files(folder: Path) -> Iterator[None]:
+    """Within the block that a folder cannot be made, or cannot hold a new file, is a refusal as others are."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError) as error:  # a file in its place, or a system of files as /proc
+        raise NotADirectoryError(errno.ENOTDIR, "no folder for files", str(folder)) from error
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from kftrain.outages import (
     retried,
     retrying_for,
     ride_out,
+    taking_files,
     telling_of_disks,
 )
 from kftrain.remote import RemotePath, modified_of, version_of
@@ -230,8 +231,7 @@ def publish(uri: str, data: bytes | str) -> None:
     """Makes `data` the content of `uri`, all or nothing and durable; an older version is replaced as a whole."""
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
-        RemotePath(uri).write(content)
-        return
+        return RemotePath(uri).write(content)
     path = local_path(uri)
     make_folder(path.parent)
     with _written_aside(path, content) as aside:
@@ -254,8 +254,7 @@ def create(uri: str, data: bytes | str) -> None:
     """
     content = data.encode() if isinstance(data, str) else data
     if not is_local(uri):
-        RemotePath(uri).create(content)
-        return
+        return RemotePath(uri).create(content)
     path = local_path(uri)
     make_folder(path.parent)
     with _written_aside(path, content) as aside:
@@ -303,10 +302,8 @@ def remove(uri: str) -> None:
     if is_local(uri):
         path = local_path(uri)
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        return
+            return shutil.rmtree(path, ignore_errors=True)
+        return path.unlink(missing_ok=True)
     RemotePath(uri).remove()
 
 
@@ -350,19 +347,10 @@ def _names_in(folder: Path) -> list[str]:
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, where they are missing, and the names of the new ones durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with _refusing(path):
+    with taking_files(path):
         path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
-
-
-@contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Within the block that a folder cannot be made, or cannot hold a new file, says so, as other refusals do."""
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError) as error:  # a file in its place, or a system of files as /proc
-        raise NotADirectoryError(errno.ENOTDIR, "no folder for files", str(path)) from error
 
 
 def sync_folder(path: Path) -> None:
@@ -398,7 +386,7 @@ def _finish_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def _written_aside(path: Path, content: bytes) -> Iterator[str]:
-    with _refusing(path.parent):
+    with taking_files(path.parent):
         descriptor, aside = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
