@@ -164,10 +164,10 @@ def read_text(uri: str) -> str:
 
 def read_json(uri: str) -> Any:
     """A whole file as JSON. Raises FileNotFoundError, and DataError where it is no JSON."""
-    return parse_json(read_bytes(uri), uri)
+    return decode_json(read_bytes(uri), uri)
 
 
-def parse_json(content: bytes, uri: str, error: type[KftrainError] = DataError) -> Any:
+def decode_json(content: bytes, uri: str, error: type[KftrainError] = DataError) -> Any:
     """What a file at `uri` holds. Raises `error` where that is no JSON, or nested deeper than can be read."""
     try:
         return json.loads(content)

@@ -137,7 +137,7 @@ def read_empty(uri: str, digest: str, trust: Trust) -> EmptyExport:
     manifest = read_export_manifest(uri, digest)
     recipe = _recipe(uri, manifest, trust)
     content = _content(uri, manifest, "config.json")
-    config = storage.parse_json(content, storage.join(uri, "config.json"), CheckpointError)
+    config = storage.decode_json(content, storage.join(uri, "config.json"), CheckpointError)
     model, task = _built(uri, manifest, recipe), build_task(recipe.task)
     _restore(task, uri, manifest)
     return EmptyExport(uri, manifest, recipe, model, task, config)

@@ -357,7 +357,7 @@ def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
 def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError) -> DocumentType:
     """The document that was read from `uri`. Raises `error` where it is damaged or of another schema version."""
     name = uri.rsplit("/", 1)[-1]
-    document = storage.parse_json(content, uri, error)
+    document = storage.decode_json(content, uri, error)
     try:
         if isinstance(document, dict) and (version := document.get("schema_version")) != SCHEMA_VERSION:
             raise error(f"{name} has another schema version", where=uri, value=version, fix=f"need {SCHEMA_VERSION}")

@@ -111,7 +111,7 @@ def read_error(uri: str) -> ErrorDocument | None:
     except FileNotFoundError:
         return None
     try:
-        found = storage.parse_json(content, uri)
+        found = storage.decode_json(content, uri)
     except DataError:
         found = None
     if not is_error_document(found):
