@@ -32,9 +32,8 @@ def kftrain(folder, *arguments):
 @pytest.mark.timeout(1800)
 def test_a_run_that_fails_at_its_last_step_is_resumed_without_training_again(tmp_path):
     (tmp_path / "c.yaml").write_text(DIGITS)
-    failed = kftrain(
-        tmp_path, "run", "--config", "c.yaml", *SMALL, "--set", "registry={metric: accurracy, goal: maximize}"
-    )
+    wrong = ["--set", "registry.metric=accurracy", "--set", "registry.goal=maximize"]
+    failed = kftrain(tmp_path, "run", "--config", "c.yaml", *SMALL, *wrong)
     assert failed.returncode == 10, failed.stderr
     last = failed.stderr.splitlines()[-1]
     assert last.startswith("kftrain: error: registry.metric") and "accurracy" in last

@@ -130,6 +130,9 @@ def test_a_run_that_kept_the_default_of_before_goes_on_with_the_goal_of_its_metr
     paths = RunPaths(shard(kept, "r-1", must_exist=True, progress=print).run_uri)
     assert read_config(paths).registry.goal == "maximize"
     shard(kept, "r-1", must_exist=True, progress=print)  # the pod that runs it again
+    schedule = ["schedule.name=nightly", "schedule.cron=0 0 2 * * *"]  # as a CronJob has kept it
+    scheduled = digits_config(tmp_path, "registry.goal=minimize", *schedule)
+    assert read_config(RunPaths(shard(scheduled, "r-2", progress=print).run_uri)).registry.goal == "maximize"
 
 
 def test_the_gate_decides_by_the_metrics_goal_whatever_an_old_run_has_kept(tmp_path, monkeypatch):
