@@ -7,6 +7,7 @@ configuration knows only plain data, and whatever is none is refused here, in on
 
 from __future__ import annotations
 
+import re
 import math
 from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar
@@ -35,9 +36,12 @@ _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, OverflowError)
 
 _TAGS = {
     None,
-    *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")),
+    *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")),
 }
 """What is known; None stands for every tag that is not."""
+
+_INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
+"""An integer. YAML 1.1 takes 010 for 8 and 1:30 for 90; here they are text."""
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a value."""
@@ -113,7 +117,7 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
 
     yaml_constructors: ClassVar = {tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _TAGS}
     yaml_implicit_resolvers = {  # noqa: RUF012 - an instance variable by its stub
-        first: [(tag, pattern) for tag, pattern in known if tag in _TAGS]
+        first: [(tag, _INTEGER if tag.endswith(":int") else pattern) for tag, pattern in known if tag in _TAGS]
         for first, known in Resolver.yaml_implicit_resolvers.items()
     }
 
@@ -137,8 +141,16 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
             self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping, with integers as keys turned into texts, as JSON would. Raises YAMLError for other keys."""
-        return {_key(key): value for key, value in super().construct_mapping(node, deep=deep).items()}
+        """The mapping, with integers as keys turned into texts, as JSON would.
+
+        Raises YAMLError for other keys, and for one that is written twice: the first of its values would be lost.
+        """
+        mapping = {_key(key): value for key, value in super().construct_mapping(node, deep=deep).items()}
+        if len(mapping) < len(node.value):
+            names = [_key(self.construct_object(key)) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise yaml.YAMLError(f"the key {twice!r} is there twice")
+        return mapping
 
 
 def _key(key: Hashable) -> str:

@@ -1503,6 +1503,41 @@ MUTANTS = [
         "default-src *",
         "tests/unit/report/test_report_pages.py -k load_nothing",
     ),
+    Mutant(
+        "the last of two equal keys counts",
+        "kftrain/plain.py",
+        "        if len(mapping) < len(node.value):\n",
+        "        if len(mapping) > len(node.value):\n",
+        "tests/unit/core/test_config.py -k refused_with_key",
+    ),
+    Mutant(
+        "true is a number",
+        "kftrain/settings/section.py",
+        "if isinstance(value, bool) and re",
+        "if value is None and re",
+        "tests/unit/core/test_config.py -k refused_with_key",
+    ),
+    Mutant(
+        "integers are octal where they begin with 0",
+        "kftrain/plain.py",
+        "0x[0-9a-fA-F_]+|0|",
+        "0x[0-9a-fA-F_]+|0[0-7_]*|",
+        "tests/unit/core/test_config.py -k begins_with_0",
+    ),
+    Mutant(
+        "a checkpoint that stays is left out while another one is written",
+        "kftrain/train/loop.py",
+        "and not improved and not stays",
+        "and not improved",
+        "tests/unit/train/test_loop.py -k that_stays",
+    ),
+    Mutant(
+        "moments may lie at the end of the calendar",
+        "kftrain/schedule/settings.py",
+        "and 1970 <= found.year < 9000",
+        "",
+        "tests/unit/cli/test_schedule.py -k end_of_the_calendar",
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     keep_last: Count = 2
     """Committed checkpoints that are kept."""
     keep_every: Amount = 0
-    """Checkpoints at multiples of this step are kept for good, besides; 0: none."""
+    """A checkpoint is also made at each multiple of this step, and kept for good; 0: none."""
     keep_best: str = ""
     """A metric of the periodic evaluation. The checkpoint with its best value is kept whatever `keep_last` says, and is
     the one that is exported, evaluated and registered; empty: the last one is."""

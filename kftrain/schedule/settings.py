@@ -89,7 +89,7 @@ def parse_instant(text: str, where: str) -> datetime:
     """A moment in RFC 3339, in UTC. Raises ConfigError."""
     with contextlib.suppress(ValueError, OverflowError):
         found = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
-        if found.tzinfo is not None:
+        if found.tzinfo is not None and 1970 <= found.year < 9000:  # where calendars of Python have room on both sides
             return found.astimezone(timezone.utc)
     raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kftrain.plain import MAX_INTEGER
 
@@ -24,6 +25,15 @@ class Section(BaseModel):
         allow_inf_nan=False,
         serialize_by_alias=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for 1."""
+        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and re.search(r"\b(int|float)\b", kinds) and "bool" not in kinds:
+            raise ValueError("must be a number")
+        return value
 
 
 class Plugin(Section):

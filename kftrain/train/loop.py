@@ -203,11 +203,15 @@ class Loop:
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
             improved = self._validate(done)
         last = last or self._best.is_enough
-        due = done % config.checkpoint.interval_steps == 0 or (control.due and not control.busy)
-        if last or improved or due:
+        checkpoint = config.checkpoint
+        stays = checkpoint.keep_every and done % checkpoint.keep_every == 0
+        due = done % checkpoint.interval_steps == 0 or (control.due and not control.busy)
+        if last or improved or stays or due:
             self._look_at_last()  # a training that diverges saves nothing more
             with self._liveness.resting():  # storage may be slow
-                self._save(done, last, control.busy and not improved)
+                if stays:  # it is not left out because the one before is being written
+                    self._saves.settle()
+                self._save(done, last, control.busy and not improved and not stays)
 
     def _record(self, done: int) -> None:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])

@@ -239,6 +239,7 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(call, server, file, 
     assert found[0] == code and line in found[2] and not server.requests
 
 
-def test_a_moment_without_a_zone_is_refused(call):
-    code, _, err = call("backfill", "--from", "2026-10-24", "--to", "2026-10-27T00:00:00Z")
+@pytest.mark.parametrize("moment", ["2026-10-24", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
+def test_a_moment_without_a_zone_or_at_the_end_of_the_calendar_is_refused(call, moment):
+    code, _, err = call("backfill", "--from", moment, "--to", "2026-10-27T00:00:00Z")
     assert code == 10 and "--from: not a moment in UTC" in err

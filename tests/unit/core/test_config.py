@@ -23,6 +23,12 @@ def test_an_empty_configuration_has_a_default_for_everything():
         ("a: [", [], "not valid YAML"),
         ("- 1", [], "must be a mapping of sections"),
         ("a: &x 1\nb: *x", [], "aliases are not supported"),
+        ("train: {steps: 5, steps: 6}", [], "the key 'steps' is there twice"),
+        ("run: {seed: 1}\ntrain: {steps: 5}\ntrain: {}", [], "the key 'train' is there twice"),
+        ("train: {<<: {steps: 5}}", [], "train.<<: unknown key"),
+        ("train: {steps: true}", [], "train.steps: must be a number (got True)"),
+        ("checkpoint: {interval_seconds: yes}", [], "checkpoint.interval_seconds: must be a number (got True)"),
+        ("train: {steps: 1:30}", [], "train.steps: input should be a valid integer"),
         ("", ["steps=4"], "an override is section.field=value (got 'steps=4')"),
         ("", ["train.steps"], "an override is section.field=value"),
         ("train: 4", ["train.steps=4"], "must name a field of a section"),
@@ -34,6 +40,11 @@ def test_bad_input_is_refused_with_key_value_and_fix(text, overrides, message):
     assert message in caught.value.line
     assert "\n" not in caught.value.line
     assert caught.value.exit_code == 10
+
+
+def test_an_integer_that_begins_with_0_is_decimal():
+    assert config.parse("train: {steps: 010}").train.steps == 10
+    assert config.parse("train: {steps: 1_000}").train.steps == 1000
 
 
 def test_a_missing_file_is_a_config_error(tmp_path):

@@ -213,14 +213,21 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_written_but_never_the_
 def test_a_checkpoint_is_also_due_by_the_clock_since_the_last_one_began(make, monkeypatch):
     fakes = Fakes(busy_at=[8])
     monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * fakes.taken)
-    loop = make(fakes, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30", "checkpoint.keep_every=4")
+    loop = make(fakes, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30")
     loop.run(0)
-    assert [step for step, _ in fakes.saved] == [3, 5, 9, 10] and loop._saves._writer.keep_every == 4
+    assert [step for step, _ in fakes.saved] == [3, 5, 9, 10]
     others = Fakes()
     others.is_main = False
     monkeypatch.setattr(saves, "monotonic", lambda: 10.0 * others.taken)
     make(others, "checkpoint.interval_steps=5", "checkpoint.interval_seconds=30").run(0)
     assert [step for step, _ in others.saved] == [5, 10], "the first process has said nothing"
+
+
+def test_a_checkpoint_that_stays_is_made_also_where_the_one_before_is_still_being_written(make):
+    fakes = Fakes(busy_at=[8])
+    loop = make(fakes, "checkpoint.interval_steps=5", "checkpoint.keep_every=4")
+    loop.run(0)
+    assert [step for step, _ in fakes.saved] == [4, 5, 8, 10] and loop._saves._writer.keep_every == 4
 
 
 def test_a_stop_commits_what_is_done_and_takes_no_further_step(make):
