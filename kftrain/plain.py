@@ -7,8 +7,8 @@ configuration knows only plain data, and whatever is none is refused here, in on
 
 from __future__ import annotations
 
-import re
 import math
+import re
 from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar
 

@@ -1514,7 +1514,7 @@ MUTANTS = [
         "true is a number",
         "kftrain/settings/section.py",
         "if isinstance(value, bool) and re",
-        "if value is None and re",
+        "if value is info and re",
         "tests/unit/core/test_config.py -k refused_with_key",
     ),
     Mutant(
