@@ -145,7 +145,9 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
 
         Raises YAMLError for other keys, and for one that is written twice: the first of its values would be lost.
         """
-        mapping = {_key(key): value for key, value in super().construct_mapping(node, deep=deep).items()}
+        mapping: dict[Hashable, Any] = {
+            _key(key): value for key, value in super().construct_mapping(node, deep=deep).items()
+        }
         if len(mapping) < len(node.value):
             names = [_key(self.construct_object(key)) for key, _ in node.value]  # type: ignore[no-untyped-call]
             twice = next(name for name in names if names.count(name) > 1)
