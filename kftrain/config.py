@@ -32,7 +32,7 @@ from kftrain.settings.section import Section
 from kftrain.tasks.settings import TaskConfig
 from kftrain.tracking.settings import TrackingConfig
 from kftrain.train.settings import OptimizerConfig, TrainConfig
-from kftrain.trust import permit
+from kftrain.trust import code_of, permit, permit_kinds
 
 ORDER = 2
 """Number of the order of samples, in a training identity; one that has none is of release 0.1."""
@@ -184,8 +184,10 @@ def parse(
 def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
-    """The same for a text that a run's folder holds, perhaps of an earlier release. It permits no code."""
-    return _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
+    """The same for a text that a run's folder holds, perhaps of an earlier release: only overrides permit code."""
+    found = _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
+    permit_kinds(code_of(found).intersection(re.findall(r"[\w.:]+", " ".join(overrides))))
+    return found
 
 
 def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], kept: str = "") -> Config:

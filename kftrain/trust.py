@@ -144,10 +144,11 @@ class Trust:
 
     @classmethod
     def of(cls, config: Config) -> Trust:
-        """What a configuration names: its own kinds and storage root, and what it and the environment list."""
+        """What a configuration names: kinds that it has permitted, its storage root, and what it and the environment list."""
         listed = cls.by_default()
         roots = (config.run.storage_root, *config.registry.trusted_roots)
-        return cls(listed.kinds | code_of(config), (*roots, *listed.roots))
+        kinds = filter(_permitted.__contains__, code_of(config))  # what a run's folder holds permits nothing
+        return cls(listed.kinds.union(kinds), (*roots, *listed.roots))
 
     @classmethod
     def by_default(cls) -> Trust:

@@ -587,6 +587,27 @@ MUTANTS = [
         "tests/unit/test_trust.py -k its_job_alone",
     ),
     Mutant(
+        "`models --run` permits what the run's configuration names",
+        "kftrain/cli/models.py",
+        "configuration.parse_kept(saved.to_yaml(), run_uri, overrides)",
+        "configuration.parse(saved.to_yaml(), overrides, where=run_uri)",
+        "tests/unit/test_trust.py -k models_of_a_run",
+    ),
+    Mutant(
+        "a kept configuration says itself which kinds are trusted",
+        "kftrain/trust.py",
+        "kinds = filter(_permitted.__contains__, code_of(config))",
+        "kinds = code_of(config)",
+        "tests/unit/test_trust.py -k trusted_by_nobody_else",
+    ),
+    Mutant(
+        "the gate does not take the configuration of release 0.1",
+        "kftrain/stages/register.py",
+        "configuration.parse_kept(saved.to_yaml(), paths.config, overrides)",
+        "configuration.parse(saved.to_yaml(), overrides, where=paths.config)",
+        "tests/unit/stages/test_old_order.py -k decided_again",
+    ),
+    Mutant(
         "a slice where only the champion has a value is left out",
         "kftrain/registry/comparison.py",
         "return lost | {name",

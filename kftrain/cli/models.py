@@ -45,7 +45,7 @@ def model_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     ) -> int | None:
         if run_uri:
             saved = read_config(RunPaths(storage.absolute(run_uri)))
-            config = configuration.parse(saved.to_yaml(), overrides, where=run_uri)
+            config = configuration.parse_kept(saved.to_yaml(), run_uri, overrides)
         else:
             config = resolve.anchored(configuration.load(config_file, overrides), ".")
         preflight.require_database(config.tracking.uri)

@@ -47,7 +47,7 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
     paths = RunPaths(run_uri)
     with failure.announced("gate", progress):
         saved = with_goal(permit(read_config(RunPaths(run_uri))), is_kept=True)
-        config = with_goal(configuration.parse(saved.to_yaml(), overrides, where=paths.config))
+        config = with_goal(configuration.parse_kept(saved.to_yaml(), paths.config, overrides))
         require_only_registry(saved, config)
         documents.read(Registration, paths.registration, TrackingError)
     return _register("gate", paths, config, progress)

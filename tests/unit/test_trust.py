@@ -4,11 +4,13 @@ import ast
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from helpers.documents import finished_run
 from unit.stages.test_comparison import reference_to
 from unit.test_layering import place, sources
 
 from kftrain import config, storage, trust
+from kftrain.cli import cli
 from kftrain.config import Config
 from kftrain.data.sources.user import UserSource
 from kftrain.errors import ConfigError
@@ -18,7 +20,7 @@ from kftrain.models.signature import options_of
 from kftrain.registry import ComparedVersion
 from kftrain.run.config import keep_job_config, read_config, read_job_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import comparison
+from kftrain.stages import comparison, preflight
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
 from kftrain.tasks.user_metrics import metrics_of
@@ -145,3 +147,32 @@ def test_a_comparison_does_not_run_what_another_runs_configuration_names(tmp_pat
     monkeypatch.setattr(comparison, "is_stream", lambda schema: True)
     version = comparison._reported(ComparedVersion(2, reference=reference_to(planted.uri)), Trust.of(own))
     assert "neither built-in nor one that may be built here" in version.problem and not called.exists()
+
+
+@pytest.fixture
+def planted_run(tmp_path, monkeypatch):
+    """A run whose kept configuration names a command as its task; and what that would write."""
+    paths, own = finished_run(tmp_path)
+    called = tmp_path / "called"
+    task = TaskConfig(kind="subprocess:check_output", args=["touch", str(called)])
+    storage.publish(paths.config, own.model_copy(update={"task": task}).to_yaml())
+    monkeypatch.setattr(preflight, "require_database", lambda uri: None)
+    return paths, called
+
+
+def test_models_of_a_run_do_not_run_what_its_configuration_names(planted_run, nothing_permitted):
+    paths, called = planted_run
+    done = CliRunner().invoke(cli, ["models", "compare", "--run", paths.uri])
+    assert not called.exists() and "may not run here" in str(done.exception)
+
+
+def test_what_a_kept_configuration_trusts_is_trusted_by_nobody_else(nothing_permitted):
+    kept = Config(registry={"trusted_kinds": [KIND]}, task=TaskConfig(kind="os:getpid")).to_yaml()
+    for kind in (KIND, "os:getpid"):
+        with pytest.raises(ConfigError, match="may be built here"):
+            Trust.of(config.parse_kept(kept, "kept")).require_kind("task", kind, ())
+    by_caller = config.parse_kept(kept, "kept", [f"registry.trusted_kinds=['{KIND}', os:getpgrp]"])
+    Trust.of(by_caller).require_kind("task", KIND, ())
+    assert load_code(KIND, "x") and load_code("os:getpgrp", "x")
+    with pytest.raises(ConfigError, match="may not run here"):
+        load_code("os:getpid", "x")

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from helpers.documents import digits_config, finished_run, publish_commit
 
-from kftrain import config, storage, tracking
-from kftrain.errors import OldOrderError
+from kftrain import config, registry, storage, tracking
+from kftrain.cli import cli
+from kftrain.errors import OldOrderError, TrackingError
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import commit
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
+from kftrain.stages import preflight, register
 from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
 from kftrain.train import session
@@ -120,3 +123,13 @@ def test_its_configuration_is_read_and_keeps_what_it_says(tmp_path):
     kept = config.parse_kept(kept_by_01(resolved), "config.yaml")
     assert kept.training_identity("d") == identity_in_01(resolved, "d")
     assert config.parse_kept(kept.to_yaml(), "config.yaml") == kept
+
+
+def test_its_registered_models_are_looked_at_and_decided_again(old_run, monkeypatch):
+    paths = old_run
+    monkeypatch.setattr(preflight, "require_database", lambda uri: None)
+    monkeypatch.setattr(registry, "audit", lambda given, contents: [])
+    done = CliRunner().invoke(cli, ["models", "audit", "--run", paths.uri])
+    assert done.exit_code == 0, done.exception
+    with pytest.raises(TrackingError, match="the export is not the expected one"):
+        register.gate(paths.uri)
