@@ -144,7 +144,7 @@ class Trust:
 
     @classmethod
     def of(cls, config: Config) -> Trust:
-        """What a configuration names: kinds that it has permitted, its storage root, and what it and the environment list."""
+        """What a configuration names: kinds that are permitted, its storage root; and what the environment lists."""
         listed = cls.by_default()
         roots = (config.run.storage_root, *config.registry.trusted_roots)
         kinds = filter(_permitted.__contains__, code_of(config))  # what a run's folder holds permits nothing

@@ -608,6 +608,27 @@ MUTANTS = [
         "tests/unit/stages/test_old_order.py -k decided_again",
     ),
     Mutant(
+        "sums that are no columns of numbers are compared",
+        "kftrain/registry/comparison.py",
+        "if odd or len({",
+        "if len({",
+        "tests/unit/registry/test_damaged_statistics.py -k such_a_champion",
+    ),
+    Mutant(
+        "a reference set that the run was not measured on is no obstacle",
+        "kftrain/registry/judgement.py",
+        '"the run was not measured on the reference set" * challenger.lacks_reference',
+        '""',
+        "tests/unit/registry/test_gate_on_reference.py -k was_not_measured_on",
+    ),
+    Mutant(
+        "a reference set of the run's own data is missing",
+        "kftrain/stages/reference_set.py",
+        "return _named(config).evaluation_digest != own_digest",
+        "return True",
+        "tests/unit/stages/test_reference_set.py -k runs_own_data",
+    ),
+    Mutant(
         "a slice where only the champion has a value is left out",
         "kftrain/registry/comparison.py",
         "return lost | {name",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,9 @@ SLICES = "slices.npz"
 
 RESAMPLING_SEED = 0
 """The same for every comparison: equal inputs give equal decisions."""
+
+_UNREADABLE = (ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for an archive that is damaged, encrypted, or none."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def read_measured(folder: str) -> MeasuredExport:
     performance = find_performance(folder, evaluation.export_digest)
     if not evaluation.slices_sha256:
         return MeasuredExport(evaluation, statistics, performance=performance)
-    slices = unpack_slices(_read_arrays(storage.join(folder, SLICES), evaluation.slices_sha256))
+    needed = (bootstrap.SLICES, bootstrap.SLICE_NAMES)
+    slices = unpack_slices(_read_arrays(storage.join(folder, SLICES), evaluation.slices_sha256, needed))
     return MeasuredExport(evaluation, statistics, slices, performance)
 
 
@@ -85,17 +90,27 @@ def find_performance(folder: str, export_digest: str) -> Performance | None:
     return found if found is not None and found.export_digest == export_digest else None
 
 
-def _read_arrays(where: str, sha256: str) -> dict[str, np.ndarray]:
+def _read_arrays(where: str, sha256: str, needed: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
     try:
         content = storage.read_bytes(where)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise EvaluationError("the statistics are not those of metrics.json", where=where, fix="evaluate again")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return dict(arrays)
+            return _checked(dict(arrays), {bootstrap.KEYS, *needed})
     except FileNotFoundError as error:
         raise EvaluationError("the statistics are missing", where=where, fix="evaluate again") from error
-    except (ValueError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
+
+
+def _checked(arrays: dict[str, np.ndarray], needed: set[str]) -> dict[str, np.ndarray]:
+    """The same. Raises ValueError unless they are columns of numbers, and of text for keys and names, equally long."""
+    kinds = {bootstrap.KEYS: "U", bootstrap.SLICE_NAMES: "U"}
+    odd = [key for key, v in arrays.items() if np.ndim(v) != 1 or v.dtype.kind not in kinds.get(key, "biuf")]
+    odd += sorted(needed - arrays.keys())
+    if odd or len({len(values) for key, values in arrays.items() if key != bootstrap.SLICE_NAMES}) > 1:
+        raise ValueError(f"no columns as expected: {', '.join(odd) or 'their lengths differ'}")
+    return arrays
 
 
 def unpack_slices(arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:

@@ -33,6 +33,8 @@ class Challenger:
     """On the reference set, if there is one."""
     trained_on: GateReason | None = None
     """Tell what the champion knows of the validation split."""
+    lacks_reference: bool = False
+    """There should be figures on a reference set, but it was not measured on one."""
 
     @property
     def digest(self) -> str:
@@ -150,7 +152,7 @@ def _compared(
     evaluated = own.evaluation
     identity = tries.identity_of(evaluated.export_digest, evaluated.evaluation_digest, settings.metric, settings.goal)
     latest = list[Judgement]()
-    reference = _reference_evidence(config, challenger.on_reference, on_reference, metrics)
+    reference = _reference_evidence(config, challenger, on_reference, metrics)
 
     def decided(number: int) -> tuple[Decision, float]:
         evidence = replace(_evidence(config, own, theirs, metrics, number), **reference)
@@ -184,10 +186,11 @@ def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metri
 
 
 def _reference_evidence(
-    config: Config, own: MeasuredExport | None, theirs: MeasuredExport | None, metrics: Metrics
+    config: Config, challenger: Challenger, theirs: MeasuredExport | None, metrics: Metrics
 ) -> dict[str, Any]:
+    own = challenger.on_reference
     if own is None:
-        return {}
+        return {"reference_obstacle": "the run was not measured on the reference set" * challenger.lacks_reference}
     if theirs is None:
         return {"reference_obstacle": f"the champion {NO_EVALUATION.replace('the same data', 'the reference set')}"}
     return {"reference": comparison.improvement(config, metrics, own, theirs)}

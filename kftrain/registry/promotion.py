@@ -70,10 +70,11 @@ def gate_and_promote(
     evaluation: Evaluation,
     metrics: Metrics,
     trained_on: GateReason | None = None,
+    lacks_reference: bool = False,
 ) -> Registration:
     """Decides whether a registered version becomes champion, and makes it so if the policy is `auto`.
 
-    `metrics`: the task's function from sums to metrics. `trained_on`: as `Challenger` has it. Every byte of the export
+    `metrics`: the task's function from sums to metrics. Last two: as `Challenger` has them. Every byte of the export
     is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an unknown
     metric, EvaluationError for evaluation files that do not fit, TrackingError.
     """
@@ -81,7 +82,9 @@ def gate_and_promote(
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
     on_reference = comparison.read_on_reference(paths, evaluation)
-    challenger = Challenger(paths, registered, _read_challenger(paths, evaluation), on_reference, trained_on)
+    challenger = Challenger(
+        paths, registered, _read_challenger(paths, evaluation), on_reference, trained_on, lacks_reference
+    )
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:

@@ -51,6 +51,15 @@ def read_own(paths: RunPaths, completion: Completion) -> Evaluation | None:
     return documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
 
 
+def is_missing(paths: RunPaths, config: Config, own_digest: str) -> bool:
+    """Whether the gate is to look at a reference set that the run was not measured on. Raises DataError as `settle`."""
+    if storage.exists(paths.reference_set):
+        return False
+    if config.evaluate.reference:
+        return _named(config).evaluation_digest != own_digest
+    return config.registry.reference_margin is not None
+
+
 def _named(config: Config) -> ReferenceSet:
     uri = find_manifest(config.evaluate.reference)
     manifest = read_manifest(uri)

@@ -77,7 +77,9 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         )
         metrics = task_metrics(config)
         known = trained_on.gate_reason(config, shards, manifest)
-        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, known)
+        lacks = reference_set.is_missing(paths, config, evaluation.evaluation_digest)
+        done = (completion, evaluation)
+        registration = registry.gate_and_promote(config, paths, registered, *done, metrics, known, lacks)
         compared = _comparison(paths, config)
         page = _report(paths, config, manifest, completion, evaluation, registration, bool(compared))
         for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, compared)):

@@ -49,13 +49,13 @@ class FinishedRun:
     def register(self):
         return registry.register(self.config, self.paths, self.completion, self.evaluation, self.mlflow_run_id)
 
-    def gate(self, registered, config=None, trained_on=None) -> Registration:
+    def gate(self, registered, config=None, *told) -> Registration:
         return registry.gate_and_promote(
-            config or self.config, self.paths, registered, self.completion, self.evaluation, accuracy, trained_on
+            config or self.config, self.paths, registered, self.completion, self.evaluation, accuracy, *told
         )
 
-    def submit(self, config=None, trained_on=None) -> Registration:
-        return self.gate(self.register(), config, trained_on)
+    def submit(self, config=None, *told) -> Registration:
+        return self.gate(self.register(), config, *told)
 
 
 def write_export(paths, name):

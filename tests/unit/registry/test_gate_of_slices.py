@@ -103,7 +103,7 @@ def test_mcnemar_says_nothing_of_units_with_parts(finished):
 def test_what_the_champion_was_trained_on_is_said_and_decides_nothing(finished, count):
     finished("one", 0.5).submit()
     known = GateReason(code="trained_on", verdict="for", text="it was trained on some", figures={"value": count})
-    found = finished("two", 0.7).submit(trained_on=known)
+    found = finished("two", 0.7).submit(None, known)
     assert found.promoted and found.reasons[-1] == known
     assert found.reason.endswith("; it was trained on some") == (count > 0)
 

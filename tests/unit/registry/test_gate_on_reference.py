@@ -44,3 +44,10 @@ def test_a_challenger_that_was_not_measured_there_is_an_error(measured):
     registered = run.register()
     with pytest.raises(EvaluationError, match=r"metrics\.json is missing"):
         run.gate(registered)
+
+
+def test_a_challenger_that_was_not_measured_on_one_that_is_wanted_leaves_the_decision_to_a_person(finished):
+    finished("one", 0.6).submit()
+    found = finished("two", 0.8).submit(None, None, True)
+    assert not found.promoted and found.awaits_person and found.reasons[-1].code == "reference_missing"
+    assert "the run was not measured on the reference set" in found.reason

@@ -10,7 +10,7 @@ from kftrain.config import parse
 from kftrain.errors import DataError
 from kftrain.run import documents
 from kftrain.run.documents import ReferenceSet
-from kftrain.stages import reference_set
+from kftrain.stages import reference_set, register
 from kftrain.stages.evaluate import evaluate
 
 
@@ -88,3 +88,37 @@ def test_one_whose_shards_are_gone_is_an_error_before_a_job_is_started(tmp_path,
         shard.unlink()
     with pytest.raises(DataError, match=r"validation-\d+\.tar"):
         evaluated(tmp_path, monkeypatch, dataset[0].uri)
+
+
+def gate_lacks(paths, monkeypatch, *overrides):
+    """What the register step tells the gate."""
+    given = []
+
+    def gate_and_promote(*arguments):
+        given.append(arguments[-1])
+        raise DataError("enough")
+
+    config = parse(storage.read_text(paths.config), overrides)
+    storage.publish(paths.config, config.to_yaml())
+    monkeypatch.setattr(registry, "register", lambda *arguments: None)
+    monkeypatch.setattr(registry, "gate_and_promote", gate_and_promote)
+    monkeypatch.setattr(register.tracked, "read", lambda paths: "mlflow-1")
+    monkeypatch.setattr(register.trained_on, "gate_reason", lambda *arguments: None)
+    with pytest.raises(DataError, match="enough"):
+        register.register(paths.uri)
+    return given[0]
+
+
+def test_the_gate_asks_for_one_that_is_configured_and_was_not_measured(tmp_path, monkeypatch, dataset):
+    *_, paths, _ = evaluated(tmp_path, monkeypatch, dataset[0].uri)
+    assert not gate_lacks(paths, monkeypatch)
+    storage.remove(paths.reference_set)
+    assert gate_lacks(paths, monkeypatch)
+    assert not gate_lacks(paths, monkeypatch, "evaluate.reference=''")
+    assert gate_lacks(paths, monkeypatch, "registry.reference_margin=0.01")
+
+
+def test_the_gate_asks_for_none_where_it_is_the_runs_own_data(tmp_path, monkeypatch):
+    _, _, shards = sharded_run(tmp_path, run_id="other")
+    *_, paths, _ = evaluated(tmp_path, monkeypatch, shards.manifest_uri)
+    assert not gate_lacks(paths, monkeypatch)

@@ -399,7 +399,7 @@ def test_a_run_that_is_not_trained_is_not_evaluated(tmp_path, calls):
 def registering(monkeypatch):
     gated = []
 
-    def gate_and_promote(config, paths, registered, completion, evaluation, metrics, trained_on):
+    def gate_and_promote(config, paths, registered, completion, evaluation, metrics, trained_on, lacks_reference):
         gated.append(config)
         return registration_of(paths, config)
 
