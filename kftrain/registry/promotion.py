@@ -81,10 +81,8 @@ def gate_and_promote(
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
-    on_reference = comparison.read_on_reference(paths, evaluation)
-    challenger = Challenger(
-        paths, registered, _read_challenger(paths, evaluation), on_reference, trained_on, lacks_reference
-    )
+    measured = (_read_challenger(paths, evaluation), comparison.read_on_reference(paths, evaluation))
+    challenger = Challenger(paths, registered, *measured, trained_on, lacks_reference)
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:
