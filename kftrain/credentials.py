@@ -28,9 +28,10 @@ HIDDEN = "***"
 
 _SCHEME = re.compile(r"(?<![\w+.-])(?<!://)[A-Za-z][A-Za-z0-9+.-]*://")
 _WORD = re.compile(r"[^\s'\"<>]*")
+_PARAMETER = re.compile(r"([?&;#][^?=&;#\s'\"<>]*=)([^&;#\s'\"<>]+)")
 _SECRET_PARAMETER = re.compile(
-    r"(?i)([?&;#](?:[\w.-]*(?:signature|token|secret|password|passwd|pwd|credentials?|api[_-]?key|access[_-]?key(?:id)?)"
-    r"|sig|key|auth|code)=)[^&;#\s'\"<>]+"
+    r"(?i)[?&;#](?:[\w.-]*(?:signature|token|secret|password|passwd|pwd|passphrase|jwt|credentials?|(?:api|secret|account"
+    r"|private|storage|access)[_-]?key(?:id)?)|sig|key|auth|code|sas|pass|pw|session)(?:\[[^=]*\])?=[^&;#\s'\"<>]"
 )
 _SECRET_HEADER = re.compile(r"(?i)\b(bearer|basic) +[\w+/=.~-]{8,}")
 _PORT = re.compile(r"\d{1,5}")
@@ -42,7 +43,7 @@ def redacted(text: str) -> str:
     """The text without passwords and tokens in its URIs, without signatures, and without secrets of the environment."""
     if "://" in text:
         text = _without_userinfo(text)
-        text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", text)
+        text = _PARAMETER.sub(lambda each: each[1] + HIDDEN if _has_secret(each[0]) else each[0], text)
     text = _SECRET_HEADER.sub(rf"\1 {HIDDEN}", text)
     for secret in _secrets_of_environment():
         text = text.replace(secret, HIDDEN)
@@ -73,7 +74,12 @@ def _is_secret(text: str, scheme: re.Match[str]) -> bool:
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     is_torn = "@" in rest and ":" in authority and not _PORT.fullmatch(authority.rpartition(":")[2])
     in_authority = "@" in authority and (_is_web(scheme[0]) or ":" in authority.rpartition("@")[0])
-    return in_authority or is_torn or _SECRET_PARAMETER.search(rest) is not None
+    return in_authority or is_torn or _has_secret(rest)
+
+
+def _has_secret(text: str) -> bool:
+    """Whether a parameter, however its name is encoded, holds a secret."""
+    return _SECRET_PARAMETER.search(unquote(text)) is not None
 
 
 def taken_out(uri: str) -> tuple[str, dict[str, str]]:

@@ -629,6 +629,20 @@ MUTANTS = [
         "tests/unit/stages/test_reference_set.py -k runs_own_data",
     ),
     Mutant(
+        "the name of a parameter is not decoded before it is looked at",
+        "kftrain/credentials.py",
+        "return _SECRET_PARAMETER.search(unquote(text)) is not None",
+        "return _SECRET_PARAMETER.search(text) is not None",
+        "tests/unit/core/test_credentials.py -k shown_of_a_text",
+    ),
+    Mutant(
+        "a try has any number",
+        "kftrain/registry/tries.py",
+        "number: Annotated[int, Field(ge=1, le=MAX_NUMBER)]",
+        "number: int",
+        "tests/unit/registry/test_tries.py -k number_that_none_has",
+    ),
+    Mutant(
         "a slice where only the champion has a value is left out",
         "kftrain/registry/comparison.py",
         "return lost | {name",

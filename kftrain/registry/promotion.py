@@ -98,20 +98,9 @@ def gate_and_promote(
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
-        entry = next_entry(
-            entries,
-            "promote",
-            registered.version,
-            result.decision.reason,
-            evaluation.evaluation_digest,
-            result.improvement,
-            registered.export_digest,
-        )
-        of_gate = {
-            "reasons": result.decision.reasons,
-            "num_tries": result.number,
-            "confidence": result.confidence,
-        }
+        found = (registered.version, result.decision.reason, evaluation.evaluation_digest, result.improvement)
+        entry = next_entry(entries, "promote", *found, registered.export_digest)
+        of_gate = {"reasons": result.decision.reasons, "num_tries": result.number, "confidence": result.confidence}
         return result, entry.model_copy(update=of_gate)
 
     registration = _registration(config, paths, registered, evaluation, alias.transact(propose))

@@ -13,6 +13,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Annotated
+
+from pydantic import Field
 
 from kftrain import storage
 from kftrain.errors import TrackingError
@@ -20,14 +23,14 @@ from kftrain.registry.gate import Decision
 from kftrain.run import documents
 from kftrain.run.documents import GateReason
 
-MAX_ROUNDS = 100
+MAX_NUMBER, MAX_ROUNDS = 1_000_000, 100
 """Every round that is lost, another challenger was counted."""
 
 
 class Try(documents.Document):
     """`<k>.json`: the k-th comparison with a champion, and what the gate said of it."""
 
-    number: int
+    number: Annotated[int, Field(ge=1, le=MAX_NUMBER)]
     identity: str
     """Digest of what makes it the same try."""
     run_id: str
@@ -63,7 +66,11 @@ class Tries:
         """Number of a try, and whether it has been counted."""
         found = self.read()
         own = next((each.number for each in found if each.identity == identity), None)
-        return (max((each.number for each in found), default=0) + 1, False) if own is None else (own, True)
+        return (
+            (min(MAX_NUMBER, max((each.number for each in found), default=0) + 1), False)
+            if own is None
+            else (own, True)
+        )
 
     def counted(
         self, identity: str, run_id: str, version: int, decide: Callable[[int], tuple[Decision, float]]

@@ -44,6 +44,15 @@ def test_passwords_of_random_punctuation_leave_nothing_behind() -> None:
         ("https://h/x?token=t", "https://h/x?token=***"),
         ("https://h/x?X-Amz-Credential=AK%2F1&a=b", "https://h/x?X-Amz-Credential=***&a=b"),
         ("https://h/x?access_token=t#frag", "https://h/x?access_token=***#frag"),
+        *[
+            (f"https://h/x?a=b&{name}=canary&c=d", f"https://h/x?a=b&{name}=***&c=d")
+            for name in (
+                *("secret_key", "AccountKey", "private_key", "storage_key", "sas", "pass", "pw", "passphrase", "jwt"),
+                *("session", "password[]", "%70assword", "auth[token]", "passwor%64%5B%5D"),
+            )
+        ],
+        ("https://h/x?a=b%26password%3Dcanary&c=d", "https://h/x?a=***&c=d"),
+        *[(text, text) for text in ("https://h/x?passage=1&sessions=2&bypass=3", "https://h/x?a=%26b%3Dc")],
         ("Authorization: Bearer abcdefghijk", "Authorization: Bearer ***"),
         ("at https://user:p w@host failed", "at https://host failed"),
         *[(text, text) for text in ("s3://bucket/user@corp/x", "sqlite:////x@y.db", "hdfs://nn:8020/user@corp", "a@b")],
@@ -74,6 +83,7 @@ def test_secrets_of_the_environment_are_shown_nowhere(monkeypatch: pytest.Monkey
         ("http://user:pw@host:5000", True),
         ("http://user:p/w@host", True),
         ("https://host/file?X-Amz-Signature=a", True),
+        *[(f"https://host/file?{name}=a", True) for name in ("secret_key", "sas", "password[]", "%70assword")],
         ("s3://key:secret@bucket", True),
         *[
             (uri, False)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kftrain import registry
+from kftrain import registry, storage
 from kftrain.errors import TrackingError
 from kftrain.registry import tries
 from kftrain.registry.gate import Decision
@@ -125,3 +125,22 @@ def test_what_is_the_same_try():
     one = tries.identity_of("x", "e", "accuracy", "maximize")
     assert one == tries.identity_of("x", "e", "accuracy", "maximize")
     assert len({one, *(tries.identity_of(*each) for each in ("yeam", "xfam", "xebm", "xean"))}) == 5
+
+
+@pytest.mark.parametrize("number", [0, -1, tries.MAX_NUMBER + 1, 10**200])
+def test_a_try_with_a_number_that_none_has_is_damaged(tmp_path, number):
+    book = Tries.of(str(tmp_path), "toy", "c" * 64)
+    book.counted("first", "run", 1, lambda number: (Decision(False, ""), 0.95))
+    document = storage.read_json(f"{book.uri}/1.json")
+    storage.publish_json(f"{book.uri}/1.json", {**document, "number": number})
+    with pytest.raises(TrackingError, match=r"1\.json is damaged: number"):
+        book.counted("second", "run", 2, lambda number: (Decision(False, ""), 0.95))
+
+
+def test_after_the_last_number_there_is_none(tmp_path):
+    book = Tries.of(str(tmp_path), "toy", "c" * 64)
+    book.counted("first", "run", 1, lambda number: (Decision(False, ""), 0.95))
+    document = {**storage.read_json(f"{book.uri}/1.json"), "number": tries.MAX_NUMBER}
+    storage.publish_json(f"{book.uri}/{tries.MAX_NUMBER}.json", document)
+    with pytest.raises(TrackingError, match="always faster"):
+        book.counted("second", "run", 2, lambda number: (Decision(False, ""), 0.95))
