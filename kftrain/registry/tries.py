@@ -66,11 +66,8 @@ class Tries:
         """Number of a try, and whether it has been counted."""
         found = self.read()
         own = next((each.number for each in found if each.identity == identity), None)
-        return (
-            (min(MAX_NUMBER, max((each.number for each in found), default=0) + 1), False)
-            if own is None
-            else (own, True)
-        )
+        after = min(MAX_NUMBER, max((each.number for each in found), default=0) + 1)
+        return (after, False) if own is None else (own, True)
 
     def counted(
         self, identity: str, run_id: str, version: int, decide: Callable[[int], tuple[Decision, float]]
