@@ -96,13 +96,10 @@ class ChampionAlias:
 
     def _other_root(self, found: str) -> TrackingError:
         own = storage.absolute(self.journal.uri)
-        return TrackingError(
-            "the registered model belongs to another storage root, where its journal of promotions is",
-            where=self.model_name,
-            value=found,
-            fix=f"set run.storage_root or registry.model_name; or, if the root moved here with its journal, set the "
-            f"registered model's tag {JOURNAL_TAG} to {own} in MLflow",
-        )
+        what = "the registered model belongs to another storage root, where its journal of promotions is"
+        moved = "if the root moved here with its journal, set the registered model's tag"
+        fix = f"set run.storage_root or registry.model_name; or, {moved} {JOURNAL_TAG} to {own} in MLflow"
+        return TrackingError(what, where=self.model_name, value=found, fix=fix)
 
     def remove_dead_writers(self) -> None:
         """Removes the marks of promotions that died. Takes `journal.WATCH_SECONDS` where there are some."""
@@ -146,7 +143,7 @@ class ChampionAlias:
         end = champion_version(entries)
         if aliased == end:
             return entries, aliased, "settled"
-        gone = end is not None and not self.exists(end)
+        gone = end is not None and not self.holds(entries, end)
         return entries, aliased, "lagging" if writers and not gone else "external"
 
     def point_challenger(self, version: int, awaits_person: bool) -> None:
@@ -200,7 +197,7 @@ class ChampionAlias:
             actual = model_client.get_aliases(self.uri, self.model_name)
             different = {aliased: version for aliased, version in wanted.items() if actual.get(aliased) != version}
             champion = different.get(CHAMPION)
-            if not different or (champion is not None and not self.exists(champion)):
+            if not different or (champion is not None and not self.holds(entries, champion)):
                 return
             for aliased, version in different.items():
                 model_client.set_alias(self.uri, self.model_name, aliased, version)

@@ -56,9 +56,8 @@ def _problems(alias: ChampionAlias, version: ModelVersion, contents: bool) -> li
     try:
         reference = lineage.of(alias.uri, version)
         if differing := lineage.differing_tags(alias.uri, version):
-            problems.append(
-                f"tags were changed and differ from its reference.json, which counts: {', '.join(differing)}"
-            )
+            names = ", ".join(differing)
+            problems.append(f"tags were changed and differ from its reference.json, which counts: {names}")
         alias.trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest, contents=contents)
     except MlflowError:

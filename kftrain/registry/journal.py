@@ -95,10 +95,13 @@ class Journal:
         expected = [f"{number}.json" for number in range(1, len(names) + 1)]
         if names != set(expected):
             lost = next(name for name in expected if name not in names)
-            raise TrackingError(
-                "an entry of the promotion journal is missing", where=folder, value=lost, fix="restore it"
-            )
-        return [documents.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
+            what = "an entry of the promotion journal is missing"
+            raise TrackingError(what, where=folder, value=lost, fix="restore it")
+        try:
+            return [documents.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
+        except TrackingError as error:
+            fix = "restore it, never delete it; or upgrade, if a newer kftrain wrote it"
+            raise TrackingError(error.what, where=error.where, value=error.value, fix=fix) from error
 
     def append(self, entry: Entry) -> None:
         """Adds an entry. Raises FileExistsError if somebody was faster."""
@@ -195,6 +198,11 @@ def next_entry(
 def champion_version(entries: list[Entry]) -> int | None:
     """The champion according to the journal."""
     return entries[-1].version if entries else None
+
+
+def is_champion(entries: list[Entry], version: int, export_digest: str) -> bool:
+    """Whether a version is champion, and not another one of its number."""
+    return champion_version(entries) == version and entered_digest(entries, version) in ("", export_digest)
 
 
 def last_change(entries: list[Entry]) -> Entry:

@@ -157,9 +157,8 @@ def _compared(
     def decided(number: int) -> tuple[Decision, float]:
         evidence = replace(_evidence(config, own, theirs, metrics, number), **reference)
         decision = decide(settings, evidence)
-        latest[:] = [
-            Judgement(decision, rival, evidence.champion, evidence.improvement, False, number, evidence.confidence)
-        ]
+        figures = (evidence.champion, evidence.improvement, False, number, evidence.confidence)
+        latest[:] = [Judgement(decision, rival, *figures)]
         return decision, evidence.confidence
 
     if settings.promotion == "never":  # it cannot promote a model that is no better: no try

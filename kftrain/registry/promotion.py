@@ -86,7 +86,7 @@ def gate_and_promote(
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:
-        if champion_version(entries) == registered.version:
+        if journal.is_champion(entries, registered.version, registered.export_digest):
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
         said = declined.find(config, entries, registered.export_digest)
@@ -120,7 +120,7 @@ def promote(config: Config, version: int, reason: str) -> Entry:
     export_digest = _require_version(alias, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
-        if champion_version(entries) == version and not declined.find(config, entries, export_digest):
+        if journal.is_champion(entries, version, export_digest) and not declined.find(config, entries, export_digest):
             return journal.last_change(entries), None
         entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
@@ -142,9 +142,8 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     def propose(entries: list[Entry]) -> tuple[Declined, Entry | None]:
         champion = champion_version(entries)
         if champion == version:
-            raise TrackingError(
-                "the champion cannot be declined", where=alias.model_name, value=version, fix="kftrain models rollback"
-            )
+            what, fix = "the champion cannot be declined", "kftrain models rollback"
+            raise TrackingError(what, where=alias.model_name, value=version, fix=fix)
         before = declined.find(config, entries, export_digest)
         entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
         said = Declined(
@@ -174,9 +173,8 @@ def rollback(config: Config) -> Entry:
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry
-        raise TrackingError(
-            "there is no earlier champion to go back to", where=alias.model_name, fix="promote a version"
-        )
+        what = "there is no earlier champion to go back to"
+        raise TrackingError(what, where=alias.model_name, fix="promote a version")
 
     return alias.transact(propose)
 

@@ -96,9 +96,8 @@ def register(
     )
     if not found.identical:
         model_client.ensure_output(uri, mlflow_run_id, found.logged_model_id, completion.step)
-        model_client.set_logged_model_tags(
-            uri, found.logged_model_id, {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
-        )
+        measured = {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
+        model_client.set_logged_model_tags(uri, found.logged_model_id, measured)
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
         points = runs.evaluation_points(uri, mlflow_run_id, metrics)
         dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
@@ -109,12 +108,9 @@ def register(
 def require_same_export(completion: Completion, evaluation: Evaluation) -> None:
     """Raises EvaluationError if what was evaluated is not what the training completed with."""
     if evaluation.export_digest != completion.export_digest:
-        raise EvaluationError(
-            f"the evaluation is of another export than {completion.export_digest[:16]}",
-            where=completion.export_uri,
-            value=evaluation.export_digest[:16],
-            fix="evaluate again",
-        )
+        what = f"the evaluation is of another export than {completion.export_digest[:16]}"
+        value = evaluation.export_digest[:16]
+        raise EvaluationError(what, where=completion.export_uri, value=value, fix="evaluate again")
 
 
 def _reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) -> Reference:

@@ -76,10 +76,9 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
             lambda: package_of(config, shards, manifest, completion, evaluation, progress),
         )
         metrics = task_metrics(config)
-        known = trained_on.gate_reason(config, shards, manifest)
         lacks = reference_set.is_missing(paths, config, evaluation.evaluation_digest)
-        done = (completion, evaluation)
-        registration = registry.gate_and_promote(config, paths, registered, *done, metrics, known, lacks)
+        told = (trained_on.gate_reason(config, shards, manifest), lacks)
+        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, *told)
         compared = _comparison(paths, config)
         page = _report(paths, config, manifest, completion, evaluation, registration, bool(compared))
         for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, compared)):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from kftrain import outages
 from kftrain.errors import KftrainError, MlflowError, TrackingError
@@ -216,9 +217,14 @@ def _signature(stored: StoredModel) -> Any:
 def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
     """The text of an artifact; None where it is not there: a download does not tell that from an outage."""
     from mlflow.artifacts import download_artifacts, list_artifacts
+    from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories as drivers
 
+    scheme = urlsplit(folder_uri).scheme
+    if scheme in ("models", "runs") or scheme not in drivers():  # of another model, which may be this one; or nowhere
+        return None
     try:
-        if name not in [Path(info.path).name for info in list_artifacts(artifact_uri=folder_uri, tracking_uri=uri)]:
+        listed = list_artifacts(artifact_uri=folder_uri, tracking_uri=uri)
+        if name not in [Path(info.path).name for info in listed if not info.is_dir]:
             return None
         with tempfile.TemporaryDirectory() as folder:
             path = download_artifacts(artifact_uri=f"{folder_uri}/{name}", dst_path=folder, tracking_uri=uri)

@@ -103,3 +103,10 @@ def test_a_writer_that_fails_leaves_its_mark_which_then_is_dead(tmp_path, impati
         raise KeyError
     [mark] = book.writers()
     assert book.dead_writers() == [mark]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"schema_version": 1}', b'{"schema_version": 2}'])
+def test_an_entry_that_is_damaged_is_to_be_restored_never_deleted(tmp_path, content):
+    storage.publish(f"{tmp_path}/promotions/1.json", content)
+    with pytest.raises(TrackingError, match=r"1\.json .*; restore it, never delete it"):
+        Journal(str(tmp_path)).entries()

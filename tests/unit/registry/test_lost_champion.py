@@ -5,7 +5,7 @@ import pytest
 from kftrain import registry, storage
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
-from kftrain.registry.champion_alias import JOURNAL_TAG
+from kftrain.registry.champion_alias import JOURNAL_TAG, ChampionAlias
 from kftrain.registry.journal import Journal
 from kftrain.run.documents import Unmeasured
 from kftrain.tracking import model_client
@@ -214,3 +214,37 @@ def test_a_champion_whose_kind_is_not_allowed_leaves_the_decision_to_a_person(co
     assert not registration.promoted and aliases() == {"champion": 1, "challenger": 2}
     assert registration.reason.startswith("not promoted, a person decides: the champion, version 1,")
     assert registration.reason.endswith("(os:system, no)")
+
+
+def make_anew(config, finished, alias=None):
+    """The registered model is deleted and made again: version 1 is another model. Returns its run and version."""
+    import mlflow
+
+    finished("one", 0.8).submit()
+    client = mlflow.MlflowClient(registry_uri=config.tracking.uri)
+    client.delete_registered_model("toy")
+    run = finished("anew", 0.5)
+    registered = run.register()
+    if alias:
+        client.set_registered_model_alias("toy", alias, registered.version)
+    assert registered.version == 1
+    return run, registered
+
+
+def test_another_model_of_the_champions_number_is_not_the_champion(config, finished):
+    run, registered = make_anew(config, finished, "champion")
+    found = run.gate(registered)
+    assert not found.promoted and found.awaits_person and "no evaluation on the same data" in found.reason
+    entry = registry.promote(config, 1, "it is the one")
+    assert (entry.number, entry.export_digest) == (2, registered.export_digest)
+    assert run.gate(registered).promoted and registry.promote(config, 1, "again").number == 2
+
+
+def test_a_promotion_that_died_gives_the_alias_to_no_other_model_of_its_number(config, finished, aliases):
+    make_anew(config, finished)
+    alias = ChampionAlias.of(config)
+    storage.create_json(f"{alias.journal.uri}/writers/died.json", {"beat": 0})
+    alias._repair()
+    assert "champion" not in aliases()
+    assert [(each.kind, each.version) for each in alias.settle()] == [("promote", 1), ("external", None)]
+    assert "champion" not in aliases()

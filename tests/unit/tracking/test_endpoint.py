@@ -8,7 +8,7 @@ import pytest
 
 from kftrain import tracking
 from kftrain.errors import TrackingError
-from kftrain.tracking import client, endpoint
+from kftrain.tracking import endpoint, model_client
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "/data/mlruns", "file:///data/mlruns", "", "sqlite:///", "mlruns"])
@@ -90,5 +90,5 @@ def test_a_database_that_cannot_be_opened_is_given_up_in_seconds(tmp_path, monke
     slept = []
     monkeypatch.setattr(utils.time, "sleep", slept.append)
     with pytest.raises(TrackingError, match="unable to open database file"):
-        client.get_registered_model(f"sqlite:///{tmp_path}", "m")
+        model_client.get_registered_model(f"sqlite:///{tmp_path}", "m")
     assert sum(slept) < 5
