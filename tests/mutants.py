@@ -671,6 +671,20 @@ MUTANTS = [
         "tests/unit/registry/test_lost_champion.py -k promotion_that_died",
     ),
     Mutant(
+        "weights are declined by their export alone",
+        "kftrain/registry/declined.py",
+        'or "" != said.content_digest == content',
+        "",
+        "tests/unit/registry/test_identical.py -k stay_declined",
+    ),
+    Mutant(
+        "weights that were promoted after all stay declined",
+        "kftrain/registry/declined.py",
+        "not promoted & {said.export_digest, export_digest} and ",
+        "",
+        "tests/unit/registry/test_identical.py -k declined_no_more",
+    ),
+    Mutant(
         "a slice where only the champion has a value is left out",
         "kftrain/registry/comparison.py",
         "return lost | {name",

@@ -17,14 +17,19 @@ from kftrain.registry.journal import Declined, Entry
 from kftrain.run import documents
 
 
-def find(config: Config, entries: Sequence[Entry], export_digest: str) -> Declined | None:
-    """Why an export was declined; None: it was not. Raises TrackingError where that is damaged."""
+def find(config: Config, entries: Sequence[Entry], export_digest: str, content: str = "") -> Declined | None:
+    """Why an export, or one with its content, was declined; None: it was not. Raises TrackingError where damaged."""
+    promoted = set[str]()
     for entry in reversed(entries):
-        if entry.declined is not None and entry.declined.export_digest == export_digest:
-            return entry.declined
-        if entry.kind == "promote" and entry.export_digest == export_digest:
-            break
+        said = entry.declined
+        if said and not promoted & {said.export_digest, export_digest} and _is_of(said, export_digest, content):
+            return said
+        promoted |= {entry.export_digest} if entry.kind == "promote" else set()
     return documents.read_if_exists(Declined, _document(config, export_digest), TrackingError)
+
+
+def _is_of(said: Declined, export_digest: str, content: str) -> bool:
+    return said.export_digest == export_digest or "" != said.content_digest == content
 
 
 def remove_document(config: Config, export_digest: str) -> None:

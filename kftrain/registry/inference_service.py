@@ -71,9 +71,8 @@ def _environment(config: Config) -> list[dict[str, str]]:
 def _service_name(model_name: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", model_name.lower()).strip("-")
     if not name or not name[0].isalpha() or len(name) > MAX_NAME_CHARACTERS:
-        raise ConfigError(
-            "cannot be the name of a service", where="registry.model_name", value=model_name, fix="begin with a letter"
-        )
+        what, fix = "cannot be the name of a service", "begin with a letter"
+        raise ConfigError(what, where="registry.model_name", value=model_name, fix=fix)
     return name
 
 

@@ -46,6 +46,8 @@ class Declined(documents.Document):
     time: str
     """UTC, ISO 8601."""
     entry_id: str
+    content_digest: str = ""
+    """Of the export's files, as the version's tag has it; declines of before do not say."""
 
 
 class Entry(documents.Document):

@@ -28,7 +28,7 @@ from kftrain.registry.journal import (
 )
 from kftrain.registry.judgement import Challenger, Judgement
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
-from kftrain.registry.registration import RegisteredVersion, require_same_export
+from kftrain.registry.registration import CONTENT_DIGEST_TAG, RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
 from kftrain.tracking import client, endpoint, model_client
@@ -89,7 +89,8 @@ def gate_and_promote(
         if journal.is_champion(entries, registered.version, registered.export_digest):
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
-        said = declined.find(config, entries, registered.export_digest)
+        content = lineage.content_digest(registered.export_uri, registered.export_digest)
+        said = declined.find(config, entries, registered.export_digest, content)
         if said is not None:
             return judgement.overruled(result, "declined", f"declined by hand: {said.reason}"), None
         back = journal.taken_back(entries, registered.version, registered.export_digest)
@@ -137,7 +138,8 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     Raises TrackingError, also for the champion of the moment.
     """
     alias = ChampionAlias.of(config)
-    export_digest = lineage.of(alias.uri, _existing(alias, version)).export_digest
+    found = _existing(alias, version)
+    export_digest = lineage.of(alias.uri, found).export_digest
 
     def propose(entries: list[Entry]) -> tuple[Declined, Entry | None]:
         champion = champion_version(entries)
@@ -146,9 +148,12 @@ def decline(config: Config, version: int, reason: str) -> Declined:
             raise TrackingError(what, where=alias.model_name, value=version, fix=fix)
         before = declined.find(config, entries, export_digest)
         entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
-        said = Declined(
-            version=version, export_digest=export_digest, reason=reason, time=entry.time, entry_id=entry.entry_id
-        )
+        told = {
+            "time": entry.time,
+            "entry_id": entry.entry_id,
+            "content_digest": found.tags.get(CONTENT_DIGEST_TAG, ""),
+        }
+        said = Declined(version=version, export_digest=export_digest, reason=reason, **told)
         return (before, None) if before else (said, entry.model_copy(update={"declined": said}))
 
     said = alias.transact(propose)

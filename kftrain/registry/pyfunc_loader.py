@@ -92,12 +92,9 @@ def _is_table(rows: Any) -> bool:
 
 
 def _not_understood(inputs: Any) -> DataError:
-    return DataError(
-        "the input cannot be understood",
-        where="predict",
-        value=f"{type(inputs).__name__}: {inputs!r:.80}",
-        fix="pass a pandas DataFrame, columns by name, a list of samples, or an array [rows, ...]",
-    )
+    what, value = "the input cannot be understood", f"{type(inputs).__name__}: {inputs!r:.80}"
+    fix = "pass a pandas DataFrame, columns by name, a list of samples, or an array [rows, ...]"
+    return DataError(what, where="predict", value=value, fix=fix)
 
 
 def _load_pyfunc(path: str) -> ExportedModel:

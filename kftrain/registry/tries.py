@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -81,17 +81,9 @@ class Tries:
             decision, confidence = decide(number)
             if is_counted:
                 return decision
-            document = Try(
-                number=number,
-                identity=identity,
-                run_id=run_id,
-                version=version,
-                promote=decision.promote,
-                reasons=decision.reasons,
-                confidence=confidence,
-                time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                entry_id=uuid.uuid4().hex,
-            )
+            said: dict[str, Any] = {"promote": decision.promote, "reasons": decision.reasons, "confidence": confidence}
+            made = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "entry_id": uuid.uuid4().hex}
+            document = Try(number=number, identity=identity, run_id=run_id, version=version, **said, **made)
             try:
                 storage.create_json(storage.join(self.uri, f"{number}.json"), document.to_dict())
             except FileExistsError:

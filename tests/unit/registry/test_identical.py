@@ -94,3 +94,26 @@ def test_a_version_of_an_older_kftrain_is_recognised_and_works(config, finished,
     assert first.submit().promoted and registry.champion(config).version == 1
     assert repeat(first, "two", 0.6).register().version == 1
     assert registry.audit(config) == [] and versions(config) == [1]
+
+
+def test_declined_weights_stay_declined_when_their_version_is_gone(config, finished, repeat, aliases):
+    finished("one", 0.6).submit()
+    run = finished("two", 0.7)
+    manual = config.model_copy(update={"registry": config.registry.model_copy(update={"promotion": "manual"})})
+    run.submit(manual)
+    registry.decline(config, 2, "worse on names")
+    model_client.delete_version(config.tracking.uri, "toy", 2)
+    found = repeat(run, "three", 0.7).submit()
+    assert not found.identical and not found.promoted and "declined by hand: worse on names" in found.reason
+    registry.promote(config, found.version, "after all")
+    assert aliases()["champion"] == found.version
+
+
+def test_weights_that_were_promoted_after_all_are_declined_no_more(config, finished, repeat):
+    finished("one", 0.6).submit()
+    run = finished("two", 0.7)
+    registry.decline(config, run.register().version, "worse on names")
+    registry.promote(config, 2, "after all")
+    registry.rollback(config)
+    model_client.delete_version(config.tracking.uri, "toy", 2)
+    assert repeat(run, "three", 0.7).submit().reasons[0].code != "declined"
