@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,6 @@ from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.run.selection import BestEvaluation, in_order
 from kftrain.train.described import Described
-from kftrain.train.packages import packages_in_use
 from kftrain.train.reading import Training, training_samples
 
 
@@ -114,3 +115,25 @@ def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:
     for point in history:
         values.update({name: float(value) for name, value in point.items() if name != "step"})
     return values
+
+
+DISTRIBUTIONS = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "PIL": "pillow",
+}
+"""Top-level module -> the distribution that it comes from."""
+
+
+def packages_in_use() -> dict[str, str]:
+    """Distribution -> version, of those that this process has imported."""
+    found = {}
+    for module, distribution in DISTRIBUTIONS.items():
+        if module in sys.modules:
+            try:
+                found[distribution] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:  # built in some way of its own
+                continue
+    return found

@@ -24,10 +24,12 @@ from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
 from kftrain.data.loader import MicroBatch, TrainLoader
+from kftrain.data.order import BatchPlan
 from kftrain.data.shards.cache import first_use_of
 from kftrain.data.shards.verify import verify_before_start
 from kftrain.errors import (
     FIRST_RETRYABLE_CODE,
+    ConfigError,
     KftrainError,
     LaunchError,
     UserCodeError,
@@ -54,7 +56,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.logits import task_reads_parts
-from kftrain.train import completing, probe, probe_split, statistics
+from kftrain.train import completing, probe, probe_split
 from kftrain.train.carrier import Carrier
 from kftrain.train.completing import Finished
 from kftrain.train.described import Described, describe_export, model_arguments
@@ -138,7 +140,7 @@ def _attempt(training: Training, world: World, stop: StopRequest, scratch: Path)
         training.digest,
         training.identity,
         engine.state.versions,
-        statistics.samples_together(engine.norms, batch_plan_of(config, mesh.num_data_ranks)),
+        samples_together(engine.norms, batch_plan_of(config, mesh.num_data_ranks)),
     )
     saving = config.checkpoint
     writer = CheckpointWriter(
@@ -213,7 +215,7 @@ def build(
         sent = bytes_of_step(mesh.shape, parallel, config.precision, model, plan, reads_parts, recomputed)
         for line in contradictions(mesh.shape, world.places, sent) if world.is_main else []:
             to_log(f"warning: {line}")
-    statistics.require_same_samples(before.batch_norm_samples if before else None, norms, plan)
+    require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)
     distributed = distribute(model, strategy, mesh, names)
@@ -323,3 +325,28 @@ def _require_agreement(world: World, last_step: int, committed_step: int, target
     answers = world.gather((last_step, committed_step))
     if set(answers) != {(target_step, target_step)}:
         raise LaunchError(f"the processes did not all reach and commit step {target_step}", value=answers)
+
+
+def samples_together(norms: GlobalBatchNorms | None, plan: BatchPlan) -> int | None:
+    """How many samples share statistics; None where the model has none."""
+    if norms is None or not norms.are_trained:
+        return None
+    return plan.global_batch_size if plan.num_micro_batches == 1 else plan.micro_batch_rows
+
+
+def require_same_samples(before: int | None, norms: GlobalBatchNorms, plan: BatchPlan) -> None:
+    """Raises ConfigError where a run would go on with other samples together. `before`: of its last checkpoint.
+
+    None: that does not say it, or its model had no such statistics.
+    """
+    now = samples_together(norms, plan)
+    if before is None or now is None or (before == now and 1 in (plan.num_micro_batches, plan.num_ranks)):
+        return
+    whole = before == plan.global_batch_size
+    processes = "" if whole else "one process and "
+    raise ConfigError(
+        f"the batch norms of this run take {before} samples at a time, and must not go on with others",
+        where="train.micro_batch_size",
+        value=f"{plan.micro_batch_rows} samples on each of {plan.num_ranks} processes",
+        fix=f"go on with {processes}train.micro_batch_size={0 if whole else before}, or start a new run",
+    )

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +26,19 @@ import numpy as np
 
 from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.adopted.fields import schema_of
 from kftrain.data.adopted.scan import ABSENT, Scanned, scan
-from kftrain.data.adopted.splits import splits_by_name
 from kftrain.data.parts import findings
 from kftrain.data.parts.baselines import measured_baselines
 from kftrain.data.parts.document import MAX_NAMED, Named
 from kftrain.data.parts.encoder import Encoding
-from kftrain.data.schema import SPLITS, Record, SampleSchema
+from kftrain.data.schema import BYTES, SPLITS, Field, Record, SampleSchema
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify
-from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
+from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split, check_schema
 from kftrain.data.shards.npy_header import npy_bytes
 from kftrain.data.shards.staging import publish_folder, staging_folder
 from kftrain.data.sources import resolve_source, tar_samples
+from kftrain.data.sources.decoding import HELD_OUT_NAMES, IMAGE_SUFFIXES, held_out_name
 from kftrain.data.sources.listing import SourceFile, listing_digests
 from kftrain.data.sources.webdataset import WebDatasetSource, source_folder
 from kftrain.errors import DataError
@@ -292,3 +292,62 @@ def _incomplete(scanned: Scanned, index: np.ndarray, schema: SampleSchema, budge
         where=keys_of(scanned, [number])[0],
         fix="complete it, raise data.max_incomplete_samples, or name the fields that you want in data.fields",
     )
+
+
+IMAGE_EXTENSIONS = tuple(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
+
+_NAMES = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "text", "text": "text", "cls": "label"}
+
+
+def field_name(extension: str) -> str:
+    """The field that a member gives where nobody says another: as the records of such a shard have it."""
+    if extension in _NAMES:
+        return _NAMES[extension]
+    return (extension.removesuffix(".npy") if extension != "npy" else extension).replace(".", "_")
+
+
+def schema_of(extensions: Iterable[str], named: Mapping[str, Sequence[str]], where: str) -> SampleSchema:
+    """A field for each name in `named`, with these extensions; where none is named, one for each kind of member.
+
+    Raises DataError for what no field can be.
+    """
+    groups: dict[str, list[str]] = {name: list(of) for name, of in named.items()}
+    for extension in sorted(set(extensions)) if not named else ():
+        groups.setdefault(field_name(extension), []).append(extension)
+    schema = SampleSchema(tuple(Field(name, BYTES, (), tuple(groups[name])) for name in sorted(groups)))
+    check_schema(schema, where)
+    return schema
+
+
+_TRAIN = "train"
+
+
+def splits_by_name(names: list[str], where: str) -> dict[str, str] | None:
+    """Name -> `train`, `validation`, or '' for what nobody reads; None where names do not tell.
+
+    They tell where some say `train` and some `validation`, `val` or `test`, in a folder's name or in their own, as
+    `imagenet-train-000000.tar`. Of the latter the first that is there is our validation split, as in folders of images.
+    Raises DataError for a shard that says nothing then.
+    """
+    said = {name: _said(name) for name in names}
+    held_out = held_out_name(said.values())
+    if held_out is None or _TRAIN not in said.values():
+        return None
+    for name, word in said.items():
+        if not word:
+            raise DataError(
+                "the name of the shard does not say which split it is in, as those of others do",
+                where=where,
+                value=name,
+                fix=f"put it below {_TRAIN} or {held_out}, or adopt only the shards of one kind",
+            )
+    return {name: {_TRAIN: "train", held_out: "validation"}.get(word, "") for name, word in said.items()}
+
+
+def _said(name: str) -> str:
+    """The word that the first part of a path says that says only one of them."""
+    for part in name.lower().split("/"):
+        words = {word for word in re.split(r"[^a-z]+", part) if word in (_TRAIN, *HELD_OUT_NAMES)}
+        if len(words) == 1:
+            return words.pop()
+    return ""

@@ -18,7 +18,6 @@ from kftrain.config import Config
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, Preempted
 from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
-from kftrain.launch.kubernetes.access import require_jobs
 from kftrain.launch.kubernetes.cleanup import delete_jobs
 from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.launch.kubernetes.failures import JobFailedError
@@ -183,3 +182,23 @@ def _publish_failure(paths: RunPaths, summary: ErrorDocument) -> None:
         if error is None or error.line != summary.line:
             storage.publish_json(paths.error, summary.to_dict())
     to_log(f"failed: {summary.failure_class.value}: {summary.line}")
+
+
+NEEDED = ("create", "get", "list", "delete")
+"""What a launcher does with its jobs; it can do without the rest."""
+
+
+def require_jobs(cluster: JobClient) -> None:
+    """Raises LaunchError where no such jobs can be created."""
+    kind = cluster.kind
+    if not cluster.knows_jobs():
+        raise LaunchError(
+            f"this cluster has no {kind.name}s ({kind.api_version})", where="launch.backend", fix=kind.install
+        )
+    refused = [verb for verb in NEEDED if not cluster.may(verb)]
+    if refused:
+        raise LaunchError(
+            f"the account of this launcher may not {', '.join(refused)} {kind.name}s",
+            where=f"namespace {cluster.namespace}",
+            fix="give it a role with these verbs, or leave launch.kubernetes.namespace empty",
+        )

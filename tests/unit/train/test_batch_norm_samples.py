@@ -13,7 +13,7 @@ from kftrain import storage
 from kftrain.data.order import BatchPlan
 from kftrain.errors import ConfigError, Preempted
 from kftrain.run import commit
-from kftrain.train.statistics import require_same_samples, samples_together
+from kftrain.train.session import require_same_samples, samples_together
 
 TRAINED = SimpleNamespace(are_trained=True)
 SMALL = [
