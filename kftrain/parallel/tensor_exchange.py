@@ -1,4 +1,4 @@
-"""What the processes of the axis `tensor` exchange of their activations, and what that is backwards.
+"""Exchanges of activations between the processes of the axis `tensor`, forward and backward.
 
 Between the blocks a model computes on each place of a sequence alone: with sequence parallelism (Korthikanti et al.
 2022, arXiv:2205.05198) each process has its part of the places there, dim 1 of `[rows, places, ...]`. Where matrices
@@ -11,6 +11,9 @@ are split (Shoeybi et al. 2019, arXiv:1909.08053) it has all places, and its par
 
 Without sequence parallelism all have all places: `enter` sums gradients backwards, `leave` sums what it is given, the
 others do nothing.
+
+A gradient is summed exactly where the processes have computed different things from one tensor. Where they compute the
+same from it, each already has the whole gradient, and a sum would count it once for each process.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ import torch.distributed as dist
 from kftrain.errors import ConfigError
 
 PLACES = 1
-"""The dim of a sequence's places."""
+"""Dim of a sequence's places."""
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Their names from torch 2.13 on, and before."""
+"""torch 2.13 renamed both."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +45,44 @@ class Peers:
     group: dist.ProcessGroup
     size: int
     rank: int
-    """Of this process among them."""
+    """Number of this process in the group."""
 
     def total(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """The sum over all of them, or what else `operation` says. Collective."""
-        found = tensor.contiguous().clone()
-        dist.all_reduce(found, operation, group=self.group)
-        return found
+        """Return the sum over all processes, or the result of another `operation`. Collective."""
+        result = tensor.contiguous().clone()  # the exchange works in place, and `tensor` is the caller's
+        dist.all_reduce(result, operation, group=self.group)
+        return result
 
     def stacked(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all, `[size, ...]`. Collective."""
-        found = part.new_empty((self.size, *part.shape))
-        _all_gather(found.view(-1), part.reshape(-1), group=self.group)
-        return found
+        """Return the parts of all processes, `[size, ...]` in the order of their ranks. Collective."""
+        parts = part.new_empty((self.size, *part.shape))
+        _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
+        return parts
 
     def gathered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all, one after the other along a dim. Collective."""
+        """Join the parts of all processes, one after the other along a dim. Collective."""
         dim %= part.dim()
         return self.stacked(part).movedim(0, dim).flatten(dim, dim + 1)
 
     def own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This process's part along a dim. Raises ConfigError where it has no equal parts."""
-        return self._parts(whole, dim)[self.rank].contiguous()
+        """Return this process's part along a dim. Raises ConfigError where `dim` has no equal parts."""
+        return self._cut(whole, dim)[self.rank].contiguous()
 
     def part_of_total(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This process's part of the sum over all. Collective. Gloo would send all to all: there each sums its part."""
-        parts = self._parts(tensor, dim).contiguous()
+        """Return this process's part of the sum over all. Collective. Raises ConfigError as `own_part` does."""
+        parts = self._cut(tensor, dim).contiguous()
         if parts.device.type != "cpu":
-            found = parts.new_empty(parts.shape[1:])
-            _reduce_scatter(found.view(-1), parts.view(-1), group=self.group)
-            return found
+            own = parts.new_empty(parts.shape[1:])
+            _reduce_scatter(own.view(-1), parts.view(-1), group=self.group)
+            return own
+        # Gloo has no reduce-scatter; torch would all-reduce the whole, which sends twice as much. Each process is sent
+        # only its own part by every other one, and sums in the order of the ranks.
         received = torch.empty_like(parts)
         dist.all_to_all_single(received.view(-1), parts.view(-1), group=self.group)
         return received.sum(0)
 
-    def _parts(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def _cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """View the equal parts along a dim as `[size, ...]`. Raises ConfigError where there are none."""
         dim %= whole.dim()
         if whole.shape[dim] % self.size:
             raise ConfigError(
@@ -90,7 +96,7 @@ class Peers:
 
 
 class _Exchange(torch.autograd.Function):
-    """One operation on the way, another one back."""
+    """An operation with another one for its gradient: autograd does not see through collectives of torch."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:  # type: ignore[override]
@@ -103,12 +109,15 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(tensor: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:
-    """`there(tensor)`, whose gradient is `back` of the gradient."""
-    found: torch.Tensor = _Exchange.apply(tensor, there, back)  # type: ignore[no-untyped-call]
-    return found
+    """Compute `there(tensor)` forward and `back(gradient)` backward.
+
+    Where either is collective, all processes must run the backward passes of their exchanges in the same order.
+    """
+    result: torch.Tensor = _Exchange.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _view_all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
@@ -118,32 +127,36 @@ class Stream:
 
     peers: Peers
     in_parts: bool
-    """Whether each process has its part of the places there (sequence parallelism)."""
+    """True where each process has its part of the places between the blocks (sequence parallelism)."""
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All places, for matrices of which each process has a part."""
+        """Give split matrices all places of their input. Collective forward with sequence parallelism, and backward."""
+        # Each process's matrices add another part to the gradient of this input, so it is summed on the way back.
         if self.in_parts:
             return exchange(hidden, self._gather, self._sum_to_part)
-        return exchange(hidden, _as_it_is, self.peers.total)
+        return exchange(hidden, _view_all, self.peers.total)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of what the processes' matrices have made."""
+        """Sum what the processes' matrices have made. Collective forward; backward with sequence parallelism only."""
+        # All processes compute alike with the sum, so the gradient of it is whole on each and is not summed again.
         if self.in_parts:
             return exchange(partial, self._sum_to_part, self._gather)
-        return exchange(partial, self.peers.total, _as_it_is)
+        return exchange(partial, self.peers.total, _view_all)
 
     def split(self, whole: torch.Tensor) -> torch.Tensor:
-        """From what all processes have computed alike."""
-        return exchange(whole, self._part, self._gather) if self.in_parts else whole
+        """Take this process's places of what all processes have computed alike."""
+        # From here on each process knows the gradient of its own places only: what came before needs that of all.
+        return exchange(whole, self._take_part, self._gather) if self.in_parts else whole
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
-        """For what all processes compute alike."""
-        return exchange(hidden, self._gather, self._part) if self.in_parts else hidden
+        """Give all places to what all processes compute alike."""
+        # All compute the same gradient of the whole: each takes its part of it, for their sum would be `size` times it.
+        return exchange(hidden, self._gather, self._take_part) if self.in_parts else hidden
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         return self.peers.gathered(part, PLACES)
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _take_part(self, whole: torch.Tensor) -> torch.Tensor:
         return self.peers.own_part(whole, PLACES)
 
     def _sum_to_part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -152,9 +165,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """A matrix of several ones that stand one below the other, each of which is to be split: the rows of a process.
+    """A fused matrix, several ones one below the other, of which each process computes with a part of every one.
 
-    It is kept in equal parts, as any matrix is, and each process is sent the rows that it computes with.
+    It is stored in equal parts, as any matrix is, so that checkpoints and sharding need not know; for a forward pass
+    each process is sent the rows that it computes with.
     """
 
     peers: Peers
@@ -162,44 +176,49 @@ class Regrouped:
     num_matrices: int
 
     def rows(self, part: torch.Tensor) -> torch.Tensor:
-        """From the rows that this process keeps to its part of each of the matrices. Collective."""
-        return exchange(part, self._there, self._back)
+        """Exchange the rows that this process stores for its part of each of the matrices. Collective, also backward.
 
-    def _there(self, part: torch.Tensor) -> torch.Tensor:
-        order, sent, received = self._routes(part.device)
-        return self._send(part[order], sent, received)
+        The result has its rows of the first matrix, then those of the second, and so on.
+        """
+        return exchange(part, self._send_to_users, self._return_to_keepers)
 
-    def _back(self, gradient: torch.Tensor) -> torch.Tensor:
-        order, sent, received = self._routes(gradient.device)
-        returned = self._send(gradient.contiguous(), received, sent)
-        found = torch.empty_like(returned)
-        found[order] = returned
-        return found
+    def _send_to_users(self, part: torch.Tensor) -> torch.Tensor:
+        # What comes in needs no sorting: the sender with the lower rank has the upper rows, and each sends its rows in
+        # their order, so rows arrive in the order of the fused matrix.
+        order, sent, received = self._find_routes(part.device)
+        return self._exchange_rows(part[order], sent, received)
 
-    def _send(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        found = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self.peers.group)
-        return found
+    def _return_to_keepers(self, gradient: torch.Tensor) -> torch.Tensor:
+        order, sent, received = self._find_routes(gradient.device)
+        returned = self._exchange_rows(gradient.contiguous(), received, sent)
+        own = torch.empty_like(returned)
+        own[order] = returned  # they return in the order in which they were sent
+        return own
 
-    def _routes(self, device: torch.device) -> Routes:
+    def _exchange_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.peers.group)
+        return result
+
+    def _find_routes(self, device: torch.device) -> Routes:
         return _routes(self.num_rows, self.num_matrices, self.peers.size, self.peers.rank, device)
 
 
 Routes = tuple[torch.Tensor, list[int], list[int]]
-"""A process's rows in order of whom they go to, on its device; how many go to each process, and come from each."""
+"""Indices of a process's rows in the order of their users, on its device; rows sent to, and received from, each one."""
 
 
 @functools.cache
 def _routes(num_rows: int, num_matrices: int, size: int, rank: int, device: torch.device) -> Routes:
-    """Found out once: an index that comes from the host, and numbers that it reads, wait for the device."""
+    """Cached: in each call a copy of the index to the device, and counts read from it, would make the host wait."""
     keeper, user = keepers_and_users(num_rows, num_matrices, size)
-    order = user[keeper == rank].sort(stable=True).indices
+    order = user[keeper == rank].sort(stable=True).indices  # stable: rows for one user keep their order
     sent = user[keeper == rank].bincount(minlength=size)
     received = keeper[user == rank].bincount(minlength=size)
     return order.to(device), sent.tolist(), received.tolist()
 
 
 def keepers_and_users(num_rows: int, num_matrices: int, num_processes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of several matrices in one: which process keeps it, and which one computes with it."""
+    """Map each row of a fused matrix to the rank that stores it and the rank that computes with it."""
     rows, height = torch.arange(num_rows), num_rows // num_matrices
     return rows // (num_rows // num_processes), rows % height // (height // num_processes)
