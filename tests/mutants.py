@@ -673,14 +673,14 @@ MUTANTS = [
     Mutant(
         "weights are declined by their export alone",
         "kftrain/registry/declined.py",
-        'or "" != said.content_digest == content',
+        'or "" != decline.content_digest == content',
         "",
         "tests/unit/registry/test_identical.py -k stay_declined",
     ),
     Mutant(
         "weights that were promoted after all stay declined",
         "kftrain/registry/declined.py",
-        "not promoted & {said.export_digest, export_digest} and ",
+        "            and not promoted & {decline.export_digest, export_digest}\n",
         "",
         "tests/unit/registry/test_identical.py -k declined_no_more",
     ),
@@ -694,8 +694,8 @@ MUTANTS = [
     Mutant(
         "bounds on the reference set that are no numbers are no regression",
         "kftrain/registry/gate.py",
-        "if found is None or isnan(found.low) or isnan(found.high):",
-        "if found is None:",
+        "if change is None or isnan(change.low) or isnan(change.high):",
+        "if change is None:",
         "tests/unit/registry/test_gate.py -k no_numbers",
     ),
     Mutant(
@@ -778,15 +778,15 @@ MUTANTS = [
     Mutant(
         "a step that runs again is another try",
         "kftrain/registry/tries.py",
-        "if each.identity == identity)",
-        "if each.identity != each.identity)",
+        "if document.identity == identity)",
+        "if document.identity != document.identity)",
         "tests/unit/registry/test_tries.py",
     ),
     Mutant(
         "the gate promotes what is worse on a slice",
         "kftrain/registry/gate.py",
-        "if not found.high >= -limit}",
-        "if not found.high >= -limit - 1e9}",
+        "if not change.high >= -limit}",
+        "if not change.high >= -limit - 1e9}",
         "tests/unit/registry/test_gate.py",
     ),
     Mutant(
@@ -806,8 +806,8 @@ MUTANTS = [
     Mutant(
         "what a slice may lose is not looked at",
         "kftrain/registry/gate.py",
-        "if not found.high >= -limit}",
-        "if found.high < 0}",
+        "if not change.high >= -limit}",
+        "if change.high < 0}",
         "tests/unit/registry/test_gate.py",
     ),
     Mutant(
@@ -820,7 +820,7 @@ MUTANTS = [
     Mutant(
         "a reference set on which the challenger is worse stops nothing",
         "kftrain/registry/gate.py",
-        "if found.high < 0 and (margin is None or found.low < -margin):",
+        "if change.high < 0 and (margin is None or change.low < -margin):",
         "if False:",
         "tests/unit/registry/test_gate.py",
     ),

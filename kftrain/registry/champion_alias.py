@@ -36,39 +36,40 @@ from kftrain.tracking.model_client import RegisteredModel
 from kftrain.trust import Trust
 
 JOURNAL_TAG = "kftrain.journal"
-"""Of the registered model: the URI of the journal that says who is champion."""
+"""Tag of a registered model with the URI of the journal that its alias follows."""
 
 CHAMPION = "champion"
 PREVIOUS_CHAMPION = "previous_champion"
 CHALLENGER = "challenger"
-"""The last version that a person is to decide about. It only shows: nothing is decided by it."""
+"""Alias of the last version that waits for a person. It is for people: no decision reads it."""
 
 MAX_ROUNDS = 100
-"""Every round that is lost, another promotion has won; so many in a row mean that something else is wrong."""
+"""Rounds after which `transact` and its like give up: a round is lost only if another promotion won it, and so many
+losses in a row mean that something else is wrong."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class ChampionAlias:
-    """The champion alias of one registered model: its aliases and its journal."""
+    """The champion of one registered model: the journal that decides, and the aliases in MLflow that follow it."""
 
     uri: str
     model_name: str
     journal: Journal
     trust: Trust
-    """Where references may lead."""
+    """The places that references of versions may point to."""
 
     @classmethod
     def of(cls, config: Config) -> ChampionAlias:
-        """The alias that the configured model competes for."""
+        """Return the alias that the configured model competes for."""
         journal = Journal.of(config.run.storage_root, config.model_name)
         return cls(config.tracking.uri, config.model_name, journal, Trust.of(config))
 
     def claim(self, description: str = "") -> None:
-        """Makes the registered model if it is not there, and ties it to this journal if it is tied to none.
+        """Create the registered model if it is missing, and tie it to this journal if it is tied to none.
 
-        Raises TrackingError where it belongs to the journal of another storage root.
+        Raises TrackingError if it belongs to the journal of another storage root.
         """
         own = {JOURNAL_TAG: storage.absolute(self.journal.uri)}
         model_client.ensure_registered_model(self.uri, self.model_name, own, description)
@@ -76,42 +77,44 @@ class ChampionAlias:
         if model is not None and JOURNAL_TAG not in model.tags:  # made by hand, or by an older kftrain
             self._require_own_champion(model)
             model_client.set_registered_model_tag(self.uri, self.model_name, JOURNAL_TAG, own[JOURNAL_TAG])
+            # Read again: of two roots that set the tag at once the last one won, and the other must be refused.
             model = model_client.get_registered_model(self.uri, self.model_name)
         self._require_own(model)
 
     def _require_own(self, model: RegisteredModel | None) -> None:
-        found = model.tags.get(JOURNAL_TAG) if model else None
+        tagged = model.tags.get(JOURNAL_TAG) if model else None
         own = storage.absolute(self.journal.uri)
-        if found is not None and found != own:
-            raise self._other_root(found)
+        if tagged is not None and tagged != own:
+            raise self._describe_other_root(tagged)
 
     def _require_own_champion(self, model: RegisteredModel) -> None:
-        """A champion whose run lies below another root has its journal there."""
+        """Raise TrackingError if the champion's run lies below another root: its journal is there."""
         number = model.aliases.get(CHAMPION)
         version = None if number is None else model_client.get_version(self.uri, self.model_name, number)
         reference = lineage.find(self.uri, version)
         root = storage.absolute(self.journal.uri).rsplit("/registry/", 1)[0]
         if reference is not None and not reference.run_uri.startswith(root + "/"):
-            raise self._other_root(reference.run_uri)
+            raise self._describe_other_root(reference.run_uri)
 
-    def _other_root(self, found: str) -> TrackingError:
+    def _describe_other_root(self, other: str) -> TrackingError:
         own = storage.absolute(self.journal.uri)
         what = "the registered model belongs to another storage root, where its journal of promotions is"
         moved = "if the root moved here with its journal, set the registered model's tag"
         fix = f"set run.storage_root or registry.model_name; or, {moved} {JOURNAL_TAG} to {own} in MLflow"
-        return TrackingError(what, where=self.model_name, value=found, fix=fix)
+        return TrackingError(what, where=self.model_name, value=other, fix=fix)
 
     def remove_dead_writers(self) -> None:
-        """Removes the marks of promotions that died. Takes `journal.WATCH_SECONDS` where there are some."""
+        """Remove the marks of promotions that died. Takes `journal.WATCH_SECONDS` if there are any."""
         dead = self.journal.dead_writers()
+        # In this order: alias and journal must be seen to agree after the writers were seen to be dead.
         if dead and self.observe()[2] == "settled":
             self.journal.remove_writers(dead)
 
     def transact(self, propose: Callable[[list[Entry]], tuple[Result, Entry | None]]) -> Result:
-        """Runs `propose` on the journal and appends what it proposes, again and again until nobody was faster.
+        """Append the entry that `propose` returns, and call it again whenever another process was faster.
 
-        `propose` gets the settled journal and returns its result and the next entry, or None to leave all as it is.
-        Raises TrackingError.
+        `propose` gets the settled journal and returns its result and the next entry, or None to change nothing. It must
+        bear being called several times. Raises TrackingError.
         """
         for _ in range(MAX_ROUNDS):
             result, entry = propose(self.settle())
@@ -122,7 +125,10 @@ class ChampionAlias:
         raise TrackingError("other promotions are always faster", where=self.journal.uri, fix="try again later")
 
     def settle(self) -> list[Entry]:
-        """The journal, after it and the alias were made to agree."""
+        """Make journal and alias agree, and return the journal.
+
+        An alias that lags behind is set; one that was changed by hand becomes an entry. Raises TrackingError.
+        """
         for _ in range(MAX_ROUNDS):
             entries, aliased, situation = self.observe()
             if situation == "settled":
@@ -134,7 +140,10 @@ class ChampionAlias:
         raise TrackingError("alias and journal never agree", where=self.journal.uri, fix="who else sets the alias?")
 
     def observe(self) -> tuple[list[Entry], int | None, Literal["settled", "lagging", "external"]]:
-        """The journal, the alias, and how they stand to each other. Changes nothing. The order of reading matters."""
+        """Read the journal and the alias, and tell how they stand to each other. Changes nothing.
+
+        Entries are read before writers and writers before the alias: see the module for why only this order is safe.
+        """
         entries = self.journal.entries()
         writers = self.journal.writers()
         model = model_client.get_registered_model(self.uri, self.model_name)
@@ -147,33 +156,34 @@ class ChampionAlias:
         return entries, aliased, "lagging" if writers and not gone else "external"
 
     def point_challenger(self, version: int, awaits_person: bool) -> None:
-        """Shows that a person decides about a version, or that nobody does any more."""
+        """Set the alias `challenger` on a version that awaits a person; else take it away if the version has it."""
         if awaits_person:
             model_client.set_alias(self.uri, self.model_name, CHALLENGER, version)
         elif model_client.get_aliases(self.uri, self.model_name).get(CHALLENGER) == version:
             model_client.set_alias(self.uri, self.model_name, CHALLENGER, None)
 
     def exists(self, version: int) -> bool:
-        """Whether the registry still has the version."""
+        """Return True if the registry has a version of this number."""
         return model_client.get_version(self.uri, self.model_name, version) is not None
 
     def holds(self, entries: list[Entry], version: int) -> bool:
-        """Whether the registry still has the version of the journal, not another one of its number."""
+        """Return True if the registry has the version that the journal means, not a later one of its number."""
         digest = entered_digest(entries, version)
         return self.exists(version) if not digest else self.reference(entries, version) is not None
 
     def reference(self, entries: list[Entry], version: int | None) -> Reference | None:
-        """The reference of a version; None where it has none, or is another one of this number than in the journal."""
-        found = None if version is None else model_client.get_version(self.uri, self.model_name, version)
-        reference = lineage.find(self.uri, found)
+        """Return the reference of a version; None if it has none, or is not the one that the journal means."""
+        registered = None if version is None else model_client.get_version(self.uri, self.model_name, version)
+        reference = lineage.find(self.uri, registered)
         digest = entered_digest(entries, version)
         return reference if reference and digest in ("", reference.export_digest) else None
 
-    def _predecessor(self, entries: list[Entry]) -> int | None:
+    def _find_predecessor(self, entries: list[Entry]) -> int | None:
         return next((version for version in predecessors(entries) if self.holds(entries, version)), None)
 
     def _append(self, entry: Entry) -> bool:
-        """Appends an entry and sets the alias; False if somebody was faster."""
+        """Append an entry and set the aliases. Return False if another process has taken the number."""
+        # The mark is there before the entry: nobody may see entry and old alias without knowing that a write is due.
         with self.journal.writing():
             try:
                 self.journal.append(entry)
@@ -187,13 +197,14 @@ class ChampionAlias:
             self._apply()
 
     def _apply(self) -> None:
-        """Sets the aliases to the end of the journal until they are seen to agree with it.
+        """Set the aliases to the end of the journal until they are seen to agree with it.
 
         A champion that was deleted meanwhile can have no alias: whoever settles next enters that.
         """
+        # Both are read again after every write: another writer may have appended, or have set an older champion.
         for _ in range(MAX_ROUNDS):
             entries = self.journal.entries()
-            wanted = {CHAMPION: champion_version(entries), PREVIOUS_CHAMPION: self._predecessor(entries)}
+            wanted = {CHAMPION: champion_version(entries), PREVIOUS_CHAMPION: self._find_predecessor(entries)}
             actual = model_client.get_aliases(self.uri, self.model_name)
             different = {aliased: version for aliased, version in wanted.items() if actual.get(aliased) != version}
             champion = different.get(CHAMPION)

@@ -28,7 +28,7 @@ from kftrain.run import documents
 from kftrain.run.documents import GateReason, Interval
 
 BEAT_SECONDS = 5.0
-"""How often a writer changes its mark."""
+"""Seconds between two changes of a living writer's mark."""
 
 WATCH_SECONDS = 120.0
 """A writer whose mark does not change for this long is dead; one of an older kftrain, which never changes its mark, is
@@ -38,67 +38,68 @@ Kind = Literal["promote", "rollback", "external", "decline"]
 
 
 class Declined(documents.Document):
-    """That a person has declined a version."""
+    """A person's decision against a version."""
 
     version: int
     export_digest: str
     reason: str
     time: str
-    """UTC, ISO 8601."""
+    """Time of the decision in UTC, ISO 8601."""
     entry_id: str
     content_digest: str = ""
-    """Of the export's files, as the version's tag has it; declines of before do not say."""
+    """Digest of the export's files alone, from the version's tag; empty in declines of an older kftrain."""
 
 
 class Entry(documents.Document):
-    """`<n>.json`: a change of champion."""
+    """`<n>.json`: a change of champion, or a decline, which leaves the champion as it is."""
 
     number: int
     kind: Kind
     """`external`: somebody changed the alias in MLflow by hand; `decline`: the champion stays."""
     version: int | None
-    """The champion from here on; None: there is none any more."""
+    """The champion from this entry on; None: there is none any more."""
     previous: int | None
-    """The champion up to here."""
+    """The champion until this entry; None: there was none."""
     reason: str
     time: str
-    """UTC, ISO 8601."""
+    """Time of the change in UTC, ISO 8601."""
     entry_id: str = ""
     """Random: tells an entry of ours from an equal one of another process; empty in old journals."""
     evaluation_digest: str = ""
     improvement: Interval | None = None
     export_digest: str = ""
-    """Of the version, to tell it from another one of this number; empty in old journals and for foreign versions."""
+    """Digest of the version's export, which tells it from another version of the same number; empty in old journals
+    and for versions of other programs."""
     reasons: tuple[GateReason, ...] = ()
-    """Why, as data, where the gate decided it."""
+    """The gate's reasons as data; empty where a person or somebody outside decided."""
     num_tries: int = 0
-    """Which try against the champion before it was; 0: none was counted."""
+    """Number of the try against the previous champion that this promotion was; 0: none was counted."""
     confidence: float = 0.0
-    """Of the interval of `improvement`; 0: not known."""
+    """Confidence level of the interval of `improvement`; 0: not known."""
     declined: Declined | None = None
-    """What a person has declined with this entry."""
+    """The decline that this entry records, if it is one."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The journal of one model."""
+    """The journal of one registered model: its entries and the marks of its writers."""
 
     uri: str
 
     @classmethod
     def of(cls, storage_root: str, model_name: str) -> Journal:
-        """The journal of a model below a storage root."""
+        """Return the journal of a model below a storage root."""
         return cls(storage.join(storage_root, "registry", model_name))
 
     def entries(self) -> list[Entry]:
-        """All entries in order. Raises TrackingError if one is damaged or missing in between."""
+        """Read all entries in order. Raises TrackingError if one is damaged, or missing in between."""
         folder = storage.join(self.uri, "promotions")
         names = {name for name in storage.list_names(folder) if name.endswith(".json")}
         expected = [f"{number}.json" for number in range(1, len(names) + 1)]
         if names != set(expected):
-            lost = next(name for name in expected if name not in names)
+            missing = next(name for name in expected if name not in names)
             what = "an entry of the promotion journal is missing"
-            raise TrackingError(what, where=folder, value=lost, fix="restore it")
+            raise TrackingError(what, where=folder, value=missing, fix="restore it")
         try:
             return [documents.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
         except TrackingError as error:
@@ -106,15 +107,15 @@ class Journal:
             raise TrackingError(error.what, where=error.where, value=error.value, fix=fix) from error
 
     def append(self, entry: Entry) -> None:
-        """Adds an entry. Raises FileExistsError if somebody was faster."""
+        """Create the file of an entry. Raises FileExistsError if another process has created that number."""
         storage.create_json(storage.join(self.uri, "promotions", f"{entry.number}.json"), entry.to_dict())
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Marks that the caller is writing an entry and the alias.
+        """Keep a mark of the caller on storage while it writes an entry and the alias.
 
-        The mark goes when the block ends, that is when alias and journal were seen to agree or nothing was written. An
-        exception leaves it: the alias may lag behind.
+        The mark is removed when the block ends, which it does only after alias and journal were seen to agree, or if
+        nothing was written. An exception leaves the mark: the alias may lag behind the journal.
         """
         name, ended = f"{uuid.uuid4().hex}.json", threading.Event()
         uri = storage.join(self.uri, "writers", name)
@@ -125,45 +126,46 @@ class Journal:
             yield
         finally:
             ended.set()
-            heart.join()
-        storage.remove(uri)
+            heart.join()  # before the mark is removed: a late beat would write it again
+        storage.remove(uri)  # not in `finally`: after an exception the mark must stay, see above
 
     def writers(self) -> list[str]:
-        """Marks of everybody who is writing, or died writing."""
+        """List the marks of all processes that are writing, or died while writing."""
         return storage.list_names(storage.join(self.uri, "writers"))
 
     def dead_writers(self) -> list[str]:
-        """Marks that do not change: watches those that are there for up to `WATCH_SECONDS`, if there are any.
+        """Watch the marks that are there for up to `WATCH_SECONDS` and return those that never changed.
 
-        So many looks, not so much time: who writes on a machine that pauses does not beat either.
+        Rounds are counted, not seconds: while a machine is paused, time passes in which neither we look nor a writer
+        beside us changes its mark. A mark that appears meanwhile is of a living writer and is not watched.
         """
-        first = self._marks(self.writers())
+        silent = self._read_marks(self.writers())
         for _ in range(max(1, round(WATCH_SECONDS / BEAT_SECONDS))):
-            if not first:
+            if not silent:
                 break
             time.sleep(min(BEAT_SECONDS, WATCH_SECONDS))
-            now = self._marks(list(first))
-            first = {name: mark for name, mark in first.items() if now[name] == mark}
-        return sorted(first)
+            now = self._read_marks(list(silent))
+            silent = {name: mark for name, mark in silent.items() if now[name] == mark}
+        return sorted(silent)
 
     def remove_writers(self, names: list[str]) -> None:
-        """Takes marks of the dead away: call only when alias and journal were seen to agree after their death."""
+        """Remove the marks of dead writers; safe only after alias and journal were seen to agree since they died."""
         for name in names:
             storage.remove(storage.join(self.uri, "writers", name))
 
-    def _marks(self, names: list[str]) -> dict[str, bytes]:
-        """Name -> content; one that went meanwhile has a content of its own."""
-        found = {}
+    def _read_marks(self, names: list[str]) -> dict[str, bytes]:
+        """Name -> content; a mark that was removed reads as `gone`, which counts as a change."""
+        marks = {}
         for name in names:
             try:
-                found[name] = storage.read_bytes(storage.join(self.uri, "writers", name))
+                marks[name] = storage.read_bytes(storage.join(self.uri, "writers", name))
             except FileNotFoundError:
-                found[name] = b"gone"
-        return found
+                marks[name] = b"gone"
+        return marks
 
 
 def _beat(uri: str, ended: threading.Event) -> None:
-    """Changes a mark until its writer has ended."""
+    """Change a mark every `BEAT_SECONDS` until its writer has ended; storage that is away only costs a warning."""
     for beat in itertools.count(1):
         if ended.wait(BEAT_SECONDS):
             return
@@ -182,7 +184,7 @@ def next_entry(
     improvement: Interval | None = None,
     export_digest: str = "",
 ) -> Entry:
-    """The entry that would follow."""
+    """Make the entry that follows these, without writing it: number, previous champion, time and id are filled in."""
     return Entry(
         number=len(entries) + 1,
         kind=kind,
@@ -198,32 +200,41 @@ def next_entry(
 
 
 def champion_version(entries: list[Entry]) -> int | None:
-    """The champion according to the journal."""
+    """Return the champion according to the journal, or None."""
     return entries[-1].version if entries else None
 
 
 def is_champion(entries: list[Entry], version: int, export_digest: str) -> bool:
-    """Whether a version is champion, and not another one of its number."""
+    """Return True if the version is champion and has the export that the journal names for it."""
     return champion_version(entries) == version and entered_digest(entries, version) in ("", export_digest)
 
 
 def last_change(entries: list[Entry]) -> Entry:
-    """The entry that made the champion of the moment; of several, by hand, the last."""
+    """Return the last entry that is no decline: the one that made the present champion."""
     return next(entry for entry in reversed(entries) if entry.kind != "decline")
 
 
 def taken_back(entries: list[Entry], version: int, export_digest: str) -> str:
-    """Why a version is champion no more, where a person has taken that back; else empty."""
-    ends = (
-        each for each in reversed(entries) if each.previous != each.version and version in (each.previous, each.version)
+    """Return the reason for which a version is champion no more, if a rollback or a change by hand ended that.
+
+    Empty if a promotion ended it, or if the version was not champion with this export.
+    """
+    changes = (
+        entry
+        for entry in reversed(entries)
+        if entry.previous != entry.version and version in (entry.previous, entry.version)
     )
-    last = next(ends, None)
+    last = next(changes, None)
     is_same = entered_digest(entries, version) in ("", export_digest)
     return last.reason if last and is_same and last.previous == version and last.kind != "promote" else ""
 
 
 def predecessors(entries: list[Entry]) -> list[int]:
-    """What rollbacks would restore, nearest first; a rollback undoes a promotion, the next one goes further back."""
+    """Return the versions that rollbacks would restore, nearest first.
+
+    A rollback undoes a promotion, so that the next rollback goes further back instead of forward again.
+    """
+    # Undo history: a change of champion pushes a version, a rollback pops all above the one that it returns to.
     stack: list[int | None] = [None]
     for entry in entries:
         if entry.kind == "rollback" and entry.version in stack:
@@ -234,11 +245,11 @@ def predecessors(entries: list[Entry]) -> list[int]:
 
 
 def former_champions(entries: list[Entry]) -> list[Entry]:
-    """The last entry of every version that was champion, newest first."""
+    """Return the last entry of every version that was champion, newest first."""
     last = {entry.version: entry for entry in entries if entry.version is not None}
     return sorted(last.values(), key=lambda entry: -entry.number)
 
 
 def entered_digest(entries: list[Entry], version: int | None) -> str:
-    """Digest of the export that a version had when it became champion; empty where the journal does not say."""
+    """Return the digest of the export that a version had when it became champion; empty if the journal has none."""
     return next((entry.export_digest for entry in reversed(entries) if entry.version == version), "")

@@ -1,4 +1,7 @@
-"""The tries against one champion, in files that are created once and never changed: which one a challenger's is.
+"""The numbered tries against one champion, in files that are created once and never changed.
+
+The gate widens its interval with the number of the try (`gate.confidence_at`): else, of many equal challengers, one
+would be promoted in the end.
 
     <root>/registry/<model>/tries/<digest of the champion's export>/<k>.json     the k-th comparison, and its decision
 
@@ -24,66 +27,72 @@ from kftrain.run import documents
 from kftrain.run.documents import GateReason
 
 MAX_NUMBER, MAX_ROUNDS = 1_000_000, 100
-"""Every round that is lost, another challenger was counted."""
+"""Highest number of a try; rounds in which another challenger may take our number before we give up."""
 
 
 class Try(documents.Document):
-    """`<k>.json`: the k-th comparison with a champion, and what the gate said of it."""
+    """`<k>.json`: the k-th comparison with a champion, and the gate's decision."""
 
     number: Annotated[int, Field(ge=1, le=MAX_NUMBER)]
     identity: str
-    """Digest of what makes it the same try."""
+    """Digest of export, evaluation and metric (see `identity_of`): equal digests are the same try."""
     run_id: str
     version: int
     promote: bool
     reasons: tuple[GateReason, ...]
     confidence: float
-    """Of the interval that was looked at."""
+    """Confidence level of the interval that decided."""
     time: str
-    """UTC, ISO 8601."""
+    """Time of the decision in UTC, ISO 8601."""
     entry_id: str
     """Random: tells a file of ours from an equal one of another process."""
 
 
 @dataclass(frozen=True)
 class Tries:
-    """All tries against one champion."""
+    """The folder of all tries against one champion."""
 
     uri: str
 
     @classmethod
     def of(cls, storage_root: str, model_name: str, champion_export_digest: str) -> Tries:
-        """Those against the champion with this export."""
+        """Return the tries against the champion with this export."""
         return cls(storage.join(storage_root, "registry", model_name, "tries", champion_export_digest[:16]))
 
     def read(self) -> list[Try]:
-        """All, in order. Raises TrackingError where one is damaged."""
+        """Read all tries, by number. Raises TrackingError where one is damaged."""
         names = [name for name in storage.list_names(self.uri) if name.endswith(".json")]
-        found = [documents.read(Try, storage.join(self.uri, name), TrackingError) for name in names]
-        return sorted(found, key=lambda each: each.number)
+        tries = [documents.read(Try, storage.join(self.uri, name), TrackingError) for name in names]
+        return sorted(tries, key=lambda document: document.number)
 
     def number_of(self, identity: str) -> tuple[int, bool]:
-        """Number of a try, and whether it has been counted."""
-        found = self.read()
-        own = next((each.number for each in found if each.identity == identity), None)
-        after = min(MAX_NUMBER, max((each.number for each in found), default=0) + 1)
-        return (after, False) if own is None else (own, True)
+        """Return the number of a try and True if it is counted already; else the next free number and False."""
+        tries = self.read()
+        own = next((document.number for document in tries if document.identity == identity), None)
+        following = min(MAX_NUMBER, max((document.number for document in tries), default=0) + 1)
+        return (following, False) if own is None else (own, True)
 
     def counted(
         self, identity: str, run_id: str, version: int, decide: Callable[[int], tuple[Decision, float]]
     ) -> Decision:
-        """The decision on a try, given its number, and counts it. May be repeated. Raises TrackingError.
+        """Decide a try under its number and count it. May be repeated. Raises TrackingError.
 
-        `decide`: from the number to the decision and the confidence that it looked at.
+        `decide`: a function from the number to the decision and the confidence level that it used.
         """
+        # The number must be known before the decision, which depends on it, and must be ours afterwards: the file is
+        # created exclusively, and whoever loses the number decides again under the next one.
         for _ in range(MAX_ROUNDS):
             number, is_counted = self.number_of(identity)
             decision, confidence = decide(number)
             if is_counted:
                 return decision
-            said: dict[str, Any] = {"promote": decision.promote, "reasons": decision.reasons, "confidence": confidence}
-            made = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "entry_id": uuid.uuid4().hex}
-            document = Try(number=number, identity=identity, run_id=run_id, version=version, **said, **made)
+            result: dict[str, Any] = {
+                "promote": decision.promote,
+                "reasons": decision.reasons,
+                "confidence": confidence,
+            }
+            stamp = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "entry_id": uuid.uuid4().hex}
+            document = Try(number=number, identity=identity, run_id=run_id, version=version, **result, **stamp)
             try:
                 storage.create_json(storage.join(self.uri, f"{number}.json"), document.to_dict())
             except FileExistsError:
@@ -93,6 +102,6 @@ class Tries:
 
 
 def identity_of(export_digest: str, evaluation_digest: str, metric: str, goal: str) -> str:
-    """What makes two comparisons with one champion the same try."""
-    named = {"export": export_digest, "evaluation": evaluation_digest, "metric": metric, "goal": goal}
-    return storage.digest_json(named)
+    """Return a digest that is equal for comparisons with one champion that count as the same try."""
+    identity = {"export": export_digest, "evaluation": evaluation_digest, "metric": metric, "goal": goal}
+    return storage.digest_json(identity)
