@@ -1,4 +1,4 @@
-"""Versions beside each other: named as people name them, measured under one evaluation, with paired differences."""
+"""Compares registered versions for people (`kftrain models compare`): under one evaluation, with paired differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kftrain.tracking.model_client import ModelVersion
 from kftrain.trust import Trust
 
 SliceNames = Callable[[list[str], Mapping[str, np.ndarray]], Sequence[str]]
-"""From the groups' keys and sums to the name of the slice of each: a task's `slice_names`."""
+"""A task's `slice_names`: from the keys and sums of the groups to the slice of every group."""
 
 SLICE_TOLERANCE = 1e-6
 """A slice whose figure differs by more, relatively, from that of the evaluation was cut in another way there."""
@@ -30,27 +30,27 @@ SLICE_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ComparedVersion:
-    """A version, its evaluation, and how it differs from the baseline where both have that of the comparison."""
+    """A version with its evaluation, and its differences from the baseline if both have the common evaluation."""
 
     version: int
     aliases: tuple[str, ...] = ()
     reference: Reference | None = None
     evaluation: Evaluation | None = None
-    """Under the comparison's digest; where the version has none, the one under which it was registered."""
+    """The evaluation under the common digest; if the version has none, the one under which it was registered."""
     problem: str = ""
-    """Why there is no evaluation, or none that can be compared."""
+    """The reason why there is no evaluation, or none that can be compared; empty if all is well."""
     differences: dict[str, Interval] = field(default_factory=dict)
-    """Metric -> the version's minus the baseline's, paired."""
+    """Metric -> the version's value minus the baseline's, as a paired interval."""
     slice_differences: dict[str, dict[str, Interval]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ComparedVersions:
-    """Versions in the order in which they were named."""
+    """The result of a comparison; versions stand in the order in which they were named."""
 
     model_name: str
     evaluation_digest: str
-    """What all of them that can be compared were evaluated under; empty where none was evaluated."""
+    """Digest of the evaluation that is common to the versions that are compared; empty if none was evaluated."""
     baseline: int
     """The version that the others are compared with: the champion if it is one of them, else the first."""
     versions: list[ComparedVersion]
@@ -59,34 +59,36 @@ class ComparedVersions:
 def compare(
     config: Config, names: Sequence[str], metrics: Metrics, slice_names: SliceNames, at_most: int = 0
 ) -> ComparedVersions:
-    """Versions by number (`3`, `v3`) or alias (`champion`), in this order.
+    """Compare versions, named by number (`3`, `v3`) or alias (`champion`), with the champion or the first of them.
 
-    None named: all, newest first; of more than `at_most`, where that is not 0, the champion and the newest. `metrics`:
-    the task's function from sums to metrics. Raises TrackingError, EvaluationError.
+    Without names: all versions, newest first; if there are more than `at_most` (0: no limit), the newest and the
+    champion. `metrics`: the task's function from sums to metrics. Raises TrackingError, EvaluationError.
     """
     alias = ChampionAlias.of(config)
     aliases = model_client.get_aliases(alias.uri, alias.model_name)
-    found = {version.version: version for version in model_client.search_versions(alias.uri, alias.model_name)}
-    numbers = _chosen(alias.model_name, names, aliases, found, at_most)
+    existing = {version.version: version for version in model_client.search_versions(alias.uri, alias.model_name)}
+    numbers = _choose_numbers(alias.model_name, names, aliases, existing, at_most)
     champion = aliases.get(CHAMPION)
     baseline = champion if champion in numbers else numbers[0]
-    known = {number: lineage.find(alias.uri, found[number]) for number in numbers}
-    measured = _measured(alias.uri, {number: (found[number], known[number]) for number in numbers}, alias.trust)
-    digest = _common_digest(measured, baseline)
+    references = {number: lineage.find(alias.uri, existing[number]) for number in numbers}
+    measured = _read_evaluations(
+        alias.uri, {number: (existing[number], references[number]) for number in numbers}, alias.trust
+    )
+    digest = _choose_common_digest(measured, baseline)
     base = measured[baseline].get(digest)
     versions = []
     for number in numbers:
         own = measured[number].get(digest)
         evaluation = (own or next(iter(measured[number].values()), None)) if measured[number] else None
         pair = (own, base) if own and base and number != baseline else None
-        whole, parts = _differences(config, metrics, slice_names, *pair) if pair else ({}, {})
+        whole, parts = _compute_differences(config, metrics, slice_names, *pair) if pair else ({}, {})
         versions.append(
             ComparedVersion(
                 version=number,
                 aliases=tuple(sorted(name for name, at in aliases.items() if at == number)),
-                reference=known[number],
+                reference=references[number],
                 evaluation=evaluation.evaluation if evaluation else None,
-                problem=_problem(known[number], evaluation, own),
+                problem=_describe_problem(references[number], evaluation, own),
                 differences=whole,
                 slice_differences=parts,
             )
@@ -95,34 +97,35 @@ def compare(
 
 
 def find_version(config: Config, name: str) -> tuple[int, Reference]:
-    """The version that a name means, and what it was made of. Raises TrackingError."""
+    """Return the number of the version that a name means, and its reference. Raises TrackingError."""
     alias = ChampionAlias.of(config)
-    number = _number(alias.model_name, name, model_client.get_aliases(alias.uri, alias.model_name))
+    number = _parse_number(alias.model_name, name, model_client.get_aliases(alias.uri, alias.model_name))
     version = model_client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=name)
     return number, lineage.of(alias.uri, version)
 
 
-def _chosen(
-    model_name: str, names: Sequence[str], aliases: dict[str, int], found: Mapping[int, ModelVersion], at_most: int
+def _choose_numbers(
+    model_name: str, names: Sequence[str], aliases: dict[str, int], existing: Mapping[int, ModelVersion], at_most: int
 ) -> list[int]:
-    numbers = [_number(model_name, name, aliases) for name in names]
-    if missing := [name for name, number in zip(names, numbers, strict=True) if number not in found]:
+    """Return the versions to compare, see `compare`. Raises TrackingError if one is missing, or there are none."""
+    numbers = [_parse_number(model_name, name, aliases) for name in names]
+    if missing := [name for name, number in zip(names, numbers, strict=True) if number not in existing]:
         raise TrackingError("there is no such version", where=model_name, value=", ".join(missing))
-    newest = sorted(found, reverse=True)
+    newest = sorted(existing, reverse=True)
     if not newest:
         raise TrackingError("the model has no versions yet", where=model_name, fix="register a run first")
     if names or not 0 < at_most < len(newest):
         return list(dict.fromkeys(numbers)) or newest
     champion = aliases.get(CHAMPION)
-    if champion is None or champion not in found or champion in newest[:at_most]:
+    if champion is None or champion not in existing or champion in newest[:at_most]:
         return newest[:at_most]
     return [*newest[: at_most - 1], champion]
 
 
-def _number(model_name: str, name: str, aliases: dict[str, int]) -> int:
-    """The version that a name means. Raises TrackingError for an alias that is not there."""
+def _parse_number(model_name: str, name: str, aliases: dict[str, int]) -> int:
+    """Return the number that `3`, `v3`, `champion` or `@champion` means. Raises TrackingError for an unknown alias."""
     digits = name.removeprefix("v")
     if digits.isdecimal() and len(digits) < 10:
         return int(digits)
@@ -133,41 +136,50 @@ def _number(model_name: str, name: str, aliases: dict[str, int]) -> int:
     return aliases[alias]
 
 
-def _measured(
+def _read_evaluations(
     uri: str, versions: Mapping[int, tuple[ModelVersion, Reference | None]], trust: Trust
 ) -> dict[int, dict[str, MeasuredExport]]:
-    """Version -> digest -> evaluation, under the digests of the last evaluations of all of them; its own first."""
+    """Return version -> digest -> evaluation.
+
+    A version is looked up under its own last digest first, then under those of the others: it may have been evaluated
+    on their data as a champion.
+    """
     own = {
         number: lineage.last_evaluation(uri, version, reference) if reference else ""
         for number, (version, reference) in versions.items()
     }
     return {
         number: {
-            digest: found
+            digest: evaluation
             for digest in dict.fromkeys([own[number], *own.values()])
-            if (found := _find(reference, digest, trust)) is not None
+            if (evaluation := _find_evaluation(reference, digest, trust)) is not None
         }
         for number, (_, reference) in versions.items()
     }
 
 
-def _find(reference: Reference | None, digest: str, trust: Trust) -> MeasuredExport | None:
-    """An evaluation that can be used; a damaged one, or one that may not be read, counts as none."""
+def _find_evaluation(reference: Reference | None, digest: str, trust: Trust) -> MeasuredExport | None:
+    """Return the evaluation under a digest, or None; a damaged or untrusted one spoils only its own version."""
     try:
         return comparison.find_measured(reference, digest, trust)
     except (EvaluationError, ConfigError):
         return None
 
 
-def _common_digest(measured: Mapping[int, Mapping[str, MeasuredExport]], baseline: int) -> str:
-    """The digest that most versions have, the baseline among them if it has any; of several that of the newest."""
+def _choose_common_digest(measured: Mapping[int, Mapping[str, MeasuredExport]], baseline: int) -> str:
+    """Return the digest that most versions have, the baseline among them if it has any.
+
+    Of several with as many versions, the newest version's wins; empty if nothing was evaluated.
+    """
     newest_first = [measured[number] for number in sorted(measured, reverse=True)]
-    counts = Counter(digest for each in newest_first for digest in each)
+    counts = Counter(digest for evaluations in newest_first for digest in evaluations)
     usable = [digest for digest in counts if not measured[baseline] or digest in measured[baseline]]
     return max(usable, key=lambda digest: counts[digest], default="")
 
 
-def _problem(reference: Reference | None, evaluation: MeasuredExport | None, common: MeasuredExport | None) -> str:
+def _describe_problem(
+    reference: Reference | None, evaluation: MeasuredExport | None, common: MeasuredExport | None
+) -> str:
     if reference is None:
         return "not registered by kftrain, or its reference is gone"
     if evaluation is None:
@@ -175,7 +187,7 @@ def _problem(reference: Reference | None, evaluation: MeasuredExport | None, com
     return "" if common else "evaluated on other data or with other settings"
 
 
-def _differences(
+def _compute_differences(
     config: Config, metrics: Metrics, slice_names: SliceNames, ours: MeasuredExport, theirs: MeasuredExport
 ) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
     keys = [str(key) for key in ours.statistics[KEYS]]
@@ -191,16 +203,25 @@ def _differences(
         RESAMPLING_SEED,
     )
     return whole, {
-        name: {metric: each for metric, each in found.items() if _agrees(name, metric, each, ours, theirs)}
-        for name, found in parts.items()
+        name: {
+            metric: interval
+            for metric, interval in intervals.items()
+            if _matches_evaluations(name, metric, interval, ours, theirs)
+        }
+        for name, intervals in parts.items()
     }
 
 
-def _agrees(name: str, metric: str, found: Interval, ours: MeasuredExport, theirs: MeasuredExport) -> bool:
-    """Whether a slice is here what it was in both evaluations: clusters of groups may lie in several slices."""
-    slices = [each.evaluation.slices.get(name) for each in (ours, theirs)]
-    values = [each.metrics.get(metric) if each else None for each in slices]
+def _matches_evaluations(
+    name: str, metric: str, difference: Interval, ours: MeasuredExport, theirs: MeasuredExport
+) -> bool:
+    """Return True if a slice's difference here equals that of the two evaluations, within `SLICE_TOLERANCE`.
+
+    It may not: here a cluster of groups lies in one slice, while its groups may lie in several.
+    """
+    slices = [export.evaluation.slices.get(name) for export in (ours, theirs)]
+    values = [part.metrics.get(metric) if part else None for part in slices]
     if values[0] is None or values[1] is None:
         return False
     room = SLICE_TOLERANCE * max(abs(values[0]), abs(values[1]), 1e-12)
-    return abs(values[0] - values[1] - found.value) <= room
+    return abs(values[0] - values[1] - difference.value) <= room

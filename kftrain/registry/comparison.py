@@ -1,4 +1,7 @@
-"""Two evaluated exports against each other: their files, and the paired difference of a metric."""
+"""Reads the evaluations of two exports from their files and compares them unit by unit.
+
+A comparison is the paired difference of a metric as an interval, on all units or on each slice, and McNemar's test.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ from kftrain.significance import PairedTest, mcnemar
 from kftrain.trust import Trust
 
 SLICES = "slices.npz"
-"""Beside `statistics.npz`: a row for each unit and slice that it has a part in."""
+"""File beside `statistics.npz` with a row for every pair of a unit and a slice that the unit has a part in."""
 
 RESAMPLING_SEED = 0
-"""The same for every comparison: equal inputs give equal decisions."""
+"""Seed of the bootstrap, the same for every comparison: equal inputs give equal decisions."""
 
 _UNREADABLE = (ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
-"""What numpy and zipfile raise for an archive that is damaged, encrypted, or none."""
+"""Errors that numpy and zipfile raise for an archive that is damaged, encrypted, or no archive at all."""
 
 
 @dataclass(frozen=True)
 class MeasuredExport:
-    """An evaluation and the sums per group behind it."""
+    """The evaluation of an export with the sums per group (unit of resampling) that its metrics were computed from."""
 
     evaluation: Evaluation
     statistics: dict[str, np.ndarray]
@@ -41,27 +44,30 @@ class MeasuredExport:
     """Slice -> the sums of each unit within it, with its keys; None where the evaluation has kept none."""
 
     performance: Performance | None = None
-    """What the export costs; None where that was not measured."""
+    """Latency, memory and size of the export; None where they were not measured."""
 
     @property
     def costs(self) -> dict[str, float]:
-        """What the gate's limits are about, as far as it is known."""
-        calibration, found = self.evaluation.calibration, self.performance
+        """Values by the names of `gate.LIMITS`; unmeasured ones are left out."""
+        calibration, performance = self.evaluation.calibration, self.performance
         costs = {} if calibration is None else {"calibration_error": calibration.error}
-        if found is not None:
-            costs |= {"latency_seconds": found.latency_seconds.median, "export_bytes": float(found.export_bytes)}
-        if found is not None and found.memory_bytes is not None:
-            costs["memory_bytes"] = found.memory_bytes.median
+        if performance is not None:
+            costs |= {
+                "latency_seconds": performance.latency_seconds.median,
+                "export_bytes": float(performance.export_bytes),
+            }
+        if performance is not None and performance.memory_bytes is not None:
+            costs["memory_bytes"] = performance.memory_bytes.median
         return costs
 
     @property
     def num_groups(self) -> int:
-        """Groups that a comparison resamples."""
+        """Number of groups, the units that a comparison resamples."""
         return len(next(iter(self.statistics.values()), ()))
 
 
 def read_measured(folder: str) -> MeasuredExport:
-    """The evaluation in a folder with its statistics, checked against their digest. Raises EvaluationError."""
+    """Read the evaluation in a folder with its statistics, checked against their digests. Raises EvaluationError."""
     evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
     statistics = _read_arrays(storage.join(folder, "statistics.npz"), evaluation.statistics_sha256)
     performance = find_performance(folder, evaluation.export_digest)
@@ -73,38 +79,44 @@ def read_measured(folder: str) -> MeasuredExport:
 
 
 def read_on_reference(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport | None:
-    """What was evaluated, on the run's reference set; None where it has none. Raises EvaluationError."""
+    """Read the evaluation of the same export on the run's reference set; None if the run has no such set.
+
+    Raises EvaluationError, also if the evaluation there is of another export.
+    """
     reference = documents.read_if_exists(ReferenceSet, paths.reference_set, EvaluationError)
     if reference is None:
         return None
     folder = paths.evaluation(evaluation.checkpoint_digest, reference.evaluation_digest)
-    found = read_measured(folder)
-    if found.evaluation.export_digest != evaluation.export_digest:
+    measured = read_measured(folder)
+    if measured.evaluation.export_digest != evaluation.export_digest:
         raise EvaluationError("the evaluation on the reference set is of another export", where=folder)
-    return found
+    return measured
 
 
 def find_performance(folder: str, export_digest: str) -> Performance | None:
-    """What the export costs that was evaluated into a folder; None where that was not measured, or of another one."""
-    found = documents.read_if_exists(Performance, storage.join(folder, "performance.json"), EvaluationError)
-    return found if found is not None and found.export_digest == export_digest else None
+    """Read the measured performance of an export from the folder of its evaluation; None if there is none of it."""
+    performance = documents.read_if_exists(Performance, storage.join(folder, "performance.json"), EvaluationError)
+    return performance if performance is not None and performance.export_digest == export_digest else None
 
 
 def _read_arrays(where: str, sha256: str, needed: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
     try:
-        content = storage.read_bytes(where)
+        content = storage.read_bytes(where)  # once: what is parsed below is what was hashed
         if hashlib.sha256(content).hexdigest() != sha256:
             raise EvaluationError("the statistics are not those of metrics.json", where=where, fix="evaluate again")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return _checked(dict(arrays), {bootstrap.KEYS, *needed})
+            return _require_columns(dict(arrays), {bootstrap.KEYS, *needed})
     except FileNotFoundError as error:
         raise EvaluationError("the statistics are missing", where=where, fix="evaluate again") from error
     except _UNREADABLE as error:
         raise EvaluationError(f"the statistics cannot be read: {error}", where=where, fix="evaluate again") from error
 
 
-def _checked(arrays: dict[str, np.ndarray], needed: set[str]) -> dict[str, np.ndarray]:
-    """The same. Raises ValueError unless they are columns of numbers, and of text for keys and names, equally long."""
+def _require_columns(arrays: dict[str, np.ndarray], needed: set[str]) -> dict[str, np.ndarray]:
+    """Return the arrays. Raises ValueError unless they are equally long columns of numbers; keys and names are text.
+
+    The names of slices are a table of their own: `[slices]`, not `[rows]`.
+    """
     kinds = {bootstrap.KEYS: "U", bootstrap.SLICE_NAMES: "U"}
     odd = [key for key, v in arrays.items() if np.ndim(v) != 1 or v.dtype.kind not in kinds.get(key, "biuf")]
     odd += sorted(needed - arrays.keys())
@@ -114,7 +126,7 @@ def _checked(arrays: dict[str, np.ndarray], needed: set[str]) -> dict[str, np.nd
 
 
 def unpack_slices(arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
-    """Slice -> statistics of its units, from the rows that `evaluate.session` has kept."""
+    """Return slice -> statistics of its units, from the rows of `slices.npz`, which code their slice by a number."""
     sums = {name: values for name, values in arrays.items() if name not in (bootstrap.SLICES, bootstrap.SLICE_NAMES)}
     codes = arrays[bootstrap.SLICES]
     members = {str(name): codes == code for code, name in enumerate(arrays[bootstrap.SLICE_NAMES])}
@@ -122,9 +134,9 @@ def unpack_slices(arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
 
 
 def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> MeasuredExport | None:
-    """The evaluation of a registered version under a digest; None where it has none.
+    """Read the evaluation of a registered version under a digest; None if there is none of this export.
 
-    Raises EvaluationError, and ConfigError where it may not be read.
+    Raises EvaluationError if it is damaged, and ConfigError if its place is not trusted.
     """
     if reference is None or not evaluation_digest:
         return None
@@ -132,18 +144,21 @@ def find_measured(reference: Reference | None, evaluation_digest: str, trust: Tr
     trust.require_place(folder)
     if not storage.exists(storage.join(folder, "metrics.json")):
         return None
-    found = read_measured(folder)
-    if found.evaluation.export_digest != reference.export_digest:
+    measured = read_measured(folder)
+    if measured.evaluation.export_digest != reference.export_digest:
         return None
-    return found if found.evaluation.evaluation_digest == evaluation_digest else None
+    return measured if measured.evaluation.evaluation_digest == evaluation_digest else None
 
 
 def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) -> str:
-    """Why the evaluation of a run could not score the champion's export; empty where it says nothing of that."""
-    found = documents.read_if_exists(Unmeasured, paths.unmeasured, EvaluationError)
-    if found is None or (found.evaluation_digest, found.export_digest) != (evaluation_digest, export_digest):
+    """Return the reason why a run's evaluation could not score the champion's export; empty if it noted none."""
+    unmeasured = documents.read_if_exists(Unmeasured, paths.unmeasured, EvaluationError)
+    if unmeasured is None or (unmeasured.evaluation_digest, unmeasured.export_digest) != (
+        evaluation_digest,
+        export_digest,
+    ):
         return ""
-    return found.reason
+    return unmeasured.reason
 
 
 def improvement(
@@ -153,25 +168,26 @@ def improvement(
     champion: MeasuredExport,
     confidence: float | None = None,
 ) -> Interval:
-    """How much better the challenger is in the gate's metric. Raises EvaluationError, or ConfigError for the metric.
+    """Compute how much better the challenger is in the gate's metric, as an interval; positive is better.
 
-    `confidence`: None: as it is configured.
+    `confidence`: level of the interval; None: `registry.confidence`. Raises EvaluationError, and ConfigError for an
+    unknown metric.
     """
-    return _paired(config, metrics, challenger.statistics, champion.statistics, confidence)
+    return _compare_paired(config, metrics, challenger.statistics, champion.statistics, confidence)
 
 
 def paired_test(
     config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
 ) -> PairedTest | None:
-    """McNemar's test, where the metric is a share of units that are right: of each alone 0 or 1, of all their mean.
+    """Run McNemar's test if the metric is the share of units that are right (0 or 1 for a unit, their mean for all).
 
-    None for all other metrics, and where an effect is asked for that it knows nothing of.
+    None for other metrics, and if `registry.min_effect` is set: the test says only that there is a difference.
     """
     name, settings = config.registry.metric, config.registry
     if settings.min_effect:
         return None
     values = bootstrap.paired_values(metrics, name, challenger.statistics, champion.statistics)
-    wholes = [found.evaluation.metrics[name].value for found in (challenger, champion)]
+    wholes = [export.evaluation.metrics[name].value for export in (challenger, champion)]
     if not all(_is_share(units, whole) for units, whole in zip(values, wholes, strict=True)):
         return None
     ours, theirs = ((units == 1.0) == (settings.goal == "maximize") for units in values)
@@ -181,10 +197,10 @@ def paired_test(
 def slice_improvements(
     config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
 ) -> dict[str, Interval] | None:
-    """How much better the challenger is on each slice that has enough groups and the metric; None without their sums.
+    """Compute how much better the challenger is on every slice with enough groups and a value of the metric.
 
-    It is not a number where the champion alone has a value.
-    All slices together have the configured confidence (Bonferroni). A slice resamples its own units.
+    NaN where only the champion has a value. None if an evaluation has no sums by slice. All slices together have the
+    configured confidence (Bonferroni). A slice resamples its own units.
     """
     if not challenger.evaluation.slices:
         return {}
@@ -196,10 +212,10 @@ def slice_improvements(
     shared = [name for name in valued if _has_value(config, metrics, ours[name])]
     lost = dict.fromkeys(set(valued) - set(shared), Interval(value=np.nan, low=np.nan, high=np.nan))
     confidence = 1.0 - (1.0 - config.registry.confidence) / max(1, len(shared))
-    return lost | {name: _paired(config, metrics, ours[name], theirs[name], confidence) for name in shared}
+    return lost | {name: _compare_paired(config, metrics, ours[name], theirs[name], confidence) for name in shared}
 
 
-def _paired(
+def _compare_paired(
     config: Config, metrics: Metrics, challenger: Statistics, champion: Statistics, confidence: float | None
 ) -> Interval:
     return bootstrap.paired_improvement(
@@ -215,8 +231,8 @@ def _paired(
 
 
 def _is_comparable(config: Config, ours: Statistics, theirs: Statistics) -> bool:
-    """Whether a slice has enough units, the same in both."""
-    own, other = (np.sort(np.asarray(each[bootstrap.KEYS])) for each in (ours, theirs))
+    """Return True if a slice has enough units, and the same ones in both evaluations."""
+    own, other = (np.sort(np.asarray(sums[bootstrap.KEYS])) for sums in (ours, theirs))
     return len(own) >= config.registry.slice_min_groups and np.array_equal(own, other)
 
 

@@ -1,4 +1,8 @@
-"""What the gate is told of a challenger: whom it is compared with, with which figures, and which try it is."""
+"""Collects what the gate decides by: the rival of a challenger, the figures of both, and the number of the try.
+
+A challenger is compared with the champion; where there is none any more, with the last champion that was measured on
+the same data. `gate` decides; `promotion` carries the decision out.
+"""
 
 from __future__ import annotations
 
@@ -30,67 +34,75 @@ class Challenger:
     registered: RegisteredVersion
     measured: MeasuredExport
     on_reference: MeasuredExport | None = None
-    """On the reference set, if there is one."""
+    """The same export measured on the run's reference set, if there is one."""
     trained_on: GateReason | None = None
-    """Tell what the champion knows of the validation split."""
+    """A note on how much of the validation split the champion was trained on; it never decides."""
     lacks_reference: bool = False
-    """There should be figures on a reference set, but it was not measured on one."""
+    """True if a reference set is configured but the run was not measured on one."""
 
     @property
     def digest(self) -> str:
-        """Of the evaluation."""
+        """Digest of the evaluation (data and settings); only measurements with equal digests are compared."""
         return self.measured.evaluation.evaluation_digest
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A decision and what it was made from."""
+    """The gate's decision with the figures that it was made from."""
 
     decision: Decision
     rival: int | None
-    """The version that was compared with."""
+    """The version that the challenger was compared with; None: there was none."""
     champion: Interval | None = None
     improvement: Interval | None = None
     former: bool = False
-    """`rival` was champion, and there is none now."""
+    """True if `rival` is a former champion, because there is no champion now."""
     number: int = 0
-    """Which try it was; 0: none was counted."""
+    """Number of the try, from 1; 0: none was counted."""
     confidence: float = 0.0
 
 
 def judge(
     config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger, metrics: Metrics
 ) -> Judgement:
-    """The gate's decision on a challenger against the champion, or the last champion that can be compared with."""
+    """Decide on a challenger against the champion, or against the last champion that it can be compared with.
+
+    Counts a try if the challenger could be promoted. Raises EvaluationError, ConfigError, TrackingError.
+    """
     registered = challenger.registered
     formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
     if registered.identical and registered.version in formers:
         reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
         return Judgement(_refusal("identical", reason), champion_version(entries))
-    rival, measured, obstacle = _rival(alias, entries, challenger)
-    found = (
-        _compared(config, challenger, rival, measured, _on_reference(alias, entries, rival, challenger), metrics)
+    rival, measured, obstacle = _find_rival(alias, entries, challenger)
+    judgement = (
+        _judge_against(
+            config, challenger, rival, measured, _find_on_reference(alias, entries, rival, challenger), metrics
+        )
         if measured
-        else _alone(config, challenger, rival, obstacle)
+        else _judge_alone(config, challenger, rival, obstacle)
     )
     former = rival is not None and rival != champion_version(entries)
-    said = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
-    said += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
-    told = [challenger.trained_on] if challenger.trained_on else []
-    reason = "; ".join([found.decision.reason, *(each.text for each in told if each.figures.get("value"))])
-    reasons = (*found.decision.reasons, *told)
-    decision = replace(found.decision, reason=": ".join([*said, reason]), reasons=reasons)
-    return replace(found, decision=decision, former=former)
+    prefixes = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
+    prefixes += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
+    notes = [challenger.trained_on] if challenger.trained_on else []
+    reason = "; ".join([judgement.decision.reason, *(note.text for note in notes if note.figures.get("value"))])
+    reasons = (*judgement.decision.reasons, *notes)
+    decision = replace(judgement.decision, reason=": ".join([*prefixes, reason]), reasons=reasons)
+    return replace(judgement, decision=decision, former=former)
 
 
 def overruled(found: Judgement, code: str, text: str) -> Judgement:
-    """What is left of a judgement where a person has said no before: its figures, and no promotion."""
+    """Turn a judgement into a refusal because a person has said no before; its figures stay."""
     reasons = (GateReason(code=code, verdict="against", text=text), *found.decision.reasons)
     return replace(found, decision=Decision(False, f"not promoted, {text}", reasons))
 
 
 def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:
-    """The result for the champion itself: the one that made it champion, if this is a repetition."""
+    """Return the judgement on a version that is champion already: the one that made it so.
+
+    A run that registered nothing, because its weights are the champion's, is refused as identical instead.
+    """
     entry, registered = last_change(entries), challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
@@ -109,7 +121,7 @@ def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challen
 def measured_version(
     alias: ChampionAlias, entries: list[Entry], version: int | None, digest: str
 ) -> MeasuredExport | None:
-    """The evaluation of a version of the journal under a digest; None where there is none to be used."""
+    """Return the evaluation of a version of the journal under a digest; None if missing, damaged or not trusted."""
     try:
         reference = alias.reference(entries, version)
         return comparison.find_measured(reference, digest, alias.trust)
@@ -121,8 +133,8 @@ def _refusal(code: str, reason: str) -> Decision:
     return Decision(False, reason, (GateReason(code=code, verdict="against", text=reason),))
 
 
-def _alone(config: Config, challenger: Challenger, rival: int | None, obstacle: str) -> Judgement:
-    """Where there is nothing to compare with."""
+def _judge_alone(config: Config, challenger: Challenger, rival: int | None, obstacle: str) -> Judgement:
+    """Decide without a comparison: the first model, or a rival without figures (`obstacle` says why)."""
     own = challenger.measured
     evidence = Evidence(
         metric_of(own.evaluation.metrics, config.registry.metric), own.num_groups, costs=own.costs, obstacle=obstacle
@@ -130,15 +142,15 @@ def _alone(config: Config, challenger: Challenger, rival: int | None, obstacle: 
     return Judgement(decide(config.registry, evidence), rival)
 
 
-def _on_reference(
+def _find_on_reference(
     alias: ChampionAlias, entries: list[Entry], rival: int | None, challenger: Challenger
 ) -> MeasuredExport | None:
-    """The rival on the challenger's reference set; None where there is no such set, or no figure."""
+    """Return the rival's evaluation on the challenger's reference set; None if there is no set, or no evaluation."""
     own = challenger.on_reference
     return measured_version(alias, entries, rival, own.evaluation.evaluation_digest) if own else None
 
 
-def _compared(
+def _judge_against(
     config: Config,
     challenger: Challenger,
     rival: int | None,
@@ -146,29 +158,33 @@ def _compared(
     on_reference: MeasuredExport | None,
     metrics: Metrics,
 ) -> Judgement:
-    """The decision at the level of this try; one that could promote is counted."""
+    """Decide by comparison with a rival, at the confidence level of this try, and count the try."""
     settings, own = config.registry, challenger.measured
     book = Tries.of(config.run.storage_root, config.model_name, theirs.evaluation.export_digest)
-    evaluated = own.evaluation
-    identity = tries.identity_of(evaluated.export_digest, evaluated.evaluation_digest, settings.metric, settings.goal)
+    evaluation = own.evaluation
+    identity = tries.identity_of(evaluation.export_digest, evaluation.evaluation_digest, settings.metric, settings.goal)
     latest = list[Judgement]()
-    reference = _reference_evidence(config, challenger, on_reference, metrics)
+    reference = _collect_reference_evidence(config, challenger, on_reference, metrics)
 
-    def decided(number: int) -> tuple[Decision, float]:
-        evidence = replace(_evidence(config, own, theirs, metrics, number), **reference)
+    # The book may ask several times, under another number each, if other challengers are counted meanwhile: only the
+    # judgement under the number that was entered in the end is returned.
+    def decide_try(number: int) -> tuple[Decision, float]:
+        evidence = replace(_collect_evidence(config, own, theirs, metrics, number), **reference)
         decision = decide(settings, evidence)
         figures = (evidence.champion, evidence.improvement, False, number, evidence.confidence)
         latest[:] = [Judgement(decision, rival, *figures)]
         return decision, evidence.confidence
 
     if settings.promotion == "never":  # it cannot promote a model that is no better: no try
-        decided(book.number_of(identity)[0])
+        decide_try(book.number_of(identity)[0])
         return replace(latest[0], number=0)
-    book.counted(identity, challenger.paths.run_id, challenger.registered.version, decided)
+    book.counted(identity, challenger.paths.run_id, challenger.registered.version, decide_try)
     return latest[0]
 
 
-def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics, number: int) -> Evidence:
+def _collect_evidence(
+    config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics, number: int
+) -> Evidence:
     settings = config.registry
     confidence = confidence_at(settings, number)
     return Evidence(
@@ -179,14 +195,15 @@ def _evidence(config: Config, own: MeasuredExport, theirs: MeasuredExport, metri
         confidence=confidence,
         number=number,
         test=comparison.paired_test(config, metrics, own, theirs),
-        slices=_slices(config, own, theirs, metrics),
+        slices=_compare_slices(config, own, theirs, metrics),
         costs=own.costs,
     )
 
 
-def _reference_evidence(
+def _collect_reference_evidence(
     config: Config, challenger: Challenger, theirs: MeasuredExport | None, metrics: Metrics
 ) -> dict[str, Any]:
+    """Return the fields of `Evidence` about the reference set: the improvement, or why there is none."""
     own = challenger.on_reference
     if own is None:
         return {"reference_obstacle": "the run was not measured on the reference set" * challenger.lacks_reference}
@@ -195,7 +212,7 @@ def _reference_evidence(
     return {"reference": comparison.improvement(config, metrics, own, theirs)}
 
 
-def _slices(
+def _compare_slices(
     config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics
 ) -> Mapping[str, Interval] | None:
     if config.registry.max_slice_regression is None:
@@ -203,18 +220,18 @@ def _slices(
     return comparison.slice_improvements(config, metrics, own, theirs)
 
 
-def _rival(
+def _find_rival(
     alias: ChampionAlias, entries: list[Entry], challenger: Challenger
 ) -> tuple[int | None, MeasuredExport | None, str]:
-    """What a challenger is compared with: version and evaluation; and where a comparison cannot be, why.
+    """Return the version to compare with and its evaluation; and if they cannot be compared, the reason why.
 
-    A champion that cannot be measured is not passed over: whoever beats the one before it need not be better. Where
-    there is none any more, the last one that can be measured counts.
+    A champion without an evaluation is not passed over: whoever beats the one before it need not be better. If there
+    is no champion any more, the last former one with an evaluation is the rival.
     """
     number = champion_version(entries)
     if number is not None:
         measured = measured_version(alias, entries, number, challenger.digest)
-        return number, measured, "" if measured else _obstacle(alias, entries, number, challenger)
+        return number, measured, "" if measured else _explain_obstacle(alias, entries, number, challenger)
     own = challenger.registered.version
     formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
     for former in formers:
@@ -226,8 +243,8 @@ def _rival(
     return None, None, f"the champion was deleted or lost its alias, and none before it {NO_EVALUATION}"
 
 
-def _obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: Challenger) -> str:
-    """Why the champion has no figures to compare with, as far as the evaluation has said."""
+def _explain_obstacle(alias: ChampionAlias, entries: list[Entry], champion: int, challenger: Challenger) -> str:
+    """Say that the champion has no figures to compare with, and why, if the run's evaluation has noted it."""
     reference, digest = alias.reference(entries, champion), challenger.digest
     export_digest = reference.export_digest if reference else ""
     reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
