@@ -827,15 +827,15 @@ MUTANTS = [
     Mutant(
         "the gate promotes what a person has declined",
         "kftrain/registry/promotion.py",
-        "        if said is not None:\n",
+        "        if refusal is not None:\n",
         "        if False:\n",
         "tests/unit/registry/test_declined.py",
     ),
     Mutant(
         "a decline is no entry of the journal, so that the gate does not meet it",
         "kftrain/registry/promotion.py",
-        '        return (before, None) if before else (said, entry.model_copy(update={"declined": said}))\n',
-        "        return before or said, None\n",
+        '        return (earlier, None) if earlier else (refusal, entry.model_copy(update={"declined": refusal}))\n',
+        "        return earlier or refusal, None\n",
         "tests/unit/registry/test_meanwhile.py",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Looking at the registry: does everything in it resolve."""
+"""Audits the registry: does every version still lead to its export, and do alias and journal agree."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from kftrain.tracking.model_client import ModelVersion
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """Something that is wrong. `version` is None where it concerns the whole model."""
+    """A problem in the registry. `version` is None if the problem concerns the whole model."""
 
     version: int | None
     problem: str
 
 
 def audit(config: Config, contents: bool = False) -> list[AuditFinding]:
-    """All that is wrong: versions whose export is gone or another, edited tags, alias and journal that disagree.
+    """List what is wrong: versions whose export is gone or another, edited tags, alias and journal that disagree.
 
-    `contents`: reads every export in full and checks every byte. Raises TrackingError if MLflow fails.
+    `contents`: read every export in full and check every byte. Raises TrackingError if MLflow fails, and lets errors of
+    a storage that is away pass: they are no finding.
     """
     alias = ChampionAlias.of(config)
     findings = _audit_alias(alias)
     for version in model_client.search_versions(alias.uri, alias.model_name):
-        findings += [AuditFinding(version.version, problem) for problem in _problems(alias, version, contents)]
+        findings += [AuditFinding(version.version, problem) for problem in _audit_version(alias, version, contents)]
     return findings
 
 
@@ -51,7 +52,7 @@ def _audit_alias(alias: ChampionAlias) -> list[AuditFinding]:
     return findings
 
 
-def _problems(alias: ChampionAlias, version: ModelVersion, contents: bool) -> list[str]:
+def _audit_version(alias: ChampionAlias, version: ModelVersion, contents: bool) -> list[str]:
     problems = []
     try:
         reference = lineage.of(alias.uri, version)

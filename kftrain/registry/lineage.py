@@ -1,4 +1,4 @@
-"""What a version was made of: read from its LoggedModel's `reference.json`, never from tags, which anybody can edit.
+"""Reads what a version was made of from its LoggedModel's `reference.json`, never from tags, which anybody can edit.
 
 A version names its LoggedModel in `source`, which MLflow never changes. Tags are for people and filters.
 """
@@ -24,55 +24,55 @@ _SOURCE = "models:/"
 
 
 def of(uri: str, version: ModelVersion) -> Reference:
-    """The reference of a version. Raises TrackingError where kftrain did not register it, or it is gone or damaged."""
-    return _read(uri, version)[1]
+    """Return the reference of a version. Raises TrackingError if kftrain did not register it, or it is damaged."""
+    return _read_reference(uri, version)[1]
 
 
 def find(uri: str, version: ModelVersion | None) -> Reference | None:
-    """The reference of a version; None where it has none that can be used. Raises TrackingError if MLflow fails."""
+    """Return the reference of a version, or None if there is none to be used. Raises TrackingError if MLflow fails."""
     return of_model(uri, logged_model_id(version)) if version else None
 
 
 def of_model(uri: str, model_id: str) -> Reference | None:
-    """The reference in a LoggedModel; None where it has none that can be used. Raises TrackingError if MLflow fails."""
+    """Return the reference in a LoggedModel, or None if none can be used. Raises TrackingError if MLflow fails."""
     model = model_client.get_logged_model(uri, model_id) if model_id else None
-    text = _text(uri, model) if model else None
+    text = _read_text(uri, model) if model else None
     try:
-        return None if text is None else _parse(text, model_id)
+        return None if text is None else _parse_reference(text, model_id)
     except TrackingError:
         return None
 
 
 def logged_model_id(version: ModelVersion) -> str:
-    """Id of the LoggedModel of a version; empty where it was made of something else."""
+    """Return the id of the LoggedModel that a version was made of; empty if it was made of something else."""
     model_id = version.source.removeprefix(_SOURCE)
     return model_id if version.source.startswith(_SOURCE) and "/" not in model_id and "@" not in model_id else ""
 
 
 def differing_tags(uri: str, version: ModelVersion) -> list[str]:
-    """Names of tags of a version, or of its LoggedModel, that say something else than its reference.
+    """Return the names of tags, of a version or its LoggedModel, that contradict the version's reference.
 
-    The evaluation's digest is not looked at: it follows the last evaluation.
+    The evaluation's digest is not compared: its tag follows the last evaluation.
     """
-    model, reference = _read(uri, version)
+    model, reference = _read_reference(uri, version)
     expected = {**reference.tags(), LOGGED_MODEL_TAG: model.model_id}
     expected.pop(EVALUATION_DIGEST_TAG)
     tags = (version.tags, model.tags)
-    return sorted(name for name, value in expected.items() if any(each.get(name, value) != value for each in tags))
+    return sorted(name for name, value in expected.items() if any(own.get(name, value) != value for own in tags))
 
 
 def last_evaluation(uri: str, version: ModelVersion, reference: Reference) -> str:
-    """Digest of the evaluation under which a version was registered the last time."""
+    """Return the digest of the evaluation under which a version was registered the last time."""
     if EVALUATION_DIGEST_TAG in version.tags:  # registered by an older kftrain
         return version.tags[EVALUATION_DIGEST_TAG]
-    model = _logged_model(uri, version)
+    model = _get_logged_model(uri, version)
     return model.tags.get(EVALUATION_DIGEST_TAG, reference.evaluation_digest) if model else reference.evaluation_digest
 
 
 def content_digest(export_uri: str, export_digest: str) -> str:
-    """Digest of an export's files alone: equal for equal weights and settings, whichever run trained them.
+    """Return the digest of an export's files alone: equal for equal weights and settings, whichever run trained them.
 
-    Raises TrackingError where the export is gone or another.
+    Raises TrackingError if the export is gone, or is another one than `export_digest` names.
     """
     manifest = storage.join(export_uri, "manifest.json")
     try:
@@ -84,33 +84,34 @@ def content_digest(export_uri: str, export_digest: str) -> str:
     return storage.digest_json(storage.read_json(manifest)["files"])
 
 
-def _logged_model(uri: str, version: ModelVersion) -> LoggedModel | None:
+def _get_logged_model(uri: str, version: ModelVersion) -> LoggedModel | None:
     model_id = logged_model_id(version)
     return model_client.get_logged_model(uri, model_id) if model_id else None
 
 
-def _read(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
+def _read_reference(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
     where = f"version {version.version}"
     if not logged_model_id(version):
         raise TrackingError("not registered by kftrain: not made of a LoggedModel", where=where, value=version.source)
-    model = _logged_model(uri, version)
+    model = _get_logged_model(uri, version)
     if model is None:
         raise TrackingError("its LoggedModel was deleted", where=where, value=version.source, fix="register it again")
-    text = _text(uri, model)
+    text = _read_text(uri, model)
     if text is None:
         raise TrackingError(f"not registered by kftrain: its LoggedModel has no {FILE_NAME}", where=where)
-    return model, _parse(text, where)
+    return model, _parse_reference(text, where)
 
 
-def _text(uri: str, model: LoggedModel) -> str | None:
-    """What a LoggedModel refers to; None where it has no such file, or has nothing that says that it is ours.
+def _read_text(uri: str, model: LoggedModel) -> str | None:
+    """Return the text of a LoggedModel's `reference.json`; None if it has none, or lacks the tag of our models.
 
-    That is read nowhere: its place may be anything. The tag can only refuse, it decides nothing.
+    Files of a model without the tag are not read: its place may be anything. The tag can only keep us from reading, it
+    decides nothing.
     """
     return model_client.read_model_file(uri, model, FILE_NAME) if EXPORT_DIGEST_TAG in model.tags else None
 
 
-def _parse(text: str, where: str) -> Reference:
+def _parse_reference(text: str, where: str) -> Reference:
     try:
         reference = Reference.model_validate_json(text)
     except ValidationError as error:

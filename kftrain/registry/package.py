@@ -1,4 +1,4 @@
-"""What a registered version carries besides its reference, so that a stranger's machine can serve it. Pure.
+"""The files that a registered version carries besides its reference, so that a stranger's machine can serve it. Pure.
 
     MLmodel, reference.json        the model by reference
     python_env.yaml, conda.yaml, requirements.txt, constraints.txt    the environment, as MLflow's env managers read it
@@ -29,7 +29,7 @@ LEAST = {
     "numpy": "numpy>=1.26",
     "tokenizers": "tokenizers>=0.20",
 }
-"""What a model needs where its run did not say with what it was trained."""
+"""Package -> requirement of a model whose run did not record the versions that it was trained with."""
 
 STORES = {"s3": ("s3fs", "botocore"), "gs": ("gcsfs",), "gcs": ("gcsfs",), "abfs": ("adlfs",), "abfss": ("adlfs",)}
 """Scheme of a storage root -> packages that read it."""
@@ -39,14 +39,14 @@ MODEL_CARD = "model_card.md"
 
 @dataclass(frozen=True)
 class ModelPackage:
-    """What people and servers find in a version."""
+    """The content of a version for people and servers, from which `files` makes its files."""
 
     card: str = ""
-    """Markdown."""
+    """The model card in Markdown; empty: none."""
     params: Mapping[str, str] = field(default_factory=dict)
-    """What the model was trained with, for MLflow's table of models."""
+    """Settings of the training, for MLflow's table of models."""
     requirements: tuple[str, ...] = ()
-    """Pins; none: the version carries no environment."""
+    """Lines of `requirements.txt`; empty: the version carries no environment."""
     wheel: Wheel | None = None
     input_example: Mapping[str, Any] = field(default_factory=dict)
     """Column -> its value in one row, plain; empty: none is known."""
@@ -54,15 +54,15 @@ class ModelPackage:
     """Column of the answer -> its type in MLflow's words."""
 
     def files(self) -> dict[str, bytes]:
-        """Path in the version -> content."""
-        found = {MODEL_CARD: self.card.encode()} if self.card else {}
+        """Make the files of the version: path in the version -> content."""
+        files = {MODEL_CARD: self.card.encode()} if self.card else {}
         if self.input_example:
             split = {"columns": list(self.input_example), "data": [list(self.input_example.values())]}
-            found["input_example.json"] = storage.dump_json(split).encode()
-            found["serving_input_example.json"] = storage.dump_json({"dataframe_split": split}).encode()
-        return {**found, **self._environment()} if self.requirements else found
+            files["input_example.json"] = storage.dump_json(split).encode()
+            files["serving_input_example.json"] = storage.dump_json({"dataframe_split": split}).encode()
+        return {**files, **self._make_environment()} if self.requirements else files
 
-    def _environment(self) -> dict[str, bytes]:
+    def _make_environment(self) -> dict[str, bytes]:
         python = platform.python_version()
         places: list[str] = []
         own: list[str] = []
@@ -90,15 +90,15 @@ class ModelPackage:
 
 
 def requirements(trained_with: Mapping[str, str], installed: Mapping[str, str], export_uri: str) -> tuple[str, ...]:
-    """What a server of a model needs besides kftrain, pinned where the version is known.
+    """List what a server of a model must install besides kftrain, pinned if the version is known.
 
     Args:
         trained_with: Distribution -> version, of those that the training used.
-        installed: The same of those that are here: MLflow, and what reads the storage.
-        export_uri: Where the model lies.
+        installed: Distribution -> version, of those on this machine: MLflow, and what reads the storage.
+        export_uri: Place of the model; its scheme tells which packages read it.
     """
     pins = {name: f"{name}=={version.partition('+')[0]}" for name, version in trained_with.items()}
-    known = pins or dict(LEAST)
+    lines = pins or dict(LEAST)
     for name in ("mlflow", *STORES.get(export_uri.partition("://")[0], ())):
-        known[name] = f"{name}=={installed[name]}" if name in installed else name
-    return tuple(known[name] for name in sorted(known))
+        lines[name] = f"{name}=={installed[name]}" if name in installed else name
+    return tuple(lines[name] for name in sorted(lines))

@@ -1,4 +1,4 @@
-"""Promotion: the gate's decision on a registered version, and its effect. Rollback takes the last one back.
+"""Promotion carries out the gate's decision on a registered version; people promote, decline and roll back by hand.
 
 The decision is made against the champion of the moment and entered only if that champion still holds the alias;
 otherwise it is made again against the new one. So the champion never gets worse under any interleaving of promotions
@@ -37,7 +37,7 @@ from kftrain.tracking.model_client import ModelVersion
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion of a registered model, as far as an evaluation needs it."""
+    """The champion of a registered model, with the digests and places that an evaluation needs of it."""
 
     version: int
     run_uri: str
@@ -47,18 +47,24 @@ class Champion:
 
 
 def champion(config: Config) -> Champion | None:
-    """The version that the gate will compare with: the champion, or the last one if it was deleted or lost its alias.
+    """Return the version that the gate will compare with: the champion, or the last one if there is none any more.
 
-    None if there is none, or it was not registered by kftrain. Raises TrackingError.
+    None if there never was one, or if kftrain did not register it. Changes nothing. Raises TrackingError.
     """
     alias = ChampionAlias.of(config)
     entries, aliased, situation = alias.observe()
     standing = aliased if situation == "external" else champion_version(entries)
     versions = [entry.version for entry in former_champions(entries)] if standing is None else [standing]
     for version in filter(None, versions):
-        found = alias.reference(entries, version)
-        if found is not None:
-            return Champion(version, found.run_uri, found.checkpoint_digest, found.export_uri, found.export_digest)
+        reference = alias.reference(entries, version)
+        if reference is not None:
+            return Champion(
+                version,
+                reference.run_uri,
+                reference.checkpoint_digest,
+                reference.export_uri,
+                reference.export_digest,
+            )
     return None
 
 
@@ -72,11 +78,11 @@ def gate_and_promote(
     trained_on: GateReason | None = None,
     lacks_reference: bool = False,
 ) -> Registration:
-    """Decides whether a registered version becomes champion, and makes it so if the policy is `auto`.
+    """Decide whether a registered version becomes champion, and make it champion if `registry.promotion` is `auto`.
 
-    `metrics`: the task's function from sums to metrics. Last two: as `Challenger` has them. Every byte of the export
-    is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an unknown
-    metric, EvaluationError for evaluation files that do not fit, TrackingError.
+    `metrics`: the task's function from sums to metrics. The last two arguments: see `Challenger`. Every byte of the
+    export is checked before it is promoted. Writes `registration.json`. May be repeated. Raises ConfigError for an
+    unknown metric, EvaluationError for evaluation files that do not fit, TrackingError.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
@@ -90,32 +96,34 @@ def gate_and_promote(
             return judgement.standing(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
         content = lineage.content_digest(registered.export_uri, registered.export_digest)
-        said = declined.find(config, entries, registered.export_digest, content)
-        if said is not None:
-            return judgement.overruled(result, "declined", f"declined by hand: {said.reason}"), None
+        refusal = declined.find(config, entries, registered.export_digest, content)
+        if refusal is not None:
+            return judgement.overruled(result, "declined", f"declined by hand: {refusal.reason}"), None
         back = journal.taken_back(entries, registered.version, registered.export_digest)
         if back and not registered.identical:
             return judgement.overruled(result, "taken_back", f"taken back by hand: {back}"), None
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
-        found = (registered.version, result.decision.reason, evaluation.evaluation_digest, result.improvement)
-        entry = next_entry(entries, "promote", *found, registered.export_digest)
+        facts = (registered.version, result.decision.reason, evaluation.evaluation_digest, result.improvement)
+        entry = next_entry(entries, "promote", *facts, registered.export_digest)
         of_gate = {"reasons": result.decision.reasons, "num_tries": result.number, "confidence": result.confidence}
         return result, entry.model_copy(update=of_gate)
 
-    registration = _registration(config, paths, registered, evaluation, alias.transact(propose))
+    registration = _make_registration(config, paths, registered, evaluation, alias.transact(propose))
+    # All that follows only shows what is decided. `registration.json` comes last: while it is missing, the step runs
+    # again and repeats what a crash has left out.
     alias.point_challenger(registered.version, registration.awaits_person)
-    _record(config, registration)
+    _tag_outcome(config, registration)
     recorded.record_comparison(config, alias, challenger, registration.champion_version, metrics)
     storage.publish_json(paths.registration, registration.to_dict())
     return registration
 
 
 def promote(config: Config, version: int, reason: str) -> Entry:
-    """Makes a version champion because a person wants it, whatever the gate says; also one that was declined.
+    """Make a version champion because a person wants it, whatever the gate says; also one that was declined.
 
-    Raises TrackingError.
+    Every byte of the export is checked first. Raises TrackingError.
     """
     alias = ChampionAlias.of(config)
     export_digest = _require_version(alias, version)
@@ -133,38 +141,38 @@ def promote(config: Config, version: int, reason: str) -> Entry:
 
 
 def decline(config: Config, version: int, reason: str) -> Declined:
-    """No champion, because a person says so: the gate does not promote it any more. May be repeated.
+    """Decline a version because a person says so: the gate will not promote its weights any more. May be repeated.
 
-    Raises TrackingError, also for the champion of the moment.
+    Raises TrackingError, also for the present champion.
     """
     alias = ChampionAlias.of(config)
-    found = _existing(alias, version)
-    export_digest = lineage.of(alias.uri, found).export_digest
+    model_version = _require_existing(alias, version)
+    export_digest = lineage.of(alias.uri, model_version).export_digest
 
     def propose(entries: list[Entry]) -> tuple[Declined, Entry | None]:
         champion = champion_version(entries)
         if champion == version:
             what, fix = "the champion cannot be declined", "kftrain models rollback"
             raise TrackingError(what, where=alias.model_name, value=version, fix=fix)
-        before = declined.find(config, entries, export_digest)
+        earlier = declined.find(config, entries, export_digest)
         entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
-        told = {
+        facts = {
             "time": entry.time,
             "entry_id": entry.entry_id,
-            "content_digest": found.tags.get(CONTENT_DIGEST_TAG, ""),
+            "content_digest": model_version.tags.get(CONTENT_DIGEST_TAG, ""),
         }
-        said = Declined(version=version, export_digest=export_digest, reason=reason, **told)
-        return (before, None) if before else (said, entry.model_copy(update={"declined": said}))
+        refusal = Declined(version=version, export_digest=export_digest, reason=reason, **facts)
+        return (earlier, None) if earlier else (refusal, entry.model_copy(update={"declined": refusal}))
 
-    said = alias.transact(propose)
+    refusal = alias.transact(propose)
     alias.point_challenger(version, awaits_person=False)
-    told = {PROMOTED_TAG: "false", GATE_TAG: f"declined by hand: {said.reason}"}
-    model_client.set_version_tags(alias.uri, alias.model_name, version, told)
-    return said
+    tags = {PROMOTED_TAG: "false", GATE_TAG: f"declined by hand: {refusal.reason}"}
+    model_client.set_version_tags(alias.uri, alias.model_name, version, tags)
+    return refusal
 
 
 def rollback(config: Config) -> Entry:
-    """Makes the champion before the last promotion champion again; repeated, it goes further back.
+    """Make the champion before the last promotion champion again; a further rollback goes further back.
 
     Versions that were deleted or declined, or whose export is gone, are passed over. Raises TrackingError if none is
     left.
@@ -173,7 +181,7 @@ def rollback(config: Config) -> Entry:
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
         for version in predecessors(entries):
-            export_digest = _usable(alias, version) if alias.holds(entries, version) else None
+            export_digest = _check_export(alias, version) if alias.holds(entries, version) else None
             if export_digest is not None and not declined.find(config, entries, export_digest):
                 reason = f"rolled back from version {champion_version(entries)}"
                 entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
@@ -185,9 +193,10 @@ def rollback(config: Config) -> Entry:
 
 
 def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
-    """Removes what promotions that died have left; takes `journal.WATCH_SECONDS` where there is something.
+    """Remove the marks of promotions that died; takes up to `journal.WATCH_SECONDS` if there are marks.
 
-    Until then a change of the alias by hand is overwritten. That MLflow is down is told, and left to the next one.
+    While they are there, a change of the alias by hand is overwritten. If MLflow is down, a warning goes to `progress`
+    and the marks stay for the next call.
     """
     alias = ChampionAlias.of(config)
     if alias.journal.writers():
@@ -206,7 +215,7 @@ def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport:
     return measured
 
 
-def _registration(
+def _make_registration(
     config: Config, paths: RunPaths, registered: RegisteredVersion, evaluation: Evaluation, result: Judgement
 ) -> Registration:
     return Registration(
@@ -233,8 +242,8 @@ def _registration(
     )
 
 
-def _record(config: Config, registration: Registration) -> None:
-    """Shows the outcome on the version and on the run."""
+def _tag_outcome(config: Config, registration: Registration) -> None:
+    """Set tags with the outcome on the version and on the run."""
     uri, name = config.tracking.uri, registration.model_name
     outcome = {PROMOTED_TAG: str(registration.promoted).lower(), GATE_TAG: registration.reason}
     if registration.promoted or not registration.identical:  # else they are about the run that made the version
@@ -243,7 +252,7 @@ def _record(config: Config, registration: Registration) -> None:
     client.set_tags(uri, registration.mlflow_run_id, {**outcome, **version})
 
 
-def _existing(alias: ChampionAlias, number: int) -> ModelVersion:
+def _require_existing(alias: ChampionAlias, number: int) -> ModelVersion:
     version = model_client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=number)
@@ -251,8 +260,11 @@ def _existing(alias: ChampionAlias, number: int) -> ModelVersion:
 
 
 def _require_version(alias: ChampionAlias, number: int) -> str:
-    """The digest of a version's export, every byte of which was checked; empty for a version of another program."""
-    version = _existing(alias, number)
+    """Check every byte of a version's export and return its digest; empty for a version of another program.
+
+    Raises TrackingError if the version or its export is gone or damaged, ConfigError if its place is not trusted.
+    """
+    version = _require_existing(alias, number)
     if not lineage.logged_model_id(version):
         return ""
     reference = lineage.of(alias.uri, version)
@@ -261,7 +273,8 @@ def _require_version(alias: ChampionAlias, number: int) -> str:
     return reference.export_digest
 
 
-def _usable(alias: ChampionAlias, number: int) -> str | None:
+def _check_export(alias: ChampionAlias, number: int) -> str | None:
+    """Return what `_require_version` returns, or None if the version cannot be used."""
     try:
         return _require_version(alias, number)
     except MlflowError:  # it says nothing of the version

@@ -1,8 +1,8 @@
-"""How `mlflow.pyfunc.load_model("models:/<name>@champion")` becomes a model: through the reference, without a pickle.
+"""Loads a model for `mlflow.pyfunc.load_model("models:/<name>@champion")` by its reference, without a pickle.
 
 MLflow calls `_load_pyfunc` with the path of `reference.json`. The export is fetched and every byte of it checked
-against the digest before a tensor is loaded. What it may be made of, and where it may lie, says the environment of who
-loads it (`kftrain.trust`).
+against the digest before a tensor is loaded. The environment of the loading process says which classes it may be made
+of and where it may lie (`kftrain.trust`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class ExportedModel:
-    """What MLflow wraps: a model with the task that knows how to ask it."""
+    """The object that MLflow wraps: a model with its task, which turns a data frame into predictions."""
 
     def __init__(self, model: Any, task: Any) -> None:
         self._model = model
         self._task = task
 
     def predict(self, model_input: Any) -> pandas.DataFrame:
-        """One row per input row, equal to what evaluation computes.
+        """Return one row per input row, with the values that evaluation would compute.
 
-        `model_input`: a data frame, or what `as_frame` makes one of. Raises DataError.
+        `model_input`: a data frame, or anything that `as_frame` turns into one. Raises DataError.
         """
         frame = as_frame(model_input, self._task.input_column)
         answer: pandas.DataFrame = self._task.predict(self._model, frame)
@@ -38,34 +38,34 @@ class ExportedModel:
 
 
 def as_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
-    """A data frame of what people pass to `predict`, one row per sample.
+    """Turn what people pass to `predict` into a data frame with one row per sample.
 
-    That is a frame, columns by name, a list of such rows, a table of numbers `[rows, columns]`, one value, or a list,
-    array or series of values. `column`: what a column of values is called; None: the task does not look at names.
-
-    Raises DataError for anything else.
+    They may pass a frame, columns by name, a list of such rows, a table of numbers `[rows, columns]`, one value, or a
+    list, array or series of values. `column`: the name that the task expects of a column of values; None: the task
+    does not look at names. Raises DataError for anything else.
     """
     import pandas
 
     if isinstance(inputs, pandas.DataFrame):
-        return inputs if column is None else _as_given(inputs, column)
+        return inputs if column is None else _undo_signature(inputs, column)
     if isinstance(inputs, pandas.Series):
         return inputs.to_frame(inputs.name if column is None else column)
     rows = [inputs] if isinstance(inputs, str | bytes) else inputs
     if not isinstance(rows, Mapping | list | tuple | np.ndarray) or (isinstance(rows, np.ndarray) and not rows.shape):
-        raise _not_understood(inputs)
+        raise _refuse_input(inputs)
     try:
         if column is None or isinstance(rows, Mapping) or _is_table(rows):
             return pandas.DataFrame(rows)
         return pandas.DataFrame({column: pandas.Series(list(rows), dtype=object)})
     except (ValueError, TypeError) as error:
-        raise _not_understood(inputs) from error
+        raise _refuse_input(inputs) from error
 
 
-def _as_given(frame: pandas.DataFrame, column: str) -> pandas.DataFrame:
-    """What was meant by a frame that MLflow has made, of a model with a signature.
+def _undo_signature(frame: pandas.DataFrame, column: str) -> pandas.DataFrame:
+    """Restore the frame that the caller meant, if MLflow made another one of it because the model has a signature.
 
-    A list becomes a column 0, and columns by name become one row of lists: of texts, which are never lists themselves.
+    MLflow turns a list into a column 0, and columns by name into one row of lists. Only lists of texts are unfolded: a
+    text is never a list itself, while a list of numbers may be one sample.
     """
     if list(frame.columns) == [0]:
         return frame.rename(columns={0: column})
@@ -75,11 +75,11 @@ def _as_given(frame: pandas.DataFrame, column: str) -> pandas.DataFrame:
 
 
 def _are_texts(cell: Any) -> bool:
-    return isinstance(cell, list | np.ndarray) and len(cell) > 0 and all(isinstance(each, str) for each in cell)
+    return isinstance(cell, list | np.ndarray) and len(cell) > 0 and all(isinstance(text, str) for text in cell)
 
 
 def _is_table(rows: Any) -> bool:
-    """Whether it has columns of its own: rows by name, or of numbers."""
+    """Return True if the rows have columns of their own: they are mappings, or equally long rows of numbers."""
     if len(rows) and all(isinstance(row, Mapping) for row in rows):
         return True
     if not isinstance(rows, np.ndarray) and not (len(rows) and all(isinstance(row, list | tuple) for row in rows)):
@@ -91,7 +91,7 @@ def _is_table(rows: Any) -> bool:
     return table.ndim == 2 and table.dtype.kind in "biuf"
 
 
-def _not_understood(inputs: Any) -> DataError:
+def _refuse_input(inputs: Any) -> DataError:
     what, value = "the input cannot be understood", f"{type(inputs).__name__}: {inputs!r:.80}"
     fix = "pass a pandas DataFrame, columns by name, a list of samples, or an array [rows, ...]"
     return DataError(what, where="predict", value=value, fix=fix)

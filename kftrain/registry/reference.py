@@ -1,4 +1,4 @@
-"""What a registered version holds instead of tensors: where the export lies, and its digest."""
+"""The reference that a registered version holds instead of tensors: the place of its export, and the digest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DATASET_DIGEST_TAG = "kftrain.dataset_digest"
 TRAINING_DIGEST_TAG = "kftrain.training_digest"
 RUN_URI_TAG = "kftrain.run_uri"
 LOGGED_MODEL_TAG = "kftrain.logged_model_id"
-"""MLflow's SQL store forgets which LoggedModel a version was made of."""
+"""Tag with the id of a version's LoggedModel, which MLflow's SQL store forgets."""
 
 PROMOTED_TAG = "kftrain.promoted"
 GATE_TAG = "kftrain.gate"
 
 
 class Reference(documents.Document):
-    """`reference.json` of a registered version."""
+    """`reference.json` of a registered version: its export, and the digests of what led to it."""
 
     export_uri: str
     export_digest: str
@@ -33,12 +33,12 @@ class Reference(documents.Document):
     evaluation_digest: str
 
     def tags(self) -> dict[str, str]:
-        """The same as tags of the version, to be searched and shown."""
+        """Return the fields as tags, by which versions are searched and which MLflow shows."""
         return {f"kftrain.{name}": str(value) for name, value in self.to_dict().items() if name != "schema_version"}
 
 
 def require_export(uri: str, digest: str, *, contents: bool = False) -> None:
-    """Raises TrackingError unless the export is whole, see `run.export.require_whole`."""
+    """Raise TrackingError unless the export is whole, see `run.export.require_whole`."""
     try:
         export.require_whole(uri, digest, contents=contents)
     except CheckpointError as error:

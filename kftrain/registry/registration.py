@@ -38,10 +38,10 @@ from kftrain.tracking.session import StoredModel
 from kftrain.trust import Trust
 
 CONTENT_DIGEST_TAG = "kftrain.content_digest"
-"""Of a version: the digest of its export's files."""
+"""Tag of a version with the digest of its export's files alone (`lineage.content_digest`)."""
 
 MAX_OLD_CANDIDATES = 10
-"""Of versions of an older kftrain, which have no such tag, so many are looked at, the newest."""
+"""Number of versions of an older kftrain, which lack that tag, that are searched for equal weights, newest first."""
 
 LOADER_MODULE = "kftrain.registry.pyfunc_loader"
 
@@ -52,22 +52,22 @@ MEASURED = """
 
 Measured under evaluation {}: compare figures with a version of the same evaluation only. On the same data, its run \
 has the champion's as `evaluation/….champion` and the difference as `evaluation/….difference`."""
-"""What follows a version's figures: those of another one may be of other data."""
+"""Text after a version's figures in its description: those of another version may be of other data."""
 
 
 @dataclass(frozen=True)
 class RegisteredVersion:
-    """A version of a registered model, and what it was made of."""
+    """A version of a registered model, and the export that it was made of."""
 
     model_name: str
     version: int
     logged_model_id: str
     mlflow_run_id: str
-    """Of the run that registers."""
+    """Id of the MLflow run that registers, which need not be the one that made the version."""
     export_uri: str
     export_digest: str
     identical: bool = False
-    """The version is another run's, with the same weights: this run made none."""
+    """True if another run registered the same weights before: the version is that run's, and this one made none."""
 
 
 def register(
@@ -78,42 +78,42 @@ def register(
     mlflow_run_id: str,
     package: Callable[[], ModelPackage] = ModelPackage,
 ) -> RegisteredVersion:
-    """The version of a run's export, made if it is not there, with the evaluation's metrics. May be repeated.
+    """Register a run's export as a version, with the evaluation's metrics, and return the version. May be repeated.
 
-    Where a version has the same weights already, it is that one, and nothing is made. `package`: what a new version
-    carries besides the reference. Raises EvaluationError if the evaluation is of another export, TrackingError if the
-    export is not there, the registered model belongs to another storage root, or MLflow fails.
+    If a version has the same weights already, that one is returned and nothing is made. `package`: makes what a new
+    version carries besides the reference. Raises EvaluationError if the evaluation is of another export, TrackingError
+    if the export is not there, the registered model belongs to another storage root, or MLflow fails.
     """
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     uri, name = config.tracking.uri, config.model_name
     about = f"Trained by kftrain. The gate compares {config.registry.metric} ({config.registry.goal})."
     ChampionAlias.of(config).claim(about)
-    reference = _reference(paths, completion, evaluation)
-    own = _Own(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
-    found = own.find() or own.create(
-        package(), _description(config, paths, completion, evaluation), runs.kind_tags(config)
+    reference = _make_reference(paths, completion, evaluation)
+    pending = _PendingVersion(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
+    registered = pending.find() or pending.create(
+        package(), _describe_run(config, paths, completion, evaluation), runs.kind_tags(config)
     )
-    if not found.identical:
-        model_client.ensure_output(uri, mlflow_run_id, found.logged_model_id, completion.step)
-        measured = {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
-        model_client.set_logged_model_tags(uri, found.logged_model_id, measured)
+    if not registered.identical:
+        model_client.ensure_output(uri, mlflow_run_id, registered.logged_model_id, completion.step)
+        tags = {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
+        model_client.set_logged_model_tags(uri, registered.logged_model_id, tags)
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
         points = runs.evaluation_points(uri, mlflow_run_id, metrics)
         dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
-        client.log_points(uri, mlflow_run_id, points, found.logged_model_id, dataset)
-    return found
+        client.log_points(uri, mlflow_run_id, points, registered.logged_model_id, dataset)
+    return registered
 
 
 def require_same_export(completion: Completion, evaluation: Evaluation) -> None:
-    """Raises EvaluationError if what was evaluated is not what the training completed with."""
+    """Raise EvaluationError unless the evaluated export is the one that the training completed with."""
     if evaluation.export_digest != completion.export_digest:
         what = f"the evaluation is of another export than {completion.export_digest[:16]}"
         value = evaluation.export_digest[:16]
         raise EvaluationError(what, where=completion.export_uri, value=value, fix="evaluate again")
 
 
-def _reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) -> Reference:
+def _make_reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) -> Reference:
     return Reference(
         export_uri=completion.export_uri,
         export_digest=completion.export_digest,
@@ -125,9 +125,9 @@ def _reference(paths: RunPaths, completion: Completion, evaluation: Evaluation) 
     )
 
 
-def _description(config: Config, paths: RunPaths, completion: Completion, evaluation: Evaluation) -> str:
-    """What people see beside the version's number."""
-    metrics = ", ".join(f"{name} {found.value:.4g}" for name, found in evaluation.metrics.items())
+def _describe_run(config: Config, paths: RunPaths, completion: Completion, evaluation: Evaluation) -> str:
+    """Return the description of a version in one sentence, for people, if it has no model card."""
+    metrics = ", ".join(f"{name} {interval.value:.4g}" for name, interval in evaluation.metrics.items())
     trained = f"{completion.step:,} steps, {completion.num_parameters:,} parameters"
     if chosen := completion.chosen(config.train.steps):
         trained = f"{trained} ({chosen})"
@@ -135,8 +135,8 @@ def _description(config: Config, paths: RunPaths, completion: Completion, evalua
 
 
 @dataclass(frozen=True)
-class _Own:
-    """What is to be registered, and where."""
+class _PendingVersion:
+    """An export that is to become a version, with the registered model and the run that it belongs to."""
 
     uri: str
     name: str
@@ -146,11 +146,11 @@ class _Own:
     trust: Trust
 
     def find(self) -> RegisteredVersion | None:
-        """The lowest version of this very export; else the lowest with the same files."""
+        """Return the lowest version of this very export, else the lowest with the same files, else None."""
         return self._find_own() or self._find_identical()
 
     def create(self, package: ModelPackage, description: str, kind_tags: Mapping[str, str]) -> RegisteredVersion:
-        """A new version; or a lower one, if another process made it at the same time."""
+        """Make a version and return it; or a lower one, if another process has made one at the same time."""
         tags = {
             runs.RUN_ID_TAG: self.run_id,
             CONTENT_DIGEST_TAG: self._content_digest(),
@@ -160,19 +160,21 @@ class _Own:
         model_id = self._find_logged_model() or session.create_and_find(
             lambda: self._create_logged_model(package, kind_tags), self._find_logged_model
         )
-        measured = MEASURED.format(self.reference.evaluation_digest[:12])
-        room = MAX_DESCRIPTION_CHARACTERS - len(measured)
-        shown = f"{package.card if 0 < len(package.card) <= room else description}{measured}"
+        hint = MEASURED.format(self.reference.evaluation_digest[:12])
+        room = MAX_DESCRIPTION_CHARACTERS - len(hint)
+        text = f"{package.card if 0 < len(package.card) <= room else description}{hint}"
         return session.create_and_find(
-            lambda: model_client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, shown),
+            lambda: model_client.create_version(self.uri, self.name, model_id, self.mlflow_run_id, tags, text),
             self._find_first,
         )
 
     def _find_first(self) -> RegisteredVersion | None:
-        """The lowest version of this export or of the same files; its own ones above it are deleted."""
-        found = [version for version in (self._find_own(), self._find_identical()) if version is not None]
-        first = min(found, key=lambda version: (version.version, version.identical), default=None)
-        for own in self._own_versions():
+        """Return the lowest version of this export or of the same files, and delete this run's own ones above it."""
+        candidates = [version for version in (self._find_own(), self._find_identical()) if version is not None]
+        first = min(candidates, key=lambda version: (version.version, version.identical), default=None)
+        # Safe with others at the same time: all keep the lowest, and numbers are given in the order of creation, so
+        # that whoever made a higher version sees the lower one here. Versions of other runs are left to those.
+        for own in self._search_own():
             if first is not None and own.version > first.version:
                 model_client.delete_version(self.uri, self.name, own.version)
         return first
@@ -181,9 +183,9 @@ class _Own:
         return lineage.content_digest(self.reference.export_uri, self.reference.export_digest)
 
     def _find_own(self) -> RegisteredVersion | None:
-        return next((self._registered(each, self.reference, False) for each in self._own_versions()), None)
+        return next((self._make_registered(version, self.reference, False) for version in self._search_own()), None)
 
-    def _own_versions(self) -> Iterator[ModelVersion]:
+    def _search_own(self) -> Iterator[ModelVersion]:
         for version in model_client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
             theirs = lineage.find(self.uri, version)
             if theirs is not None and theirs.export_digest == self.reference.export_digest:
@@ -197,13 +199,15 @@ class _Own:
             theirs = lineage.find(self.uri, version)
             if theirs is not None and _has_content(theirs, content, self.trust):
                 is_own = theirs.export_digest == self.reference.export_digest
-                return self._registered(version, theirs, identical=not is_own)
+                return self._make_registered(version, theirs, identical=not is_own)
         return None
 
     def _find_logged_model(self) -> str | None:
         experiment_id = runs.require_run(self.uri, self.mlflow_run_id).experiment_id
-        found = model_client.find_logged_model(self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest)
-        return found if found and lineage.of_model(self.uri, found) == self.reference else None
+        model_id = model_client.find_logged_model(
+            self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest
+        )
+        return model_id if model_id and lineage.of_model(self.uri, model_id) == self.reference else None
 
     def _create_logged_model(self, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
         return model_client.create_logged_model(
@@ -221,7 +225,7 @@ class _Own:
             ),
         )
 
-    def _registered(self, version: ModelVersion, reference: Reference, identical: bool) -> RegisteredVersion:
+    def _make_registered(self, version: ModelVersion, reference: Reference, identical: bool) -> RegisteredVersion:
         return RegisteredVersion(
             model_name=self.name,
             version=version.version,
@@ -234,7 +238,7 @@ class _Own:
 
 
 def _has_content(reference: Reference, content: str, trust: Trust) -> bool:
-    """Whether an export is there, as far as manifest and sizes tell, and consists of these files."""
+    """Return True if an export is there, as far as manifest and sizes tell, and its files have this digest."""
     try:
         trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest)
