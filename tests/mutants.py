@@ -869,7 +869,7 @@ MUTANTS = [
     Mutant(
         "what a run has made is not looked for after MLflow refused to say it twice",
         "kftrain/tracking/model_client.py",
-        "            if model_id not in _outputs(client, run_id):\n                raise\n",
+        "            if model_id not in _list_outputs(client, run_id):\n                raise\n",
         "            raise\n",
         "tests/unit/registry/test_lost_answers.py",
     ),

@@ -1,4 +1,4 @@
-"""What a training loop knows of tracking: points, and something that takes them without getting in the way."""
+"""The part of tracking that a training loop uses: points, and a tracker that takes them without getting in the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_ALLOWED = re.compile(r"[^/\w.\- ]")
 
 @dataclass(frozen=True)
 class Point:
-    """One value of one metric."""
+    """A value of a metric at a step."""
 
     key: str
     value: float
@@ -26,23 +26,23 @@ class Point:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, as MLflow dates points."""
+    """Return the time in milliseconds since 1970, as MLflow dates points."""
     return int(time.time() * 1000)
 
 
 class Tracker(Protocol):
-    """Takes metrics. Never blocks and never raises: a training does not stop for its records."""
+    """A receiver of metrics that never blocks and never raises: a training does not stop for its records."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the metrics of a step."""
+        """Take the metrics of a step, to be recorded now or later."""
         ...
 
     def close(self, timeout_seconds: float) -> None:
-        """Waits until everything is recorded, at most this long."""
+        """Wait until everything is recorded, at most this long."""
         ...
 
 
 def metric_name(name: str) -> str:
-    """The name under which MLflow takes a metric: one that it refuses would hold up the queue."""
+    """Return the name under which MLflow takes a metric: a name that it refuses would hold up the queue."""
     cleaned = posixpath.normpath(_NOT_ALLOWED.sub("_", name).replace("..", "__")).strip("/")
     return "_" if cleaned in ("", ".") else cleaned[:MAX_NAME_LENGTH]

@@ -24,7 +24,7 @@ _MAX_DATASET_DIGEST_LENGTH = 36
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is recorded of a run. `latest`: metric name -> the point of its highest step."""
+    """The record of a run in MLflow. `latest`: metric name -> the point of its highest step."""
 
     experiment_id: str
     status: str
@@ -32,48 +32,48 @@ class RunRecord:
     tags: dict[str, str]
     latest: dict[str, Point]
     dataset_name: str = ""
-    """Of the dataset that was recorded first; empty: none."""
+    """Name of the dataset that was recorded first; empty: none."""
     start_time_ms: int = 0
 
 
 def require_installed() -> None:
-    """Raises TrackingError where MLflow is missing; it is not imported."""
+    """Raise TrackingError if MLflow is not installed. It is not imported."""
     if importlib.util.find_spec("mlflow") is None:
         raise TrackingError("MLflow is missing", fix="pip install 'kftrain[mlflow]'")
 
 
 def ping(uri: str) -> None:
-    """Raises TrackingError unless MLflow answers a request at the URI."""
+    """Raise TrackingError unless MLflow answers a request at the URI."""
     with session.connected(uri, "cannot use MLflow") as client:
         client.search_experiments(max_results=1)
 
 
 def ensure_experiment(uri: str, name: str, artifact_location: str | None) -> str:
-    """Id of the experiment of this name; made with this artifact location if it is not there."""
-    for _ in range(2):
+    """Return the id of the experiment of this name; create it with this artifact location if it is missing."""
+    for _ in range(2):  # if another process creates it between our two calls (TAKEN), the second round finds it
         with session.connected(uri, f"cannot create the experiment {name}", session.TAKEN) as client:
-            found = client.get_experiment_by_name(name)
-            return str(found.experiment_id if found else client.create_experiment(name, artifact_location))
+            experiment = client.get_experiment_by_name(name)
+            return str(experiment.experiment_id if experiment else client.create_experiment(name, artifact_location))
     raise TrackingError("the experiment cannot be found nor created", where=endpoint.redacted(uri), value=name)
 
 
 def find_run(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
-    """Id of the oldest run that has the tag; None where there is none.
+    """Return the id of the oldest run that has the tag, or None.
 
-    Of several with one start, which a repeated request has made, those are deleted in which nothing was recorded.
+    A repeated request may have created several runs with the same start; those without parameters are deleted.
     """
     with session.connected(uri, "cannot search runs") as client:
         query = f"tags.`{tag}` = '{session.quotable(value)}'"
-        found = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
-        twins = [run for run in found if run.info.start_time == found[0].info.start_time]
-        twins.sort(key=lambda run: not run.data.params)
+        runs = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
+        twins = [run for run in runs if run.info.start_time == runs[0].info.start_time]
+        twins.sort(key=lambda run: not run.data.params)  # stable: those with parameters come first, and are kept
         for twin in [run for run in twins[1:] if not run.data.params]:
             client.delete_run(twin.info.run_id)
         return str(twins[0].info.run_id) if twins else None
 
 
 def search_running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
-    """Runs of all experiments that have the tag and are shown as RUNNING, id -> tags; a thousand of them at most."""
+    """Return runs of all experiments that have the tag and are shown as RUNNING, id -> tags; at most a thousand."""
     with session.connected(uri, "cannot search runs") as client:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         query = f"attributes.status = 'RUNNING' and tags.`{tag}` = '{session.quotable(value)}'"
@@ -81,37 +81,38 @@ def search_running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
 
 
 def create_run(uri: str, experiment_id: str, name: str, tags: Mapping[str, str]) -> str:
-    """Id of a new run."""
+    """Create a run and return its id; called through `session.create_and_find`, since the answer may be lost."""
     with session.connected(uri, "cannot create a run") as client:
         return str(client.create_run(experiment_id, run_name=name, tags=dict(tags)).info.run_id)
 
 
 def read_run(uri: str, run_id: str) -> RunRecord:
-    """What is recorded of a run."""
+    """Read the record of a run."""
     with session.connected(uri, f"cannot read run {run_id}") as client:
-        return _record(client.get_run(run_id))
+        return _make_record(client.get_run(run_id))
 
 
 def tagged_runs(uri: str, tag: str) -> dict[str, RunRecord]:
-    """All runs of all experiments that have the tag, by id."""
-    found: dict[str, RunRecord] = {}
+    """Return the records of all runs that have the tag, in all experiments, by id."""
+    records: dict[str, RunRecord] = {}
     with session.connected(uri, "cannot search runs") as client:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         token: str | None = None
         while True:
             page = client.search_runs(experiments, f"tags.`{tag}` LIKE '%'", page_token=token)
-            found.update((str(run.info.run_id), _record(run)) for run in page)
+            records.update((str(run.info.run_id), _make_record(run)) for run in page)
             token = page.token
             if not token:
-                return found
+                return records
 
 
 def log_points(
     uri: str, run_id: str, points: Sequence[Point], model_id: str | None = None, dataset: tuple[str, str] = ("", "")
 ) -> None:
-    """Records metrics, of a LoggedModel too if one is given, on a dataset (name, digest) if they are of one.
+    """Record metrics of a run, and of a LoggedModel if one is given.
 
-    A point that is there already stays as it is.
+    `dataset`: name and digest of the dataset that they were measured on, if any. A point that is there already stays
+    as it is.
     """
     name, digest = dataset[0] or None, dataset[1][:_MAX_DATASET_DIGEST_LENGTH] or None
     metric = session.mlflow().entities.Metric
@@ -123,7 +124,7 @@ def log_points(
 
 
 def log_params(uri: str, run_id: str, params: Mapping[str, str]) -> None:
-    """Records parameters; none may be there already, since MLflow never changes one."""
+    """Record parameters; none of them may be there already, since MLflow never changes one."""
     param = session.mlflow().entities.Param
     entities = [param(key, value[: session.MAX_VALUE_LENGTH]) for key, value in params.items()]
     with session.connected(uri, "cannot log parameters") as client:
@@ -132,14 +133,14 @@ def log_params(uri: str, run_id: str, params: Mapping[str, str]) -> None:
 
 
 def set_tags(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
-    """Sets tags of a run."""
+    """Set tags of a run in one request; values are cut to MLflow's limit."""
     tag = session.mlflow().entities.RunTag
     with session.connected(uri, "cannot set tags") as client:
         client.log_batch(run_id, tags=[tag(key, value[: session.MAX_VALUE_LENGTH]) for key, value in tags.items()])
 
 
 def set_status(uri: str, run_id: str, status: str) -> None:
-    """Sets the status of a run: RUNNING opens it again, another ends it now."""
+    """Set the status of a run: RUNNING opens it again, any other ends it now."""
     with session.connected(uri, f"cannot set the status of run {run_id}") as client:
         if status == "RUNNING":
             client.update_run(run_id, status=status)
@@ -156,9 +157,9 @@ def log_dataset(
     profile: Mapping[str, int],
     fields: Mapping[str, str],
 ) -> None:
-    """Records a dataset as what the run was trained and is evaluated on.
+    """Record a dataset as the one that the run is trained and evaluated on.
 
-    `profile`: counts by name. `fields`: name -> type.
+    `profile`: name -> count. `fields`: name -> type.
     """
     entities = session.mlflow().entities
     dataset = entities.Dataset(
@@ -175,12 +176,12 @@ def log_dataset(
 
 
 def write_text(uri: str, run_id: str, text: str, artifact_name: str) -> None:
-    """Stores a text as an artifact of the run; an older one of this name is replaced."""
+    """Store a text as an artifact of the run; it replaces an older one of this name."""
     with session.connected(uri, f"cannot store {artifact_name}") as client:
         client.log_text(run_id, text, artifact_name)
 
 
-def _record(run: Any) -> RunRecord:
+def _make_record(run: Any) -> RunRecord:
     # The proto is the public view of the latest metrics that carries their steps.
     latest = {m.key: Point(m.key, m.value, m.step, m.timestamp) for m in run.data.to_proto().metrics}
     datasets = run.inputs.dataset_inputs if run.inputs else []

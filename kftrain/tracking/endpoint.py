@@ -1,4 +1,4 @@
-"""Tracking URIs: which ones are accepted, how they are shown, and whether somebody answers there.
+"""Checks tracking URIs without MLflow: the form, the credentials, and that a server or a database is there.
 
 Nothing here imports MLflow, so a wrong address is found in milliseconds rather than after its import and
 its retries.
@@ -29,12 +29,12 @@ _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The database file of a `sqlite:///` URI; None for others."""
+    """Return the database file of a `sqlite:///` URI; None for other URIs."""
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
 def probe_database(path: Path) -> None:
-    """Raises TrackingError unless the file is an sqlite database, or one can be created there."""
+    """Raise TrackingError unless the file is an sqlite database, or one can be created there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         head = b""
@@ -50,12 +50,12 @@ def probe_database(path: Path) -> None:
 
 
 def is_http(uri: str) -> bool:
-    """Whether the URI names an MLflow server."""
+    """Return True if the URI names an MLflow server."""
     return uri.startswith(("http://", "https://"))
 
 
 def require_supported(uri: str) -> None:
-    """Raises TrackingError for a file store, which MLflow no longer keeps up, and for what is no URI."""
+    """Raise TrackingError for a file store, which MLflow no longer supports, and for anything that is no URI."""
     if is_http(uri) or (sqlite_path(uri) or Path()).name:
         return
     if "://" not in uri or uri.startswith(("file:", _SQLITE)):
@@ -67,20 +67,23 @@ def require_supported(uri: str) -> None:
 
 
 def require_private_credentials(tracking: TrackingConfig) -> None:
-    """Raises TrackingError where a password or a token would cross a network in plain text."""
+    """Raise TrackingError if a password or a token would cross a network in plain text."""
     address = urlsplit(tracking.uri)
     is_plain = address.scheme == "http" and not _LOOPBACK.fullmatch(address.hostname or "")
     if not is_plain or tracking.allow_credentials_over_http:
         return
-    known = {name for name, value in os.environ.items() if value}
-    if credentials.TOKEN_VARIABLE in known or {credentials.USERNAME_VARIABLE, credentials.PASSWORD_VARIABLE} <= known:
+    present = {name for name, value in os.environ.items() if value}
+    if (
+        credentials.TOKEN_VARIABLE in present
+        or {credentials.USERNAME_VARIABLE, credentials.PASSWORD_VARIABLE} <= present
+    ):
         what = "the credentials of MLflow would go over plain http, where anybody on the way reads them"
         fix = "use https, or set tracking.allow_credentials_over_http where the network is your own"
         raise TrackingError(what, where="tracking.uri", value=tracking.uri, fix=fix)
 
 
 def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
-    """Raises TrackingError unless an HTTP server answers at the URI, whatever it says."""
+    """Raise TrackingError unless an HTTP server answers at the URI, with whatever status."""
     parts = urlsplit(uri)
     address = urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[-1], parts.path.rstrip("/") + "/health", "", ""))
     try:
@@ -95,10 +98,10 @@ def probe(uri: str, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
 
 @contextlib.contextmanager
 def database_lock(uri: str) -> Iterator[None]:
-    """Holds other processes of this machine back while the database may be created; nothing for servers.
+    """Hold other processes of this machine back while the database may be created; does nothing for servers.
 
-    Two processes that create the tables of one file at the same time both fail in the middle of the
-    migrations. The lock is on the folder, so that no lock file stays behind.
+    Two processes that create the tables of one file at the same time both fail in the middle of the migrations. The
+    lock is on the folder, so that no lock file stays behind; the kernel releases it if this process dies.
     """
     path = sqlite_path(uri)
     if path is None:

@@ -1,4 +1,4 @@
-"""The runs that a tracking server knows, whichever storage root they lie in; nothing is written."""
+"""Lists the runs that a tracking server knows, whichever storage root they lie in; writes nothing."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class ListedRun:
     run_id: str
     storage_root: str
     status: str
-    """`RUNNING`, `FINISHED`, `FAILED` or `KILLED`."""
+    """Status in MLflow's words: `RUNNING`, `FINISHED`, `FAILED` or `KILLED`."""
     step: int
-    """The last one that was recorded."""
+    """The last step whose loss was recorded; 0: none."""
     num_steps: int
     metric: str
-    """What the gate compares; empty where it was not evaluated yet."""
+    """Name of the metric that the gate compares; empty if the run was not evaluated yet."""
     value: float | None
     model_name: str
     version: int | None
     is_champion: bool
-    """By the alias."""
+    """True if the model's alias `champion` points to the run's highest version."""
     error: str
     start_time_ms: int
     schedule: str
 
 
 def list_runs(uri: str) -> list[ListedRun]:
-    """Every training of every experiment, by its id. Raises TrackingError."""
+    """List every training of every experiment, sorted by its id. Raises TrackingError."""
     path = endpoint.sqlite_path(uri)
     if path is not None and not path.exists():  # MLflow would make one
         raise TrackingError(
@@ -47,22 +47,24 @@ def list_runs(uri: str) -> list[ListedRun]:
     check(uri)
     runs = {key: run for key, run in client.tagged_runs(uri, RUN_ID_TAG).items() if "," not in run.tags[RUN_ID_TAG]}
     models = {key: run.params.get("registry.model_name") or run.params.get("run.name", "") for key, run in runs.items()}
-    versions = _versions(uri, sorted(set(models.values())))
-    listed = [_listed(run, models[key], *versions.get((models[key], key), (None, False))) for key, run in runs.items()]
-    return sorted(listed, key=lambda run: run.run_id)
+    versions = _find_versions(uri, sorted(set(models.values())))
+    overviews = [
+        _describe_run(run, models[key], *versions.get((models[key], key), (None, False))) for key, run in runs.items()
+    ]
+    return sorted(overviews, key=lambda run: run.run_id)
 
 
-def _versions(uri: str, names: Sequence[str]) -> dict[tuple[str, str], tuple[int, bool]]:
-    """(model, MLflow id of the run) -> its highest version, and whether that is champion."""
-    found = {}
+def _find_versions(uri: str, names: Sequence[str]) -> dict[tuple[str, str], tuple[int, bool]]:
+    """Return (model, MLflow id of a run) -> the run's highest version, and True if that is champion."""
+    highest = {}
     for name in filter(None, names):
         champion = model_client.get_aliases(uri, name).get(CHAMPION_ALIAS)
-        for each in model_client.search_versions(uri, name):
-            found[name, each.run_id] = each.version, each.version == champion
-    return found
+        for version in model_client.search_versions(uri, name):  # lowest number first: the highest one stays
+            highest[name, version.run_id] = version.version, version.version == champion
+    return highest
 
 
-def _listed(run: client.RunRecord, model_name: str, version: int | None, is_champion: bool) -> ListedRun:
+def _describe_run(run: client.RunRecord, model_name: str, version: int | None, is_champion: bool) -> ListedRun:
     metric, steps = run.params.get("registry.metric", ""), run.params.get("train.steps", "")
     point = run.latest.get(metric_name(EVALUATION_PREFIX + metric))
     return ListedRun(

@@ -1,4 +1,4 @@
-"""All calls to MLflow about models and their versions. What `client` says of its functions is true of these."""
+"""All calls to MLflow about models and their versions, under the rules that `client` states for its functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RegisteredModel:
 
 @dataclass(frozen=True)
 class LoggedModel:
-    """What a version was made of."""
+    """An MLflow LoggedModel: the files that versions are made of."""
 
     model_id: str
     artifact_uri: str
@@ -41,33 +41,36 @@ class ModelVersion:
 
 
 def ensure_registered_model(uri: str, name: str, tags: Mapping[str, str], description: str = "") -> None:
-    """Makes the registered model of this name, with these tags, if it is not there; one that is stays as it is."""
+    """Create the registered model of this name, with these tags, if it is missing; an existing one stays as it is."""
     with session.connected(uri, f"cannot create the registered model {name}", session.TAKEN) as client:
         client.create_registered_model(name, tags=dict(tags), description=description or None)
 
 
 def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
-    """The registered model of this name; None where there is none."""
+    """Return the registered model of this name, or None."""
     with session.connected(uri, f"cannot read the registered model {name}", session.ABSENT) as client:
-        found = client.get_registered_model(name)
-        return RegisteredModel({alias: int(v) for alias, v in found.aliases.items()}, dict(found.tags))
+        model = client.get_registered_model(name)
+        return RegisteredModel({alias: int(v) for alias, v in model.aliases.items()}, dict(model.tags))
     return None
 
 
 def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
-    """Sets a tag of a registered model. Last writer wins."""
+    """Set a tag of a registered model. The last writer wins."""
     with session.connected(uri, f"cannot tag the registered model {name}") as client:
         session.upsert(client.set_registered_model_tag, name, key, value)
 
 
 def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str | None:
-    """Id of a complete LoggedModel that has the tag, or None; beside it those of its run that are not are deleted."""
+    """Return the id of a complete LoggedModel that has the tag, or None.
+
+    Incomplete ones of the same run are deleted if there is a complete one: they are what lost answers left behind.
+    """
     with session.connected(uri, "cannot search models") as client:
-        found = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.quotable(value)}'")
-        ready = [model for model in found if model.status == "READY"]
-        for each in [model for model in found if ready and model.status == "PENDING"]:
-            if each.source_run_id == ready[0].source_run_id:
-                client.delete_logged_model(each.model_id)
+        models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.quotable(value)}'")
+        ready = [model for model in models if model.status == "READY"]
+        for pending in [model for model in models if ready and model.status == "PENDING"]:
+            if pending.source_run_id == ready[0].source_run_id:
+                client.delete_logged_model(pending.model_id)
         return str(ready[0].model_id) if ready else None
 
 
@@ -82,9 +85,10 @@ def create_logged_model(
     data: str,
     stored: StoredModel,
 ) -> str:
-    """Id of a new LoggedModel of a run with the files of `stored`, of which `loader_module` gets the one named `data`.
+    """Create a LoggedModel of a run with the files of `stored` and return its id. Nothing is pickled.
 
-    Nothing is pickled. It becomes READY only when its files are there.
+    `loader_module`: the module that loads the model from the file named `data`. The model becomes READY only after all
+    its files are stored.
     """
     with session.connected(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
         experiment_id = client.get_run(run_id).info.experiment_id
@@ -99,21 +103,24 @@ def create_logged_model(
 
 
 def ensure_output(uri: str, run_id: str, model_id: str, step: int) -> None:
-    """Shows a LoggedModel as what a run has made; MLflow fails a second time, which may be its own repetition."""
+    """Show a LoggedModel as an output of a run. May be repeated.
+
+    MLflow refuses a link that is there, and repeats requests by itself: the refusal may answer its own repetition.
+    """
     with session.connected(uri, f"cannot link the model {model_id}") as client:
         try:
-            if model_id not in _outputs(client, run_id):
+            if model_id not in _list_outputs(client, run_id):
                 client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model_id, step)])
         except session.mlflow().MlflowException:
-            if model_id not in _outputs(client, run_id):
+            if model_id not in _list_outputs(client, run_id):
                 raise
 
 
 def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
-    """A LoggedModel; None where there is none."""
+    """Return a LoggedModel by its id, or None."""
     with session.connected(uri, f"cannot read the model {model_id}", session.ABSENT) as client:
-        found = client.get_logged_model(model_id)
-        return LoggedModel(str(found.model_id), str(found.artifact_location), dict(found.tags))
+        model = client.get_logged_model(model_id)
+        return LoggedModel(str(model.model_id), str(model.artifact_location), dict(model.tags))
     return None
 
 
@@ -155,40 +162,40 @@ def delete_version(uri: str, name: str, version: int) -> None:
 def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
     """A version; None where there is none."""
     with session.connected(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
-        return _version(client.get_model_version(name, str(version)))
+        return _make_version(client.get_model_version(name, str(version)))
     return None
 
 
 def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
-    """Versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
+    """Return the versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
     query = f"name = '{session.quotable(name)}'" + (f" and tags.`{tag}` = '{session.quotable(value)}'" if tag else "")
     query += f" and run_id = '{session.quotable(run_id)}'" if run_id else ""
-    found: list[ModelVersion] = []
+    versions: list[ModelVersion] = []
     with session.connected(uri, f"cannot search versions of {name}") as client:
         token: str | None = None
         while True:
             page = client.search_model_versions(query, page_token=token)
-            found.extend(_version(entity) for entity in page)
+            versions.extend(_make_version(entity) for entity in page)
             token = page.token
             if not token:
-                return sorted(found, key=lambda version: version.version)
+                return sorted(versions, key=lambda version: version.version)
 
 
 def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str]) -> None:
-    """Sets tags of a version."""
+    """Set tags of a version, one request per tag."""
     with session.connected(uri, f"cannot tag version {version} of {name}") as client:
         for key, value in tags.items():
             session.upsert(client.set_model_version_tag, name, str(version), key, value)
 
 
 def get_aliases(uri: str, name: str) -> dict[str, int]:
-    """Alias -> version; empty where there is no such model."""
-    found = get_registered_model(uri, name)
-    return found.aliases if found else {}
+    """Return alias -> version of a registered model; empty if there is no such model."""
+    model = get_registered_model(uri, name)
+    return model.aliases if model else {}
 
 
 def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
-    """Points an alias to a version, or takes it away. Last writer wins."""
+    """Point an alias to a version, or remove it if `version` is None. The last writer wins."""
     with session.connected(uri, f"cannot set the alias {alias} of {name}") as client:
         if version is None:
             client.delete_registered_model_alias(name, alias)
@@ -196,10 +203,10 @@ def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
             session.upsert(client.set_registered_model_alias, name, alias, str(version))
 
 
-def _outputs(client: Any, run_id: str) -> list[str]:
+def _list_outputs(client: Any, run_id: str) -> list[str]:
     outputs = client.get_run(run_id).outputs
-    return [each.model_id for each in outputs.model_outputs] if outputs else []
+    return [output.model_id for output in outputs.model_outputs] if outputs else []
 
 
-def _version(entity: Any) -> ModelVersion:
+def _make_version(entity: Any) -> ModelVersion:
     return ModelVersion(entity.name, int(entity.version), entity.source or "", entity.run_id or "", dict(entity.tags))

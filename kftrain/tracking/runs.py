@@ -38,22 +38,22 @@ Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True)
 class DatasetLineage:
-    """What a run was trained on."""
+    """The dataset that a run is trained on, as MLflow records it."""
 
     name: str
     digest: str
     uri: str
-    """Where its manifest lies."""
+    """URI of its manifest."""
     num_samples: Mapping[str, int] = field(default_factory=dict)
-    """Split -> samples."""
+    """Split -> number of its samples."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of a sample -> its type and shape, `uint16 [256]`."""
 
 
 def check(uri: str) -> None:
-    """Raises TrackingError, within seconds, unless runs can be recorded at the URI.
+    """Raise TrackingError, within seconds, unless runs can be recorded at the URI.
 
-    Of an sqlite database only what a file must be: it is made and migrated by whoever records first.
+    An sqlite database is only checked as a file: the first process that records creates and migrates it.
     """
     endpoint.require_supported(uri)
     path = endpoint.sqlite_path(uri)
@@ -69,34 +69,34 @@ def check(uri: str) -> None:
 def start_run(
     config: Config, run_id: str, lineage: DatasetLineage, further_tags: Mapping[str, str] | None = None
 ) -> str:
-    """MLflow id of the run of a training: found or made, open, with parameters, tags and dataset.
+    """Find or create the MLflow run of a training, open it, record parameters, tags and dataset, and return its id.
 
-    Of `further_tags` one that is '' is only set where the run has it. May be repeated. Raises TrackingError.
+    A value '' among `further_tags` only replaces one that the run has. May be repeated. Raises TrackingError.
     """
     uri = config.tracking.uri
     endpoint.require_private_credentials(config.tracking)
     check(uri)
     tags = run_tags(config, run_id, lineage)
-    experiment_id = client.ensure_experiment(uri, config.experiment, _artifact_location(uri, config.experiment))
-    mlflow_run_id = _find(uri, experiment_id, tags) or session.create_and_find(
-        lambda: client.create_run(uri, experiment_id, run_id, tags), lambda: _find(uri, experiment_id, tags)
+    experiment_id = client.ensure_experiment(uri, config.experiment, _choose_artifact_location(uri, config.experiment))
+    mlflow_run_id = _find_run(uri, experiment_id, tags) or session.create_and_find(
+        lambda: client.create_run(uri, experiment_id, run_id, tags), lambda: _find_run(uri, experiment_id, tags)
     )
     record = client.read_run(uri, mlflow_run_id)
     client.set_status(uri, mlflow_run_id, "RUNNING")
     further = {key: value for key, value in (further_tags or {}).items() if value or key in record.tags}
     client.set_tags(uri, mlflow_run_id, {**tags, **further})
-    known = parameters(config)
-    client.log_params(uri, mlflow_run_id, {k: v for k, v in known.items() if k not in record.params})
+    params = parameters(config)
+    client.log_params(uri, mlflow_run_id, {k: v for k, v in params.items() if k not in record.params})
     profile = {f"num_{split}_samples": number for split, number in lineage.num_samples.items()}
     client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri, profile, lineage.fields)
     return mlflow_run_id
 
 
-def _find(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | None:
-    """The MLflow run of a run, unless it is of another training: its parameters can never be changed.
+def _find_run(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | None:
+    """Return the id of a run's MLflow run; None if there is none, or if it records another training.
 
-    A run becomes another training only before its first commit, by a mistake that is mended. What was recorded until
-    then stays under a tag of its own.
+    A run becomes another training only before its first commit, when somebody corrects its configuration. MLflow never
+    changes parameters, so the old record is put aside under a tag of its own, and a new one is made.
     """
     mlflow_run_id = client.find_run(uri, experiment_id, RUN_ID_TAG, tags[RUN_ID_TAG])
     if mlflow_run_id is None:
@@ -109,12 +109,12 @@ def _find(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | None:
 
 
 def status_of(uri: str, mlflow_run_id: str) -> str:
-    """Status of a run as MLflow shows it. Raises TrackingError."""
+    """Return the status of a run as MLflow shows it. Raises TrackingError."""
     return client.read_run(uri, mlflow_run_id).status
 
 
 def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, str] | None = None) -> None:
-    """Ends a run: FINISHED, FAILED or KILLED. One that has ended so keeps its end. Raises TrackingError."""
+    """End a run as FINISHED, FAILED or KILLED; one that has this status keeps its time of end. Raises TrackingError."""
     if tags:
         client.set_tags(uri, mlflow_run_id, {key: endpoint.redacted(value) for key, value in tags.items()})
     if status_of(uri, mlflow_run_id) != status:
@@ -122,18 +122,18 @@ def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, 
 
 
 def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
-    """The runs with this tag that are shown as RUNNING, id -> tags, of all experiments. Raises TrackingError."""
+    """Return the runs of all experiments with this tag that are shown as RUNNING, id -> tags. Raises TrackingError."""
     check(uri)
     return client.search_running(uri, tag, value)
 
 
 def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> None:
-    """Records the metrics of the finished model as `evaluation/<name>`. May be repeated."""
+    """Record the metrics of the finished model as `evaluation/<name>`. May be repeated."""
     client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics))
 
 
 def log_missing(uri: str, mlflow_run_id: str, history: Sequence[Mapping[str, float]]) -> None:
-    """Records the points of a training curve that the run does not have. May be repeated. Raises TrackingError."""
+    """Record the points of a training curve that the run lacks. May be repeated. Raises TrackingError."""
     latest = client.read_run(uri, mlflow_run_id).latest
     points = missing_points(history, {key: point.step for key, point in latest.items()}, now_ms())
     if points:
@@ -143,7 +143,10 @@ def log_missing(uri: str, mlflow_run_id: str, history: Sequence[Mapping[str, flo
 def missing_points(
     history: Sequence[Mapping[str, float]], highest_steps: Mapping[str, int], timestamp_ms: int
 ) -> list[Point]:
-    """The points of a curve beyond the highest step that is recorded of their metric: they are recorded in order."""
+    """Return the points of a curve beyond the highest step that is recorded of their metric.
+
+    Points are recorded in order, so all up to that step are there.
+    """
     points = []
     for values in history:
         step = int(values["step"])
@@ -155,15 +158,16 @@ def missing_points(
 
 
 def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> None:
-    """Stores a text (a report) as an artifact of the run. Raises TrackingError."""
+    """Store a text (a report) as an artifact of the run. Raises TrackingError."""
     client.write_text(uri, mlflow_run_id, text, artifact_name)
 
 
 def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> list[Point]:
-    """The points of an evaluation; one that the run has already keeps its time, and so is the same point.
+    """Make the points of an evaluation; a value that the run has already keeps its time, and so is the same point.
 
-    They stand at step 0: of a metric that has no other MLflow draws bars, run beside run, instead of lone dots. Where
-    an earlier kftrain recorded some at the last step, new ones stand there: MLflow shows the value of the highest step.
+    They stand at step 0: a metric with no other step is drawn by MLflow as bars, run beside run, not as lone dots.
+    Where an earlier kftrain recorded them at the last step, new ones stand there, too: MLflow shows the value of the
+    highest step.
     """
     latest = client.read_run(uri, mlflow_run_id).latest
     points = []
@@ -178,7 +182,7 @@ def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]
 
 
 def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, str]:
-    """Tags that say what the run is a training of, and in whose name."""
+    """Return the tags of a run: the training's identity, its code, and who started it."""
     tags = {
         RUN_ID_TAG: run_id,
         TRAINING_DIGEST_TAG: config.training_digest(lineage.digest),
@@ -187,50 +191,50 @@ def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, 
         **kind_tags(config),
         **code_tags(),
         **source_tags(),
-        "mlflow.note.content": _description(config, lineage),
+        "mlflow.note.content": _describe_training(config, lineage),
     }
     parent = os.environ.get("MLFLOW_RUN_ID")
     return {**tags, "mlflow.parentRunId": parent} if parent else tags
 
 
 def kind_tags(config: Config) -> dict[str, str]:
-    """What people filter by, on runs, LoggedModels and versions alike."""
+    """Return the tags with the kinds of task and model, by which people filter runs, LoggedModels and versions."""
     return {"kftrain.task": config.task.kind, "kftrain.model": config.model.kind}
 
 
 def parameters(config: Config) -> dict[str, str]:
-    """The configuration as MLflow's parameters, without what is not set.
+    """Return the configuration as MLflow's parameters, without settings that are not set.
 
     A setting that a later version adds and nobody uses must not stand as a difference between old runs and new ones.
-    Without the pods' settings where there are no pods.
+    The settings of pods are left out if there are no pods.
     """
-    known = {key: value for key, value in flatten(config.to_dict()).items() if value not in UNSET}
+    params = {key: value for key, value in flatten(config.to_dict()).items() if value not in UNSET}
     if config.launch.has_pods:
-        return known
-    return {key: value for key, value in known.items() if not key.startswith("launch.kubernetes")}
+        return params
+    return {key: value for key, value in params.items() if not key.startswith("launch.kubernetes")}
 
 
 def model_parameters(config: Config) -> dict[str, str]:
-    """Those that say what the model is and how it was trained: what MLflow's table of models shows."""
-    known = parameters(config).items()
-    return {k: v for k, v in known if k.partition(".")[0] in MODEL_SECTIONS or k in MODEL_SETTINGS}
+    """Return the parameters of the model and its training alone, for MLflow's table of models."""
+    params = parameters(config).items()
+    return {k: v for k, v in params if k.partition(".")[0] in MODEL_SECTIONS or k in MODEL_SETTINGS}
 
 
 def dataset_name(uri: str, mlflow_run_id: str) -> str:
-    """Name of the dataset that was recorded with a run; empty where none was."""
+    """Return the name of the dataset that was recorded with a run; empty if there is none."""
     return client.read_run(uri, mlflow_run_id).dataset_name
 
 
 def code_tags() -> dict[str, str]:
-    """Which code runs: KFTRAIN_GIT_COMMIT, or the commit of the folder that a laptop's run works in; KFTRAIN_IMAGE."""
-    known = {"kftrain.git_commit": git_commit(), "kftrain.image": os.environ.get("KFTRAIN_IMAGE", "")}
-    return {tag: value for tag, value in known.items() if value}
+    """Return the tags that name the running code, the commit (`git_commit`) and KFTRAIN_IMAGE, as far as known."""
+    tags = {"kftrain.git_commit": git_commit(), "kftrain.image": os.environ.get("KFTRAIN_IMAGE", "")}
+    return {tag: value for tag, value in tags.items() if value}
 
 
 def source_tags() -> dict[str, str]:
-    """What MLflow shows as Created by, Source and Git commit."""
+    """Return the tags that MLflow shows as Created by, Source and Git commit."""
     tags = {
-        "mlflow.user": _user(),
+        "mlflow.user": _get_user(),
         "mlflow.source.name": os.environ.get("KFTRAIN_STARTED_BY") or os.environ.get("KFP_POD_NAME") or "kftrain",
         "mlflow.source.type": "JOB" if os.environ.get("KFP_POD_NAME") else "LOCAL",
         "mlflow.source.git.commit": git_commit().removesuffix("-dirty"),
@@ -239,12 +243,12 @@ def source_tags() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """KFTRAIN_GIT_COMMIT; else the commit of the current folder, with `-dirty` where files were changed; else empty."""
-    return os.environ.get("KFTRAIN_GIT_COMMIT") or _commit_of(os.getcwd())
+    """Return KFTRAIN_GIT_COMMIT, else the commit of the current folder, else ''; `-dirty` marks changed files."""
+    return os.environ.get("KFTRAIN_GIT_COMMIT") or _ask_git(os.getcwd())
 
 
 @functools.cache
-def _commit_of(folder: str) -> str:
+def _ask_git(folder: str) -> str:
     command = ["git", "-C", folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS, check=True)
@@ -253,21 +257,21 @@ def _commit_of(folder: str) -> str:
     return answer.stdout.strip()
 
 
-def _user() -> str:
+def _get_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a pod's user without a name
         return ""
 
 
-def _description(config: Config, lineage: DatasetLineage) -> str:
+def _describe_training(config: Config, lineage: DatasetLineage) -> str:
     counts = ", ".join(f"{number:,} {split} samples" for split, number in lineage.num_samples.items())
     data = f"{lineage.name}{f' ({counts})' if counts else ''}"
     return f"kftrain: {config.task.kind} with {config.model.kind} on {data}, {config.train.steps:,} steps."
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"train": {"steps": 2}}` as `{"train.steps": "2"}`, without credentials."""
+    """Turn `{"train": {"steps": 2}}` into `{"train.steps": "2"}`, without credentials."""
     flat: dict[str, str] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
@@ -278,14 +282,14 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def require_run(uri: str, mlflow_run_id: str) -> client.RunRecord:
-    """The record of a run. Raises TrackingError that names the missing step if no run was started."""
+    """Read the record of a run. Raises TrackingError, which names the missing step, if no run was started."""
     if not mlflow_run_id:
         raise TrackingError("no MLflow run was started", where=endpoint.redacted(uri), fix="run the training first")
     return client.read_run(uri, mlflow_run_id)
 
 
-def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Beside the database, instead of MLflow's default, the current folder. A server decides for itself."""
+def _choose_artifact_location(uri: str, experiment: str) -> str | None:
+    """Return a folder beside the database; MLflow would take the current one. None: a server decides for itself."""
     path = endpoint.sqlite_path(uri)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""How this process talks to MLflow; the only module that imports it.
+"""Connects this process to MLflow; the only module that imports it.
 
 MLflow is imported by the first call, which takes about a second. Every failure is a TrackingError that shows no
 credentials.
@@ -55,18 +55,22 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What lies in a LoggedModel besides `MLmodel`, and what `MLmodel` says of it."""
+    """The content of a LoggedModel: its files besides `MLmodel`, and the signature that `MLmodel` states."""
 
     files: Mapping[str, bytes]
     input_example: Mapping[str, Any] = field(default_factory=dict)
-    """Column -> its value in one row, as in the files; empty: no signature."""
+    """Column -> its value in one row, as in the files; empty: the model gets no signature."""
     answer_types: Mapping[str, str] = field(default_factory=dict)
-    """Column of the answer -> name of MLflow's type; empty: not known."""
+    """Column of the answer -> name of MLflow's type; empty: the types are not known."""
 
 
 @functools.cache
 def mlflow() -> Any:
-    """The package. Raises TrackingError where it is not installed."""
+    """Import MLflow, with our defaults for its settings, and return the package.
+
+    Raises TrackingError if it is not installed.
+    """
+    # Before the import: MLflow reads some of its settings only then.
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -81,6 +85,7 @@ def mlflow() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _client(uri: str) -> Any:
+    """Return MLflow's client of a URI, one per URI; makes the tables of an sqlite database if they are missing."""
     endpoint.require_supported(uri)
     with endpoint.database_lock(uri):
         package = mlflow()
@@ -96,11 +101,11 @@ def _client(uri: str) -> Any:
 
 @contextlib.contextmanager
 def connected(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
-    """Yields the client; what MLflow, or the driver of its artifacts, raises inside the block becomes a MlflowError.
+    """Yield the client; errors of MLflow, or of the driver of its artifacts, inside the block become MlflowError.
 
-    `harmless`: MLflow's code of an error that ends the block and nothing else.
+    `harmless`: MLflow's code of an error that is swallowed: it ends the block, and the caller goes on behind it.
     """
-    expected = (mlflow().MlflowException, OSError, ImportError, *_database_errors())
+    expected = (mlflow().MlflowException, OSError, ImportError, *_list_database_errors())
     try:
         yield _client(uri)
     except KftrainError:
@@ -113,11 +118,11 @@ def connected(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
         message = endpoint.redacted(str(error)).partition("\n")[0][:500]
         # Not chained: the cause may show credentials that are part of the URI.
         raise MlflowError(
-            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_fix(message)
+            f"{failure}: {message}", where=f"MLflow at {endpoint.redacted(uri)}", fix=_suggest_fix(message)
         ) from None
 
 
-def _database_errors() -> tuple[type[Exception], ...]:
+def _list_database_errors() -> tuple[type[Exception], ...]:
     try:
         from sqlalchemy.exc import SQLAlchemyError
     except ImportError:
@@ -125,7 +130,7 @@ def _database_errors() -> tuple[type[Exception], ...]:
     return (SQLAlchemyError,)
 
 
-def _fix(message: str) -> str:
+def _suggest_fix(message: str) -> str:
     if re.search("error code 40[13]", message):
         return "check MLFLOW_TRACKING_USERNAME and _PASSWORD or _TOKEN, and the server's --allowed-hosts"
     if "Max retries" in message or "timed out" in message:
@@ -134,23 +139,27 @@ def _fix(message: str) -> str:
 
 
 def create_and_find(create: Callable[[], object], find: Callable[[], Found | None]) -> Found:
-    """What `find` finds once `create` was called, whose answer may be lost; `find` removes what is there twice.
+    """Call `create`, whose answer may be lost, then return what `find` finds.
 
-    Raises what `create` raises where nothing is found.
+    MLflow repeats requests, so that a lost answer may leave two objects: `find` must choose the same one in every
+    process, and remove the others. Raises the error of `create` if nothing is found.
     """
-    lost = TrackingError("what was made is not there")
+    failure = TrackingError("what was made is not there")
     try:
         create()
     except TrackingError as error:
-        lost = error
-    found = find()
-    if found is None:
-        raise lost
-    return found
+        failure = error
+    result = find()
+    if result is None:
+        raise failure
+    return result
 
 
 def upsert(call: Callable[..., Any], *arguments: str) -> None:
-    """Makes a call that sets a row; of two that insert it at once MLflow fails one, so that one repeats it."""
+    """Make a call that inserts or updates a row, a second time if another process inserts the row at the same moment.
+
+    MLflow then fails one of the two on the database's constraint; the repetition finds the row and updates it.
+    """
     try:
         call(*arguments)
     except mlflow().MlflowException as error:
@@ -161,7 +170,11 @@ def upsert(call: Callable[..., Any], *arguments: str) -> None:
 
 @contextlib.contextmanager
 def as_default_uri(uri: str) -> Iterator[None]:
-    """Makes the URI the process's default for a moment: where the SQL registry looks up LoggedModels."""
+    """Make the URI the process's default inside the block: the SQL registry looks up LoggedModels there.
+
+    The default is process-wide, so a lock keeps threads apart; a value that the environment variable had is restored.
+    Servers need none of this.
+    """
     if endpoint.is_http(uri):
         yield
         return
@@ -178,7 +191,7 @@ def as_default_uri(uri: str) -> Iterator[None]:
 
 
 def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, data: str, stored: StoredModel) -> None:
-    """Writes a pyfunc model, whose loader gets the file `data` of `stored`, into a folder. Nothing is pickled."""
+    """Write a pyfunc model, whose loader gets the file `data` of `stored`, into a folder. Nothing is pickled."""
     import mlflow.pyfunc
     from mlflow.models import Model
 
@@ -191,15 +204,16 @@ def write_model(folder: Path, run_id: str, model_id: str, loader_module: str, da
         model, loader_module=loader_module, data=data, conda_env=environment[0], python_env=environment[1]
     )
     if stored.input_example:
-        model.signature = _signature(stored)
+        model.signature = _make_signature(stored)
         model.saved_input_example_info = _EXAMPLE_INFO
     model.save(str(folder / "MLmodel"))
 
 
-def _signature(stored: StoredModel) -> Any:
-    """MLflow refuses what it does not allow: a single text may come in a list, without the name of its column.
+def _make_signature(stored: StoredModel) -> Any:
+    """Return MLflow's signature of a model, or None. MLflow refuses inputs that the signature does not allow.
 
-    Of arrays every form of a signature refuses some of what people pass, so it says the answer alone. None: nothing.
+    A model of one text gets a column without a name, so that people may pass a list. Every form of a signature for
+    arrays refuses some inputs that people pass, so models of arrays get one of the answer alone.
     """
     import pandas
     from mlflow.models import ModelSignature, infer_signature
@@ -215,7 +229,10 @@ def _signature(stored: StoredModel) -> Any:
 
 
 def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
-    """The text of an artifact; None where it is not there: a download does not tell that from an outage."""
+    """Return the text of an artifact; None if it is missing or no text.
+
+    The folder is listed first: a failing download does not tell a missing file from an outage.
+    """
     from mlflow.artifacts import download_artifacts, list_artifacts
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories as drivers
 
@@ -236,7 +253,7 @@ def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
 
 
 def quotable(value: str) -> str:
-    """The value of a filter of MLflow. Raises TrackingError for one with quotes."""
+    """Return a value that may stand in a filter of MLflow. Raises TrackingError for one with quotes."""
     if set(value) & set("'\"`\\"):
         raise TrackingError("a name with quotes cannot be searched for", value=value, fix="use letters and digits")
     return value

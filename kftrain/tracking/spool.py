@@ -1,7 +1,7 @@
 """A queue of points in a JSON lines file, which survives the process.
 
-Points are appended, read from the front, and the file is emptied when all were taken. A crash can tear the
-last line only; what was taken but not yet emptied comes again, which whoever reads must bear.
+Points are appended, read from the front, and the file is emptied when all were taken. A crash can tear the last line
+only. Points that were taken before a crash but not yet removed from the file come again: the reader must bear that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kftrain.tracking.base import Point
 
 
 class Spool:
-    """The queue. For one thread, and one process per file."""
+    """A queue of points in a file, for a single thread of a single process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,22 +30,24 @@ class Spool:
 
     @property
     def empty(self) -> bool:
-        """Whether all points were taken."""
+        """True if all points were taken."""
         return self._taken_bytes == self._size_bytes
 
     def append(self, points: list[Point]) -> None:
-        """Adds points at the end. Raises OSError, after which none of them is in the queue."""
+        """Add points at the end. Raises OSError, after which none of them is in the queue."""
         lines = "".join(json.dumps(asdict(point)) + "\n" for point in points).encode()
         try:
             with self._path.open("ab") as stream:
                 stream.write(lines)
-        except OSError:
+        except (
+            OSError
+        ):  # a full disk may have taken a part of the lines: cut them off, or the next would follow a torn one
             self._truncate(self._size_bytes)
             raise
         self._size_bytes += len(lines)
 
     def peek(self, limit: int) -> tuple[list[Point], int]:
-        """The first points, at most `limit`, and their bytes for `take`."""
+        """Return the first points, at most `limit`, and their size in bytes, which `take` needs."""
         points: list[Point] = []
         start = self._taken_bytes
         with self._path.open("rb") as stream:
@@ -55,7 +57,7 @@ class Spool:
             return points, stream.tell() - start
 
     def take(self, num_bytes: int) -> None:
-        """Removes the first bytes, as `peek` counted them."""
+        """Remove the first points, by their size in bytes as `peek` returned it."""
         self._taken_bytes += num_bytes
         if self.empty:
             self._truncate(0)
@@ -63,7 +65,7 @@ class Spool:
             self._size_bytes = 0
 
     def __len__(self) -> int:
-        """Points in the queue."""
+        """Count the points in the queue by reading all of them."""
         return len(self.peek(self._size_bytes)[0])
 
     def _truncate(self, size: int) -> None:
@@ -72,7 +74,7 @@ class Spool:
                 stream.truncate(size)
 
     def _repair(self) -> int:
-        """Leaves out lines that are no points, such as a torn last one. Returns the size of what is left."""
+        """Drop lines that are no points, such as a torn last one, and return the size of the file in bytes."""
         self._path.touch()
         before = self._path.read_bytes()
         content = b"".join(line for line in before.splitlines(keepends=True) if _is_point(line))

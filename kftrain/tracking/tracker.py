@@ -1,14 +1,13 @@
 """The tracker of a training loop: metrics go into a queue in memory, a thread brings them to MLflow.
 
     log_metrics ──queue──▶ thread ──▶ spool file ──▶ server
-      2 µs, never blocks            appended first    in order, up to 1000 points per request, retried for
-      ever
+      2 µs, never blocks            appended first    in order, up to 1000 points per request, retried for ever
 
-Every point is in the spool file before it is sent and leaves it when the server has it, so an outage of any
-length costs disk space, not points, and a crash loses at most what was logged in the last second. Before
-the first request, and after every failure (the request may have arrived), the thread asks for the highest
-step that the server has of each metric and skips points up to it: since points arrive in order, none is
-there twice, not after a resume from an earlier step either.
+Every point is in the spool file before it is sent and leaves it when the server has it, so an outage of any length
+costs disk space, not points, and a crash loses at most what was logged in the last second. Before the first request,
+and after every failure (the request may have arrived), the thread asks for the highest step that the server has of
+each metric and skips points up to it: since points arrive in order, none is there twice, not after a resume from an
+earlier step either.
 
 MLflow stores infinity as 1.8e308 and NaN as 0: such points become a tag, `nonfinite`.
 """
@@ -31,15 +30,14 @@ from kftrain.tracking.spool import Spool
 NONFINITE_TAG = "nonfinite"
 
 QUEUE_LENGTH = 10_000
-"""Steps that wait for the thread; it falls behind only while a request hangs, and then for a minute at
-most."""
+"""Number of steps that may wait for the thread, which falls behind only while a request hangs: a minute at most."""
 
 FIRST_REQUEST_SECONDS = 10.0
-"""How long a training goes on before MLflow is imported, which takes seconds of the GIL: a short one never does it."""
+"""Seconds of training before MLflow is imported, which takes seconds of the GIL; a short training never imports it."""
 
 FLUSH_INTERVAL_SECONDS = 1.0
 LAST_LOOK_SECONDS = 0.5
-"""How long `close` lets the thread put what it has into the spool, and end a request."""
+"""Seconds that `close` leaves the thread at least, to put what it has into the spool and to end a request."""
 
 MAX_BACKOFF_SECONDS = 30.0
 POINTS_PER_REQUEST = 1000
@@ -47,16 +45,19 @@ POINTS_PER_REQUEST = 1000
 _logger = logging.getLogger(__name__)
 
 Send = Callable[[list[Point], dict[str, str]], None]
-"""Records points and sets tags. Raises TrackingError."""
+"""Function that records points and sets tags. Raises TrackingError."""
 
 HighestSteps = Callable[[], dict[str, int]]
-"""Metric name -> highest step that is recorded. Raises TrackingError."""
+"""Function that returns metric name -> highest step that is recorded. Raises TrackingError."""
 
-_Item = tuple[dict[str, float], int, int]
+_Item = tuple[dict[str, float], int, int]  # metrics, step, milliseconds since 1970
 
 
 class MlflowTracker:
-    """See the module. `num_dropped` counts points that were lost: the queue was full, or the disk was."""
+    """A tracker with a thread of its own, see the module.
+
+    `num_dropped` counts points that were lost because the queue or the disk was full.
+    """
 
     def __init__(
         self, send: Send, highest_steps: HighestSteps, spool: Path, first_request_seconds: float = 0.0
@@ -75,16 +76,16 @@ class MlflowTracker:
         self._thread.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the metrics of a step, later. Never blocks, never raises."""
+        """Queue the metrics of a step. Never blocks, never raises."""
         try:
             self._queue.put_nowait((dict(metrics), step, now_ms()))
         except queue.Full:
             self.num_dropped += len(metrics)
 
     def close(self, timeout_seconds: float) -> None:
-        """Waits until the server has everything, at most this long; the rest stays in the spool.
+        """Wait until the server has everything, at most this long; the rest stays in the spool.
 
-        With 0 nothing is begun that is not under way.
+        With 0 no request is begun that is not under way.
         """
         self._deadline = time.monotonic() + timeout_seconds
         try:
@@ -107,7 +108,7 @@ class MlflowTracker:
                 time.sleep(min(self._backoff_seconds, max(0.0, self._deadline - time.monotonic())))
 
     def _collect(self) -> tuple[list[_Item], bool]:
-        """What was logged within the flush interval, and whether the tracker is closing."""
+        """Wait for the flush interval and return what was logged, and True if the tracker is closing."""
         items: list[_Item] = []
         until = time.monotonic() + FLUSH_INTERVAL_SECONDS
         while len(items) < POINTS_PER_REQUEST:
@@ -131,7 +132,7 @@ class MlflowTracker:
         return points
 
     def _store(self, points: list[Point]) -> None:
-        """Into the spool; where the disk is full, straight to the server."""
+        """Put points into the spool; if the disk is full, send them straight to the server, or drop them."""
         if not points:
             return
         try:
@@ -144,7 +145,10 @@ class MlflowTracker:
                 self.num_dropped += len(points)
 
     def _deliver(self, patient: bool) -> None:
-        """Sends what is in the spool, until it is empty or the server fails."""
+        """Send the points in the spool until it is empty or the server fails.
+
+        `patient`: do nothing before the time of the next attempt.
+        """
         if patient and time.monotonic() < self._next_attempt:
             return
         while not self._spool.empty:
@@ -158,6 +162,7 @@ class MlflowTracker:
             self._backoff_seconds = 0.0
 
     def _transmit(self, points: list[Point]) -> None:
+        """Send the points that the server does not have. Raises TrackingError."""
         if self._recorded is None:
             self._recorded = self._highest_steps()
         new = []
@@ -168,11 +173,12 @@ class MlflowTracker:
         try:
             self._send([point for point in new if math.isfinite(point.value)], self._nonfinite_tags(new))
         except TrackingError:
-            self._recorded = None
+            self._recorded = None  # the request may have arrived: ask the server again before the next one
             raise
 
     def _nonfinite_tags(self, points: list[Point]) -> dict[str, str]:
-        """The tag that names the first non-finite value of each metric, if there is a new one."""
+        """Return the tag that names the first non-finite value of every metric; empty if no metric is new to it."""
+        # Reversed: of several points of a metric the first one is written last, and stays.
         first = {p.key: f"{p.key}={p.value} at step {p.step}" for p in reversed(points) if not math.isfinite(p.value)}
         if first.keys() <= self._nonfinite.keys():
             return {}
@@ -187,10 +193,10 @@ class MlflowTracker:
 
 
 def open_tracker(uri: str, mlflow_run_id: str, spool: Path) -> MlflowTracker:
-    """A tracker for a run that `start_run` returned. `spool`: a file of this run alone.
+    """Start a tracker for a run that `start_run` returned. `spool`: a file of this run alone.
 
     Points that an earlier process left in the spool are sent first. Returns at once, whether MLflow can be reached or
-    not. Raises TrackingError where the spool cannot be written.
+    not. Raises TrackingError if the spool cannot be written.
     """
 
     def send(points: list[Point], tags: dict[str, str]) -> None:
