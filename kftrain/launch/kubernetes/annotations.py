@@ -7,13 +7,13 @@ STATE_ANNOTATION = "kftrain.io/state"
 """The state and its reasons, as the launcher prints them."""
 
 PROGRESS_ANNOTATION = "kftrain.io/progress"
-"""The last line about a step."""
+"""The last line that the job has printed about a step."""
 
 LAUNCH_ANNOTATION = "kftrain.io/launch"
-"""Who has created it: a number drawn by its launcher, which knows its own job by it."""
+"""Mark of the launch that holds the job: a random number by which a launcher knows its own job."""
 
 SEEN_ANNOTATION = "kftrain.io/seen"
-"""When its launcher last looked at it."""
+"""Time at which a launcher last looked at the job."""
 
 SUSPENDED_ANNOTATION = "kftrain.io/suspended"
-"""Set by `kftrain suspend`, with the time; taken away by `kftrain unsuspend`."""
+"""Time of `kftrain suspend`; removed by `kftrain unsuspend`."""

@@ -17,7 +17,7 @@ from kftrain.run.paths import RunPaths
 
 
 def delete_jobs(clusters: Sequence[JobClient], config: Config, paths: RunPaths, job_id: str = "") -> list[str]:
-    """Deletes the pipeline run's jobs on the cluster: those of a step that was killed are still there, and hold GPUs.
+    """Delete the jobs of a pipeline run that ends: those of a step that was killed are still there, and hold GPUs.
 
     Args:
         clusters: One for each kind of job.
@@ -30,8 +30,8 @@ def delete_jobs(clusters: Sequence[JobClient], config: Config, paths: RunPaths, 
     selectors = {selector(RUN_LABEL, paths.run_id)}
     if job_id:  # a configuration that lies in a file may name another run by now
         selectors.add(selector(KFP_RUN_LABEL, job_id))
-    found = [pair for each in sorted(selectors) for pair in list_jobs(clusters, each)]
-    jobs = {job["metadata"]["uid"]: (cluster, job) for cluster, job in found}.values()
+    listed = [pair for selected in sorted(selectors) for pair in list_jobs(clusters, selected)]
+    jobs = {job["metadata"]["uid"]: (cluster, job) for cluster, job in listed}.values()
     workflow = ownership.find_owner(clusters[0])[0] if jobs else None
     uid, digest = workflow["uid"] if workflow else "", config.digest()
     removed = []
@@ -44,17 +44,17 @@ def delete_jobs(clusters: Sequence[JobClient], config: Config, paths: RunPaths, 
 
 
 def belongs(kind: Kind, job: Mapping[str, Any], workflow_uid: str, job_id: str, config_digest: str) -> bool:
-    """Whether a job of a run is this pipeline run's own, and not that of another one which works on the same run.
+    """Tell whether a job belongs to this pipeline run, and not to another one that works on the same run.
 
-    One that says nothing of a pipeline run, because its launcher ran on a laptop or in another namespace, is ours where
-    we know of no Workflow either, and where it was started for the configuration that the run has now.
+    A job that names no pipeline run, because its launcher ran on a laptop or in another namespace, is ours if we know
+    of no Workflow either and if the job was started for the configuration that the run has now.
 
     Args:
-        kind: Its kind.
+        kind: The kind of the job.
         job: The job.
-        workflow_uid: Of this pipeline run's Workflow; empty where it is not known.
+        workflow_uid: Uid of this pipeline run's Workflow; empty where it is not known.
         job_id: Kubeflow's id of this pipeline run.
-        config_digest: Of the run's configuration.
+        config_digest: Digest of the run's configuration.
     """
     metadata = job["metadata"]
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or [] if owner["kind"] == "Workflow"]

@@ -32,7 +32,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 STREAM_TIMEOUT_SECONDS = (5.0, 60.0)
 EXPLAIN_OUTAGE_SECONDS = 5.0
-"""How long a source that only explains is asked again: it must not hold up what matters."""
+"""Seconds for which calls to a source that only explains are repeated: they must not hold up what matters."""
 
 FORBIDDEN, NOT_FOUND, CONFLICT = 403, 404, 409
 
@@ -40,7 +40,7 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """One namespace of a cluster, by the kubeconfig or, in a pod, by its service account."""
+    """Calls to the API server for one namespace, by the kubeconfig or, in a pod, by its service account."""
 
     def __init__(self, namespace: str = "", warn: Progress = to_log) -> None:
         from kubernetes import client
@@ -48,9 +48,9 @@ class Cluster:
         configuration, default_namespace = _connect()
         self.namespace = namespace or default_namespace
         self.identity = ownership.identity_of(configuration)
-        """What tells this cluster from others: of the certificate of its API server, else of its address."""
+        """Digest that tells this cluster from others, see `ownership.identity_of`."""
         self.own_namespace = default_namespace if SERVICE_ACCOUNT.exists() else ""
-        """That of the pod this runs in; empty outside a cluster."""
+        """Namespace of the pod that this process runs in; empty outside a cluster."""
         api_client = client.ApiClient(configuration)
         self._custom = client.CustomObjectsApi(api_client)
         self._core = client.CoreV1Api(api_client)
@@ -62,23 +62,24 @@ class Cluster:
         self._lock = threading.Lock()
         self._forbidden: set[str] = set()
         self._refused_since: dict[str, float] = {}
-        """Verb -> when it was refused first since it worked last, on the monotonic clock; infinite: it works."""
+        """Verb -> monotonic time of the first refusal since the last success; infinite while the verb is allowed."""
         self._silent: set[str] = set()
-        self._said: set[str] = set()
+        """Verbs that got no answer when they were asked last."""
+        self._warned: set[str] = set()
         self._always_asked: frozenset[str] = frozenset()
-        """Verbs that are asked again also where they are forbidden."""
+        """Verbs that are tried again even where they are forbidden."""
 
     # -- pods ---------------------------------------------------------------------------------------------------------
 
     def read_pod(self, name: str, namespace: str = "") -> Object | None:
-        """A pod as it is now, of the jobs' namespace unless another one is named. Raises LaunchError."""
+        """Return a pod of the jobs' namespace, or of `namespace`; None where it is gone. Raises LaunchError."""
         reading = self._json(self._core.read_namespaced_pod)
         return self._read(f"pod {name} cannot be read", reading, name, namespace or self.namespace)
 
     def force_delete_pod(self, name: str, uid: str) -> bool:
-        """Takes a pod off the API server without asking its node, which must be known to be dead.
+        """Delete a pod from the API server without asking its node, which must be known to be dead.
 
-        False: that is forbidden, or somebody was faster.
+        Returns False where this account may not, or where somebody else deleted the pod first.
         """
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
         delete = self._json(self._core.delete_namespaced_pod)
@@ -87,38 +88,39 @@ class Cluster:
     # -- what explains ------------------------------------------------------------------------------------------------
 
     def list_warnings(self) -> list[Object]:
-        """Warning events of the namespace; empty where they may not be read."""
+        """Return the warning events of the namespace; none where this account may not read them."""
         listing = self._json(self._core.list_namespaced_event)
         selector = {"field_selector": "type=Warning"}
         return self._explain("list events", EXPLAIN_OUTAGE_SECONDS, listing, self.namespace, **selector) or []
 
     def find_workload(self, job_uid: str) -> Object | None:
-        """Kueue's Workload of a job; None where there is none or it may not be read."""
+        """Return Kueue's Workload of a job; None where there is none or this account may not read it."""
         selector = f"{WORKLOAD_JOB_LABEL}={job_uid}"
         listing = self._custom.list_namespaced_custom_object
-        found = self._explain(
+        workloads = self._explain(
             LIST_WORKLOADS, EXPLAIN_OUTAGE_SECONDS, listing, *self._at(WORKLOADS), label_selector=selector
         )
-        return found[0] if found else None
+        return workloads[0] if workloads else None
 
     def patch_workload(self, name: str, patch: Object) -> bool:
-        """Merges into a Kueue Workload; False where it is gone. Raises LaunchError."""
+        """Merge `patch` into a Kueue Workload; False where the Workload is gone. Raises LaunchError."""
         return self._patch("the Workload cannot be changed", WORKLOADS, name, patch)
 
     @property
     def sees_workloads(self) -> bool:
-        """Whether the last answer about Workloads says something: they may be read, and there was an answer."""
+        """True if the API server answered the last question about Workloads and this account may read them."""
         return LIST_WORKLOADS not in self._forbidden and LIST_WORKLOADS not in self._silent
 
     def read_node(self, name: str) -> Object | None:
-        """A node; None where it is gone or may not be read."""
+        """Return a node; None where it is gone or this account may not read it."""
         answer = self._explain("get nodes", EXPLAIN_OUTAGE_SECONDS, self._json(self._core.read_node), name)
         return answer if isinstance(answer, dict) else None
 
     def read_workflow(self, name: str, retried: bool = True) -> Object | None:
-        """An Argo Workflow of this namespace; None where it is gone or may not be read.
+        """Return an Argo Workflow of this namespace; None where it is gone or this account may not read it.
 
-        An outage raises LaunchError; without retries it is None after seconds.
+        During an outage the call raises LaunchError after ten minutes, or with `retried=False` returns None within
+        seconds.
         """
         reading, seconds = self._custom.get_namespaced_custom_object, None if retried else EXPLAIN_OUTAGE_SECONDS
         answer = self._explain("get workflows", seconds, reading, *self._at(WORKFLOWS), name)
@@ -126,7 +128,7 @@ class Cluster:
 
     @property
     def sees_workflows(self) -> bool:
-        """Whether the last answer about a Workflow says something, as above."""
+        """True if the API server answered the last question about a Workflow and this account may read it."""
         return not {"get workflows"} & (self._forbidden | self._silent)
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -136,20 +138,20 @@ class Cluster:
 
     def _read(self, what: str, method: Callable[..., Any], *arguments: Any) -> Object | None:
         try:
-            found = self._call(method, *arguments)
+            item = self._call(method, *arguments)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return None
             raise self._refused(what, error) from error
-        assert isinstance(found, dict)
-        return found
+        assert isinstance(item, dict)
+        return item
 
     def _list(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Object]:
         try:
-            found = self._call(method, *arguments, **options)
+            listing = self._call(method, *arguments, **options)
         except self._api_exception as error:
             raise self._refused(f"the {what} cannot be listed", error) from error
-        return list(found["items"])
+        return list(listing["items"])
 
     def _patch(self, what: str, kind: tuple[str, ...], name: str, patch: Object) -> bool:
         try:
@@ -163,19 +165,19 @@ class Cluster:
     def _explain(
         self, verb: str, seconds: float | None, method: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """What a source says that may be forbidden, absent or silent: None then.
+        """Call a source that only explains; return its items, or None where it is forbidden, absent or silent.
 
-        It is asked for so many seconds, and in a hurry not at all. None: as long as what matters, and its silence
-        raises LaunchError like that.
+        The call is repeated for `seconds`, and is left out once this process was told to stop. With `seconds=None` it
+        is repeated as long as any call that matters, and raises LaunchError after that outage.
         """
         if verb in self._forbidden or (seconds is not None and self.retry_policy.hurried()):
             return None
         self._silent.discard(verb)
         try:
             if seconds is None:
-                found = self._call(method, *arguments, **options)
+                answer = self._call(method, *arguments, **options)
             else:
-                found = self.retry_policy.call_for(seconds, method, *arguments, **options)
+                answer = self.retry_policy.call_for(seconds, method, *arguments, **options)
         except self._api_exception as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 self._silent.add(verb)
@@ -186,25 +188,26 @@ class Cluster:
             if seconds is None:
                 raise
             return None
-        self._worked(verb)
-        return found.get("items", found)
+        self._note_allowed(verb)
+        return answer.get("items", answer)
 
-    def _worked(self, verb: str) -> None:
+    def _note_allowed(self, verb: str) -> None:
         with self._lock:
             self._refused_since[verb] = float("inf")
 
     def _say_forbidden(self, verb: str, error: Any) -> None:
-        """Warns once; what is forbidden is not asked again, unless it is asked always.
+        """Warn once that a call fails, and remember a forbidden verb so that `_explain` leaves it out.
 
-        What was allowed before is asked again for a minute: an API server that has just started, a webhook.
+        A verb that was allowed before gets a minute first: an API server that has just started, or a webhook that is
+        away, refuses it for a moment. Verbs in `_always_asked` are never left out.
         """
         with self._lock:
             since = self._refused_since.get(verb, float("-inf"))
             self._refused_since[verb] = min(since, time.monotonic())
             if error.status == FORBIDDEN and time.monotonic() - self._refused_since[verb] < FORBIDDEN_SECONDS:
                 return
-            known = verb in self._said
-            self._said.add(verb)
+            known = verb in self._warned
+            self._warned.add(verb)
             if error.status == FORBIDDEN and verb not in self._always_asked:
                 self._forbidden.add(verb)
         if not known:
@@ -212,7 +215,7 @@ class Cluster:
             self._warn(f"{why} {verb} in namespace {self.namespace}: some of what happens stays unknown")
 
     def _json(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A typed call of the client, with its answer as JSON."""
+        """Wrap a typed method of the client so that it returns plain JSON."""
 
         @functools.wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -221,14 +224,14 @@ class Cluster:
         return call
 
     def _stream(self, verb: str, path: str, query: list[tuple[str, str]], limit: int | None = None) -> Iterator[bytes]:
-        """Lines of an answer that goes on, until it ends. Raises ConnectionError: whoever reads asks again."""
+        """Yield the lines of a streamed answer until it ends. Raises ConnectionError: the caller connects again."""
         import urllib3
 
         if verb in self._forbidden:
             return
         try:
             with self._raw_get(path, query) as response:
-                self._worked(verb)
+                self._note_allowed(verb)
                 yield from _lines(response, limit)
         except self._api_exception as error:
             if error.status == FORBIDDEN:
@@ -254,7 +257,7 @@ class Cluster:
 
 
 def _lines(response: Any, limit: int | None) -> Iterator[bytes]:
-    """Lines with their newlines, each cut to `limit` bytes; what has no newline at the end comes without."""
+    """Split a response into lines with their newlines, each cut to `limit` bytes; a torn last line has no newline."""
     rest = b""
     for chunk in response.stream():
         *whole, rest = (rest + chunk).split(b"\n")
@@ -266,7 +269,7 @@ def _lines(response: Any, limit: int | None) -> Iterator[bytes]:
 
 
 def _connect() -> tuple[Any, str]:
-    """How to reach the API server, and the namespace to use. Raises LaunchError."""
+    """Return the client's configuration for the API server and the default namespace. Raises LaunchError."""
     from kubernetes import client, config
 
     configuration = client.Configuration()

@@ -18,7 +18,7 @@ _TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that each may take."""
+    """The longest that a job may queue, start and train, in seconds."""
 
     queue_seconds: float
     start_seconds: float
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds that a job has spent, up to `time`."""
+    """Seconds that a job has spent in its queue, in its start and in training, up to `time` (monotonic)."""
 
     time: float
     queue_seconds: float = 0.0
@@ -35,7 +35,7 @@ class Clock:
     training_seconds: float = 0.0
 
     def advance(self, state: State, now: float) -> Clock:
-        """The clock at `now`, for a job that has been in `state` since the last call."""
+        """Return the clock at `now`, for a job that has been in `state` since the last call."""
         passed = now - self.time
         if state in _QUEUED:
             return replace(self, time=now, queue_seconds=self.queue_seconds + passed, start_seconds=0.0)
@@ -46,11 +46,11 @@ class Clock:
         return replace(self, time=now)
 
     def started_anew(self) -> Clock:
-        """With all the time to start: what has passed says nothing of the job."""
+        """Return the clock with no time spent on the start: the time that has passed says nothing about the job."""
         return replace(self, start_seconds=0.0)
 
     def exceeded(self, limits: Limits) -> str:
-        """The limit that is exceeded, in words; empty: none is."""
+        """Return the setting whose limit is exceeded, as `key = limit s`; empty if none is."""
         spent = (
             ("launch.kubernetes.queue_timeout_seconds", self.queue_seconds, limits.queue_seconds),
             ("launch.kubernetes.start_timeout_seconds", self.start_seconds, limits.start_seconds),

@@ -29,28 +29,28 @@ FINISHED_SECONDS = 3600.0
 """A job that has ended so long ago has no launcher that would still take it away."""
 
 UNSEEN_SECONDS = 2 * 3600.0
-"""A job whose launcher runs in the cluster and has not looked at it for so long."""
+"""A job is garbage if its launcher runs in the cluster and has not looked at it for so many seconds."""
 
 ABANDONED_SECONDS = 7 * 24 * 3600.0
-"""A job whose launcher runs somewhere else: a laptop may sleep over a weekend."""
+"""The same limit for a launcher outside the cluster: a laptop may sleep over a weekend."""
 
 POLL_SECONDS = 1.0
 GOING_SECONDS = 600.0
-"""How long cancelled pods may take: their grace, and a slow node."""
+"""Seconds that cancelled pods may take to go: their grace, and a slow node."""
 
 ENDED_PHASES = frozenset(("Succeeded", "Failed", "Error"))
 GOING_PHASES = frozenset(("Pending", "Running"))
-"""Of a Workflow."""
+"""Phases of a Workflow that has not ended."""
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A job that nobody will take away."""
+    """A job that nobody else will delete, and why."""
 
     job: str
     uid: str
     version: str
-    """As it was looked at: one that somebody has adopted since is left alone."""
+    """Resource version that was judged: a job that somebody has adopted since is left alone."""
     why: str
 
 
@@ -67,67 +67,69 @@ class ClusterJobs:
 
     @functools.cached_property
     def clusters(self) -> list[JobClient]:
-        """The namespace as each kind sees it. Raises LaunchError."""
+        """One client of the namespace for each kind of job. Raises LaunchError."""
         return [JobClient(kind, self._namespace, self._warn) for kind in self._kinds]
 
     def describe(self, run: str) -> list[JobStatus]:
-        """See `Jobs.describe`."""
+        """Return the status of the run's jobs: see `Jobs.describe`."""
         return status(self.clusters, RunPaths(run).run_id)
 
     def cancel(self, run: str) -> list[str]:
-        """See `Jobs.cancel`."""
+        """Delete the run's jobs and wait until their pods are gone: see `Jobs.cancel`."""
         return cancel(self.clusters, RunPaths(run).run_id)
 
     def suspend(self, run: str) -> list[str]:
-        """See `Jobs.suspend`."""
+        """Suspend the run's jobs, by their queue where they have one: see `Jobs.suspend`."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return [_set_suspended(cluster, job, now) for cluster, job in _some(self.clusters, RunPaths(run).run_id)]
+        return [_set_suspended(cluster, job, now) for cluster, job in _find_jobs(self.clusters, RunPaths(run).run_id)]
 
     def unsuspend(self, run: str) -> list[str]:
-        """See `Jobs.unsuspend`: through their queue, where they have one."""
-        return [_set_suspended(cluster, job, None) for cluster, job in _some(self.clusters, RunPaths(run).run_id)]
+        """Let suspended jobs go on, by their queue where they have one: see `Jobs.unsuspend`."""
+        return [_set_suspended(cluster, job, None) for cluster, job in _find_jobs(self.clusters, RunPaths(run).run_id)]
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-        """See `Jobs.logs`: all of what the pods have printed. Raises BrokenPipeError where nobody reads it."""
-        for cluster, job in _some(self.clusters, RunPaths(run).run_id):
+        """Write all that the pods have printed: see `Jobs.logs`. Raises BrokenPipeError if nobody reads it."""
+        for cluster, job in _find_jobs(self.clusters, RunPaths(run).run_id):
             if job["metadata"]["labels"].get(TASK_LABEL) == task:
                 _print_logs(cluster, job, follow, write)
 
 
 def list_jobs(clusters: Sequence[JobClient], selected: str) -> list[tuple[JobClient, Object]]:
-    """Jobs with these labels, of all kinds that the cluster has and shows to this account.
+    """List the jobs that match a label selector, of all kinds that the cluster has and shows to this account.
 
-    Raises LaunchError, also where it has or shows none of them.
+    Raises LaunchError, also where the cluster has or shows none of the kinds.
     """
-    found, refused = [], []
+    jobs, refused = [], []
     for cluster in clusters:
         try:
-            found += [(cluster, job) for job in cluster.list_jobs(selected)]
+            jobs += [(cluster, job) for job in cluster.list_jobs(selected)]
         except NotServedError as error:
             refused.append(error)
     if refused and len(refused) == len(clusters):
         raise refused[0]
-    return found
+    return jobs
 
 
 def jobs_of(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
-    """The jobs of a run, by its id; with an empty one those of all runs. Raises LaunchError."""
+    """List the jobs of a run, by its id; an empty id lists those of all runs. Raises LaunchError."""
     return list_jobs(clusters, selector(RUN_LABEL, run) if run else RUN_LABEL)
 
 
 def status(clusters: Sequence[JobClient], run: str = "") -> list[JobStatus]:
-    """The jobs of the namespace, or of one run, oldest first. Raises LaunchError."""
+    """Return the status of the jobs of the namespace, or of one run, oldest first. Raises LaunchError."""
     jobs = sorted(jobs_of(clusters, run), key=lambda pair: str(pair[1]["metadata"]["creationTimestamp"]))
     events = [observation.parse_event(event) for event in clusters[0].list_warnings()] if jobs else []
     return [_status(cluster, job, events, time.time()) for cluster, job in jobs]
 
 
 def cancel(clusters: Sequence[JobClient], run: str) -> list[str]:
-    """Deletes the jobs of a run and waits until their pods are gone; returns their names. Raises LaunchError.
+    """Delete the jobs of a run and wait until their pods are gone; return the jobs' names. Raises LaunchError.
 
     Workers commit a checkpoint first, within the grace of their pods.
     """
-    jobs = [(cluster, str(job["metadata"]["name"]), job["metadata"]["uid"]) for cluster, job in _some(clusters, run)]
+    jobs = [
+        (cluster, str(job["metadata"]["name"]), job["metadata"]["uid"]) for cluster, job in _find_jobs(clusters, run)
+    ]
     for cluster, name, uid in jobs:
         cluster.delete_job(name, uid)
     deadline = time.monotonic() + GOING_SECONDS
@@ -144,28 +146,28 @@ def cancel(clusters: Sequence[JobClient], run: str) -> list[str]:
 
 
 def collect_garbage(clusters: Sequence[JobClient], dry_run: bool = False) -> list[Garbage]:
-    """Deletes the jobs that nobody will take away; returns them. Raises LaunchError."""
-    found = []
+    """Delete the jobs that nobody else will delete, unless `dry_run`; return them. Raises LaunchError."""
+    collected = []
     for cluster, job in jobs_of(clusters, ""):
         workflow = _workflow_name(job)
-        read = cluster.read_workflow(workflow) if workflow else None
-        phase = str(((read or {}).get("status") or {}).get("phase", ""))
+        owner = cluster.read_workflow(workflow) if workflow else None
+        phase = str(((owner or {}).get("status") or {}).get("phase", ""))
         why = why_garbage(cluster.kind, job, phase, time.time())
         if why:
             metadata = job["metadata"]
-            found.append((cluster, Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why)))
-    for cluster, garbage in () if dry_run else found:
+            collected.append((cluster, Garbage(metadata["name"], metadata["uid"], metadata["resourceVersion"], why)))
+    for cluster, garbage in () if dry_run else collected:
         cluster.delete_job(garbage.job, garbage.uid, garbage.version)
-    return [garbage for _, garbage in found]
+    return [garbage for _, garbage in collected]
 
 
 def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: float) -> str:
-    """Why nobody will take a job away; empty where somebody will.
+    """Return the reason why nobody else will delete a job; empty where somebody will.
 
     Args:
         kind: The kind of the job.
         job: The job.
-        workflow_phase: Of the Workflow that owns it; empty where it has none or it may not be read.
+        workflow_phase: Phase of the Workflow that owns the job; empty where it has none or it may not be read.
         now: Seconds since the epoch.
     """
     metadata = job["metadata"]
@@ -186,7 +188,8 @@ def why_garbage(kind: Kind, job: Mapping[str, Any], workflow_phase: str, now: fl
     return f"no launcher has looked at it for {(now - seen) / 3600:.0f} h" if now - seen > limit else ""
 
 
-def _some(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
+def _find_jobs(clusters: Sequence[JobClient], run: str) -> list[tuple[JobClient, Object]]:
+    """List the jobs of a run. Raises LaunchError, with the runs that do have jobs, where there are none."""
     assert run, "no run would mean every run"
     jobs = jobs_of(clusters, run)
     if not jobs:
@@ -249,9 +252,10 @@ def _print_logs(cluster: JobClient, job: Mapping[str, Any], follow: bool, write:
 
 
 def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None) -> str:
-    """A launcher that follows the job must know of an inactive Workload that a person did it.
+    """Suspend a job, or with `since=None` let it go on; return its name.
 
-    So the annotation comes before the Workload is stopped, and goes after it was let go.
+    A launcher that follows the job must be able to tell that a person stopped its Workload. So the annotation is
+    written before the Workload is stopped, and removed only after the Workload was let go.
     """
     name, suspended = str(job["metadata"]["name"]), since is not None
     workload = _workload_name(cluster, job)
@@ -268,7 +272,7 @@ def _set_suspended(cluster: JobClient, job: Mapping[str, Any], since: str | None
 
 
 def _workload_name(cluster: JobClient, job: Mapping[str, Any]) -> str:
-    """Kueue's Workload of a job; empty where it has no queue. Raises LaunchError where it cannot be found."""
+    """Return the name of a job's Workload; empty where the job has no queue. Raises LaunchError if it is not there."""
     if QUEUE_LABEL not in job["metadata"]["labels"]:
         return ""
     workload = cluster.find_workload(job["metadata"]["uid"])

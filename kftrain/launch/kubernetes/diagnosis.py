@@ -19,7 +19,7 @@ from kftrain.run.error import ErrorDocument
 
 OUT_OF_MEMORY = "OOMKilled"
 NO_COMMAND = frozenset(("StartError", "ContainerCannotRun"))
-"""The image has not what it is to run."""
+"""Reasons by which a container says that its image lacks the command to run."""
 
 SHOWN_LINES = 20
 
@@ -27,7 +27,7 @@ SHOWN_LINES = 20
 def diagnose(
     task: str, error: ErrorDocument | None, ended: Sequence[Pod], tails: Mapping[str, Sequence[str]]
 ) -> ErrorDocument:
-    """The summary of a failed attempt.
+    """Summarize a failed attempt: its class, its line and the last lines of the pod that caused it.
 
     Args:
         task: `train` or `evaluate`.
@@ -55,28 +55,28 @@ def diagnose(
 
 
 def of_launch(task: str, kind: FailureClass, error: KftrainError, found: ErrorDocument | None = None) -> ErrorDocument:
-    """The summary of a job that the launcher gave up itself; `found` is that of its last attempt."""
+    """Summarize a job that the launcher gave up itself; `found` is the summary of its last attempt."""
     return ErrorDocument.of(error, stage=task).found_out(found).model_copy(update={"failure_class": kind})
 
 
 def _class_without_error(pod: Pod, ended: Sequence[Pod]) -> FailureClass:
-    """Of an attempt of which no error is to be found. Who ends with a code of ours could not write it."""
+    """Classify an attempt that left no error, by its exit code: a worker with a code of ours could not write one."""
     if pod.end_reason in NO_COMMAND:
         return FailureClass.IMAGE
-    if all(_code(each) == StorageError.exit_code for each in ended):
+    if all(_code(other) == StorageError.exit_code for other in ended):
         return FailureClass.STORAGE
     return errors.class_of("", _code(pod))
 
 
 def _is_consequence(error: ErrorDocument | None) -> bool:
-    """Whether an error only says that somebody else was gone, or that a process was killed from outside."""
+    """True without an error, or if it only says that a peer was gone or that a process was killed from outside."""
     return error is None or error.exit_code >= errors.FIRST_RETRYABLE_CODE
 
 
 def _from_error(task: str, error: ErrorDocument, tails: Mapping[str, Sequence[str]]) -> ErrorDocument:
-    said = {name: redacted(getattr(error, name)) for name in ("line", "what", "where", "fix")}
+    texts = {name: redacted(getattr(error, name)) for name in ("line", "what", "where", "fix")}
     return error.model_copy(
-        update={**said, "stage": task, "last_lines": _last_lines(tails, place_of(WORKER, error.node_rank or 0))}
+        update={**texts, "stage": task, "last_lines": _last_lines(tails, place_of(WORKER, error.node_rank or 0))}
     )
 
 
@@ -97,14 +97,14 @@ def _summary(
 
 
 def _last_lines(tails: Mapping[str, Sequence[str]], place: str) -> list[str]:
-    """Of a pod, without the credentials that drivers and libraries quote."""
+    """Return the last lines of a pod's log, without the credentials that drivers and libraries quote."""
     return [redacted(line) for line in list(tails.get(place, ()))[-SHOWN_LINES:]]
 
 
 def _words(pod: Pod) -> str:
-    """What the pod's message says to people."""
-    said = said_in(pod.end_message)
-    return said.line if said is not None else pod.end_message
+    """Return the line for people in a pod's termination message; the whole message where our format is missing."""
+    message = said_in(pod.end_message)
+    return message.line if message is not None else pod.end_message
 
 
 def _code(pod: Pod) -> int:

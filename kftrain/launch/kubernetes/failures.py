@@ -15,11 +15,11 @@ class JobFailedError(Exception):
         error = StorageError if found is not None and lacked_storage(found) else LaunchError
         super().__init__(what)
         self.error = error(what, where=where, fix=fix_of(kind)).of_class(kind)
-        """What the launcher raises: what was given up for lack of storage may be done once that is mended."""
+        """Error that the launcher raises: StorageError, worth another try, for lack of storage; else LaunchError."""
         self.kind = kind
         self.found = found
 
 
 def lacked_storage(found: ErrorDocument) -> bool:
-    """Whether an attempt failed because storage is full or away."""
+    """Tell whether an attempt failed because storage is full or cannot be reached."""
     return (found.failure_class, found.exit_code) == (FailureClass.STORAGE, StorageError.exit_code)

@@ -12,7 +12,7 @@ from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.progress import Progress, to_log
 
 MAX_LINE_BYTES = 16_384
-"""Of a longer line of a log the beginning is kept."""
+"""Bytes that are kept of a line of a log, from its beginning."""
 
 
 class NotServedError(LaunchError):
@@ -20,7 +20,7 @@ class NotServedError(LaunchError):
 
 
 class JobClient(Cluster):
-    """One namespace of a cluster, with the jobs of one kind."""
+    """Calls to the API server about the jobs of one kind in one namespace, their pods and logs."""
 
     def __init__(self, kind: Kind, namespace: str = "", warn: Progress = to_log) -> None:
         super().__init__(namespace, warn)
@@ -30,11 +30,10 @@ class JobClient(Cluster):
         self._always_asked = frozenset((self._patch_verb,))  # it tells others that this launcher lives
 
     def create_job(self, document: Object) -> str | None:
-        """Creates a job; its uid, or None where one of this name exists. Unknown fields are refused.
+        """Create a job and return its uid, or None where a job of this name exists.
 
-        Raises LaunchError.
-
-        Where the answer to a creation is lost, the repeated call finds the job: the caller adopts it.
+        If the answer to a creation is lost, the repeated call finds the job and returns None: the caller adopts it.
+        Raises LaunchError, also for unknown fields.
         """
         create = self._custom.create_namespaced_custom_object
         try:
@@ -46,45 +45,45 @@ class JobClient(Cluster):
         return str(created["metadata"]["uid"])
 
     def knows_jobs(self) -> bool:
-        """Whether the API server has this kind of job. Raises LaunchError."""
+        """Tell whether the API server has this kind of job. Raises LaunchError."""
         try:
-            found = self._call(self._custom.get_api_resources, self.kind.group, self.kind.version)
+            served = self._call(self._custom.get_api_resources, self.kind.group, self.kind.version)
         except self._api_exception as error:
             if error.status == NOT_FOUND:
                 return False
             raise self._refused("the API server does not say what it knows", error) from error
-        return any(resource.name == self.kind.plural for resource in found.resources)
+        return any(resource.name == self.kind.plural for resource in served.resources)
 
     def may(self, verb: str) -> bool:
-        """Whether this account may do that with jobs; True where the API server does not say. Raises LaunchError."""
-        asked = {"namespace": self.namespace, "verb": verb, "group": self.kind.group, "resource": self.kind.plural}
+        """Tell whether this account may `verb` jobs; True where the API server does not say. Raises LaunchError."""
+        attributes = {"namespace": self.namespace, "verb": verb, "group": self.kind.group, "resource": self.kind.plural}
         create = self._json(self._access.create_self_subject_access_review)
-        answer = self._explain("review access", None, create, {"spec": {"resourceAttributes": asked}})
+        answer = self._explain("review access", None, create, {"spec": {"resourceAttributes": attributes}})
         return answer is None or bool((answer.get("status") or {}).get("allowed"))
 
     def read_job(self, name: str) -> Object | None:
-        """A job as it is now. Raises LaunchError."""
+        """Return a job as it is now; None where it is gone. Raises LaunchError."""
         return self._read(
             "the job cannot be read", self._custom.get_namespaced_custom_object, *self._at(self._resource), name
         )
 
     def list_jobs(self, selector: str) -> list[Object]:
-        """Jobs with these labels. Raises LaunchError: NotServedError where there can be none for this account."""
+        """List the jobs with these labels. Raises LaunchError; NotServedError where this account sees no such kind."""
         listing = self._custom.list_namespaced_custom_object
         try:
-            found = self._call(listing, *self._at(self._resource), label_selector=selector)
+            jobs = self._call(listing, *self._at(self._resource), label_selector=selector)
         except self._api_exception as error:
             refused = self._refused("the jobs cannot be listed", error)
             if error.status in (FORBIDDEN, NOT_FOUND):
                 raise NotServedError(refused.what, where=refused.where) from error
             raise refused from error
-        return list(found["items"])
+        return list(jobs["items"])
 
     def delete_job(self, name: str, uid: str = "", version: str = "") -> None:
-        """Deletes a job; its pods get SIGTERM and their grace.
+        """Delete a job; its pods get SIGTERM and their grace.
 
-        Of several of one name the one with this `uid`, and only as it was read in this resource `version`. Nothing
-        happens where there is none such. Raises LaunchError.
+        A `uid` spares a later job of the same name, a resource `version` one that has changed since it was read.
+        Nothing happens where no such job is there. Raises LaunchError.
         """
         options: Object = {"propagationPolicy": "Background"}
         conditions = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
@@ -97,31 +96,31 @@ class JobClient(Cluster):
                 raise self._refused("the job cannot be deleted", error) from error
 
     def patch_job(self, name: str, patch: Object) -> bool:
-        """Merges into a job; False where it is gone. Raises LaunchError."""
+        """Merge `patch` into a job; False where the job is gone. Raises LaunchError."""
         return self._patch("the job cannot be changed", self._resource, name, patch)
 
     def annotate_job(self, name: str, annotations: Mapping[str, str]) -> None:
-        """Leaves something for people to read on a job, where that is possible now: nothing depends on it."""
+        """Write annotations for people onto a job, if the API server takes them now: nothing depends on them."""
         patch = {"metadata": {"annotations": dict(annotations)}}
         method = self._custom.patch_namespaced_custom_object
         self._explain(self._patch_verb, 0.0, method, *self._at(self._resource), name, patch)
 
     def take_over_job(self, name: str, metadata: Object) -> bool:
-        """Merges into what says whose a job is; False where that may not be changed.
+        """Merge `metadata` into a job, so that it says whose the job is now; False where that is not possible.
 
-        Nothing happens where the job is gone, or where it has another `uid` than the one in `metadata`. Raises
+        False also where the job is gone or has another `uid` than `metadata` names: then nothing changes. Raises
         LaunchError after an outage.
         """
         method, patch = self._custom.patch_namespaced_custom_object, {"metadata": metadata}
         return self._explain(self._patch_verb, None, method, *self._at(self._resource), name, patch) is not None
 
     def list_pods(self, job_name: str) -> list[Object]:
-        """The job's pods. Raises LaunchError."""
+        """List the pods that bear the label of a job. Raises LaunchError."""
         listing = self._json(self._core.list_namespaced_pod)
         return self._list("pods", listing, self.namespace, label_selector=self.kind.pod_selector(job_name))
 
     def watch_pods(self, job_name: str) -> Iterator[Object]:
-        """The job's pods as they are, then as they change, for a minute or until the connection breaks."""
+        """Yield the job's pods as they are, then as they change, for a minute or until the connection breaks."""
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         query = [("labelSelector", self.kind.pod_selector(job_name)), ("watch", "true"), ("timeoutSeconds", "55")]
         with contextlib.suppress(ConnectionError):
@@ -134,7 +133,7 @@ class JobClient(Cluster):
                     yield event["object"]
 
     def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Iterator[bytes]:
-        """Lines of a pod's log with their times, from the time `since` on, until the log ends.
+        """Yield the lines of a pod's log with their times, from the time `since` on, until the log ends.
 
         Each ends with its newline, except a last one that may be torn. No line at all where there is no log (yet, or
         any more). Raises ConnectionError where the connection breaks, or where nothing comes for a minute.
