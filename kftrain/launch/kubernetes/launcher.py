@@ -49,7 +49,7 @@ class ClusterLauncher(ClusterJobs):
         super().__init__([kind], config.launch.kubernetes.namespace)
         self.interrupted = False
         self._is_terminated = False
-        """Whether the pipeline run is being terminated: then this process has seconds."""
+        """True once somebody terminates the pipeline run: then this process has seconds left."""
         self._config = config
         self._kind = kind
         self._wake = threading.Event()
@@ -59,24 +59,25 @@ class ClusterLauncher(ClusterJobs):
         return self.clusters[0]
 
     def check(self) -> None:
-        """See `Launcher.check`."""
+        """Raise LaunchError if this account cannot create such jobs on the cluster: see `Launcher.check`."""
         require_jobs(self._cluster)
 
     def build(self, spec: JobSpec) -> Request:
-        """See `Launcher.build`; whose job it is, and the mark of its launch, come when it is created."""
+        """Build the document of the job. `run` adds its owner and the mark of the launch: see `Launcher.build`."""
         document = self._kind.build(spec, self._config)
         return Request(document, f"---\n{yaml.safe_dump(document, sort_keys=False)}")
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
-        """See `Launcher.clean`. Of every kind: a run that cannot be read does not say of which its jobs are."""
+        """Delete a run's jobs of every kind: a run that cannot be read does not name its own. See `Launcher.clean`."""
         everything = ClusterJobs(all_kinds(), self._config.launch.kubernetes.namespace)
         return delete_jobs(everything.clusters, self._config, paths, job_id)
 
     def run(self, spec: JobSpec) -> int:
-        """See `Launcher.run`. The job is deleted when this returns or raises.
+        """Run one job, whose restarts the operator makes, and delete it in the end: see `Launcher.run`.
 
         Raises LaunchError, StorageError where the attempts were used up because storage is full or away, and
-        FencedError where another launch holds the job, or one with another specification: that one is left.
+        FencedError where another launch holds the job, or a job with another specification holds the run: that job is
+        left alone.
         """
         self._cluster.retry_policy.hurried = lambda: self.interrupted
         with handled((INTERRUPT, *STOP), self._on_signal):
@@ -91,11 +92,11 @@ class ClusterLauncher(ClusterJobs):
                 return Preempted.exit_code
 
     def prepare(self, spec: JobSpec) -> None:
-        """Nothing is prepared but the connection: a pod that waits would hold its GPUs."""
+        """Connect to the cluster, and prepare nothing else: a pod that waits would hold its GPUs."""
         _ = self.clusters
 
     def close(self) -> None:
-        """Nothing is kept: pods are new for each attempt."""
+        """Do nothing: pods are new for each attempt, so nothing was kept."""
 
     def _run(self, spec: JobSpec) -> int:
         paths = RunPaths(spec.run_uri)
@@ -147,11 +148,10 @@ class ClusterLauncher(ClusterJobs):
         return Preempted.exit_code
 
     def _end(self, lease: Lease) -> bool:
-        """Deletes the job and waits until its pods are gone: the next attempt must not meet them.
+        """Delete the job and wait until its pods are gone, so that the next attempt does not meet them.
 
-        Where the pipeline run is being terminated there is no time to wait, and no next attempt.
-
-        False: another launch holds it by now.
+        While the pipeline run is being terminated there is no time to wait, and no next attempt. Returns False if
+        another launch holds the job by now.
         """
         try:
             if not delete_held(self._cluster, lease):
@@ -170,12 +170,12 @@ class ClusterLauncher(ClusterJobs):
         to_log("the pipeline run is being terminated: its job is deleted now")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Takes no lock: it may have interrupted the one who holds it."""
+        """Note the signal, without a lock: the handler may have interrupted the thread that holds it."""
         self.interrupted = True
 
 
 def _publish_failure(paths: RunPaths, summary: ErrorDocument) -> None:
-    """Leaves what was found out; where that is more than the workers knew, it becomes the run's error."""
+    """Publish the summary of a failure, also as the run's error where the workers wrote none or another one."""
     with best_effort("why the job failed could not be written", REPORT_SECONDS):
         storage.publish_json(paths.failure, summary.to_dict())
         error = read_error(paths.error)
@@ -185,11 +185,11 @@ def _publish_failure(paths: RunPaths, summary: ErrorDocument) -> None:
 
 
 NEEDED = ("create", "get", "list", "delete")
-"""What a launcher does with its jobs; it can do without the rest."""
+"""Verbs that a launcher needs for its jobs; it can do without the others."""
 
 
 def require_jobs(cluster: JobClient) -> None:
-    """Raises LaunchError where no such jobs can be created."""
+    """Raise LaunchError if the cluster has no such kind of job or this account may not use it."""
     kind = cluster.kind
     if not cluster.knows_jobs():
         raise LaunchError(

@@ -26,17 +26,17 @@ from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
 GOING_SECONDS = 900.0
-"""How long an older job and its pods may take to go: a pod has its grace, and its node may be slow."""
+"""Seconds that an older job and its pods may take to go: a pod has its grace, and its node may be slow."""
 
 OWNER_SECONDS = 0.5
-"""How long the garbage collector takes to find a job whose owner does not exist: some 20 ms on a quiet cluster."""
+"""Seconds that the garbage collector may take to delete a job without its owner: some 20 ms on a quiet cluster."""
 
 MAX_SHOWN = 8
 MAX_CHARACTERS = 160
 
 
 class JobStore(Protocol):
-    """What is asked of the cluster."""
+    """The calls to the cluster that creating and deleting jobs needs; `JobClient` has them."""
 
     namespace: str
     kind: Kind
@@ -55,25 +55,25 @@ class Lease:
     name: str
     mark: str
     uid: str = ""
-    """Empty: the answer to the creation or adoption was lost; the mark says which it is."""
+    """Uid of the job; empty where the answer to the creation or adoption was lost: the mark tells which job it is."""
 
     def is_lost(self, job: Mapping[str, Any]) -> bool:
-        """Whether another launch has adopted or created this job of the lease's name."""
+        """Tell whether another launch has adopted or created this job of the lease's name."""
         return mark_of(job) != self.mark
 
 
 def mark_of(job: Mapping[str, Any]) -> str:
-    """Which launch holds a job."""
+    """Return the mark of the launch that holds a job; empty where the job bears none."""
     return str((job["metadata"].get("annotations") or {}).get(LAUNCH_ANNOTATION, ""))
 
 
 def create_or_adopt(
     cluster: JobStore, document: dict[str, Any], is_stopped: Callable[[], bool] = lambda: False
 ) -> Lease | None:
-    """The one live job of this specification, created now or found. Raises LaunchError.
+    """Create the job of this document, or adopt the live one of the same specification; return its lease.
 
-    None: `is_stopped` said so while an older job was still going. Raises FencedError where a job of another
-    specification holds the run.
+    Returns None if `is_stopped` becomes true while an older job is still going. Raises LaunchError, and OtherJobError
+    where a job of another specification holds the run.
     """
     creation = _Creation(cluster, document)
     try:
@@ -90,31 +90,32 @@ def create_or_adopt(
 
 
 def delete_held(cluster: JobStore, lease: Lease) -> bool:
-    """Deletes the job as long as it is held; False where another launch holds the name. Raises LaunchError."""
+    """Delete the job of a lease; False where another launch holds the job by now. Raises LaunchError."""
     return delete_own(cluster, lease.name, lambda job: not lease.is_lost(job))
 
 
 def delete_own(cluster: JobStore, name: str, is_own: Callable[[dict[str, Any]], bool]) -> bool:
-    """Deletes the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
+    """Delete the job of this name as long as it `is_own`; False where it is not. Raises LaunchError.
 
-    The job changes all the time, so it may take several looks until nothing comes between look and deletion.
+    The resource version ties the deletion to the job as it was judged, so that nobody can adopt it in between. A job
+    changes all the time, so this may take several looks.
     """
     while True:
-        found = cluster.read_job(name)
-        if found is not None and not is_own(found):
+        job = cluster.read_job(name)
+        if job is not None and not is_own(job):
             return False
-        if found is None or "deletionTimestamp" in found["metadata"]:
+        if job is None or "deletionTimestamp" in job["metadata"]:
             return True
-        cluster.delete_job(name, found["metadata"]["uid"], found["metadata"]["resourceVersion"])
+        cluster.delete_job(name, job["metadata"]["uid"], job["metadata"]["resourceVersion"])
 
 
 def any_pods(cluster: JobStore, name: str) -> bool:
-    """Whether pods that a job of this name has left behind are still at work; those of a living job do not count."""
+    """Tell whether pods that a deleted job of this name left behind are still at work; False while a job is there."""
     return cluster.read_job(name) is None and _pods_at_work(cluster, name)
 
 
 class _Creation:
-    """How this launch comes to its job, which it knows by a mark: the answer may be lost."""
+    """The creation or adoption of one job, which this launch knows by a mark even where an answer is lost."""
 
     def __init__(self, cluster: JobStore, document: dict[str, Any]) -> None:
         metadata = document["metadata"]
@@ -123,17 +124,18 @@ class _Creation:
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
         self._cluster = cluster
         self._was_sent = False
-        """Whether there may be a job with the mark."""
+        """True once there may be a job with the mark. Set before each call, as the answer to it may be lost."""
 
     def send(self) -> str | None:
-        """Creates the job; its uid, or None where one of this name exists. Raises LaunchError."""
+        """Create the job and return its uid, or None where a job of this name exists. Raises LaunchError."""
         self._was_sent = True
         return self._cluster.create_job(self.document)
 
     def adopt(self, existing: dict[str, Any]) -> Lease | None:
-        """Makes a job that is there ours, where it may be changed. None: it has gone meanwhile. Raises LaunchError.
+        """Put our mark and owner on a job that is there; None where the job has gone meanwhile. Raises LaunchError.
 
-        Who cleans up after the launch that has created it must leave it alone from now on.
+        The launch that created the job, and whoever cleans up after it, leave the job alone from then on. Where this
+        account may not change jobs, the lease bears the mark that the job has.
         """
         uid, ours = existing["metadata"]["uid"], self.document["metadata"]
         patch = {
@@ -145,15 +147,15 @@ class _Creation:
         self._was_sent = True
         if self._cluster.take_over_job(self._lease.name, patch):
             return Lease(self._lease.name, self._lease.mark, uid)
-        found = self._cluster.read_job(self._lease.name)
-        if found is None or found["metadata"]["uid"] != uid or _is_over(self._cluster.kind, found):
+        job = self._cluster.read_job(self._lease.name)
+        if job is None or job["metadata"]["uid"] != uid or _is_over(self._cluster.kind, job):
             return None
-        return Lease(self._lease.name, mark_of(found), uid)
+        return Lease(self._lease.name, mark_of(job), uid)
 
     def take_back(self) -> None:
-        """Deletes the job, if this launch has created or adopted one and nobody has adopted it since.
+        """Delete the job that this launch has created or adopted, unless somebody has adopted it since.
 
-        Raises LaunchError: then it may be there.
+        Raises LaunchError: then the job may still be there.
         """
         if self._was_sent and delete_held(self._cluster, self._lease):
             to_log(f"job {self._lease.name}: this launch has failed, and leaves nothing behind")
@@ -162,9 +164,10 @@ class _Creation:
 def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callable[[], bool]) -> Lease | None:
     document = creation.document
     name = document["metadata"]["name"]
-    deadline, said = time.monotonic() + GOING_SECONDS, False
+    deadline, is_told = time.monotonic() + GOING_SECONDS, False
     while not is_stopped():
         existing = cluster.read_job(name)
+        # Pods outlive their job by their grace; a new job beside them would be a second one at work on the run.
         if existing is None and not _pods_at_work(cluster, name):
             uid = creation.send()
             if uid is not None:
@@ -180,8 +183,8 @@ def _create_or_adopt(cluster: JobStore, creation: _Creation, is_stopped: Callabl
             continue
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             cluster.delete_job(name, existing["metadata"]["uid"])
-        if not said:
-            said = True
+        if not is_told:
+            is_told = True
             to_log(f"job {name}: waiting for an older job of this run and its pods to go")
         if time.monotonic() > deadline:
             raise LaunchError(
@@ -198,12 +201,12 @@ def _pods_at_work(cluster: JobStore, name: str) -> bool:
 
 
 def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None:
-    """Raises LaunchError where a job that was just created is gone: an owner that does not exist takes it away."""
+    """Raise LaunchError if a job that was just created is gone, as one is whose owner does not exist."""
     name = document["metadata"]["name"]
     if "ownerReferences" in document["metadata"]:
         time.sleep(OWNER_SECONDS)
-    found = cluster.read_job(name)
-    if found is None or found["metadata"]["uid"] != uid:
+    job = cluster.read_job(name)
+    if job is None or job["metadata"]["uid"] != uid:
         owner = document["metadata"].get("ownerReferences", [{}])[0].get("name", "")
         why = f"its owner, Workflow {owner}, is gone" if owner else "by somebody"
         raise LaunchError(
@@ -214,17 +217,17 @@ def _require_kept(cluster: JobStore, document: dict[str, Any], uid: str) -> None
 
 
 def _is_over(kind: Kind, job: Mapping[str, Any]) -> bool:
-    """Whether a job is being deleted or has ended: it will do nothing more."""
+    """Tell whether a job is being deleted or has ended, and so will do nothing more."""
     return "deletionTimestamp" in job["metadata"] or bool(kind.conditions(job) & ENDED)
 
 
-def _require_same(cluster: JobStore, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raises OtherJobError where a living job of this name has another specification."""
-    digest = (found["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
+def _require_same(cluster: JobStore, wanted: Mapping[str, Any], existing: Mapping[str, Any]) -> None:
+    """Raise OtherJobError if the living job of this name has another specification."""
+    digest = (existing["metadata"].get("annotations") or {}).get(DIGEST_ANNOTATION)
     if digest == wanted["metadata"]["annotations"][DIGEST_ANNOTATION]:
         return
     suspend = f"{'.'.join(cluster.kind.suspend_path)}:"  # queues and people change it: no difference of ours
-    changes = [line for line in spec_differences(wanted["spec"], found["spec"]) if not line.startswith(suspend)]
+    changes = [line for line in spec_differences(wanted["spec"], existing["spec"]) if not line.startswith(suspend)]
     shown = "; ".join(changes[:MAX_SHOWN]) or "only in what identifies it"
     raise OtherJobError(
         f"a job with another specification holds this run: {shown}",
@@ -234,7 +237,7 @@ def _require_same(cluster: JobStore, wanted: Mapping[str, Any], found: Mapping[s
 
 
 def spec_differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
-    """Where `found` is not what is wanted, as `path: found -> wanted`; what the API server added does not count."""
+    """Yield where a specification differs from `wanted`, as `path: found -> wanted`; additional keys do not count."""
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
         for key, value in wanted.items():
             yield from spec_differences(value, found.get(key), f"{path}.{key}")
@@ -242,9 +245,9 @@ def spec_differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[st
         for index, value in enumerate(wanted):
             yield from spec_differences(value, found[index], f"{path}[{index}]")
     elif wanted != found:
-        yield f"{path}: {_shortened(found)} -> {_shortened(wanted)}"
+        yield f"{path}: {_shorten(found)} -> {_shorten(wanted)}"
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

@@ -23,39 +23,39 @@ from kftrain.printable import printable
 from kftrain.progress import STEP, to_log, unmarked
 
 FIRST = place_of(WORKER, 0)
-"""Where the lines about steps come from."""
+"""Place of the pod that prints the lines about steps."""
 
 RECONNECT_SECONDS = 1.0
 MAX_LINES_PER_SECOND = 200
 TAIL_LINES = 40
 JOIN_SECONDS = 5.0
-"""How long ends of logs are waited for."""
+"""Seconds for which `finish` waits for the ends of logs."""
 
 SLICE_SECONDS = 0.05
-"""In which that is counted: a machine that pauses loses no lines."""
+"""Seconds of one slice of that wait: counted in slices, so that a machine that pauses loses no lines."""
 
 MAX_WAITING_LINES = 2000
-"""Of what a launcher shows; a line has 16 KiB at most."""
+"""Lines that may wait for a slow reader of a launcher's output; a line has 16 KiB at most."""
 
 DRAIN_SECONDS = 60.0
-"""How long a pod that goes on to print after the end of its job is followed: longer than its grace."""
+"""Seconds for which `drain` follows a pod that goes on to print: longer than the grace of a pod."""
 
 MAX_BROKEN = 5
-"""How many connections in a row may break without a line before the log of a pod that has ended is given up."""
+"""Connections in a row that may break without a line before the log of a pod that has ended is given up."""
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, in the time zone of the node; the kubelet trims zeros at the end of the fraction."""
 
 
 class LogSource(Protocol):
-    """Where logs come from: the cluster."""
+    """The calls to the cluster that reading logs needs; `JobClient` has them."""
 
     def read_pod(self, name: str) -> dict[str, Any] | None:
-        """A pod as it is now; None where it is gone."""
+        """Return a pod as it is now; None where the pod is gone."""
         ...
 
     def log_lines(self, pod_name: str, since: str = "", follow: bool = True) -> Any:
-        """Lines with their times, until the log ends; without `follow`, what there is now.
+        """Yield the lines of a pod's log with their times until the log ends; without `follow`, those of now.
 
         Each ends with a newline, except where the last one is torn. Raises ConnectionError where the connection breaks.
         """
@@ -63,7 +63,7 @@ class LogSource(Protocol):
 
 
 class Logs:
-    """What the pods of one job print."""
+    """Follows the logs of the pods of one job, each in a thread, and writes their lines to one stream."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Logs:
         self.target_step = 0
 
     def follow(self, pods: Sequence[Pod]) -> None:
-        """Follows each pod that has a log and is not followed yet. A pod that takes another's place begins anew."""
+        """Start to follow each pod that has a log and is not followed yet. A successor's tail begins empty."""
         for pod in pods:
             if not pod.has_log or pod.uid in self._threads:
                 continue
@@ -104,7 +104,7 @@ class Logs:
             thread.start()
 
     def finish(self, uids: Collection[str] | None = None) -> None:
-        """Waits a moment for the ends of the logs of these pods, or of all."""
+        """Wait up to `JOIN_SECONDS` for the ends of the logs of these pods, or of all pods."""
         reading = [thread for uid, thread in self._threads.items() if uids is None or uid in uids]
         left = round(JOIN_SECONDS / SLICE_SECONDS)
         while left > 0 and (alive := next((thread for thread in reading if thread.is_alive()), None)):
@@ -114,13 +114,13 @@ class Logs:
             left -= 1
 
     def close(self, wait: bool = True) -> None:
-        """Nothing is connected again; `wait`: a moment for the ends of the logs."""
+        """Let no log be connected again; with `wait`, give the ends of the logs a moment first."""
         self._closed.set()
         if wait:
             self.finish()
 
     def drain(self) -> None:
-        """Waits for all that the pods have printed, however long that takes; what comes later is not followed.
+        """Wait for all that the pods have printed so far, however long that takes.
 
         Raises BrokenPipeError where nobody reads what is written.
         """
@@ -135,11 +135,11 @@ class Logs:
 
     @property
     def is_broken(self) -> bool:
-        """Whether nobody reads what is written."""
+        """True once nobody reads the lines that are written."""
         return self._console.broken is not None
 
     def tails(self) -> dict[str, list[str]]:
-        """The last lines of each pod, by its place."""
+        """Return the last lines of each pod, by its place."""
         with self._lock:
             return {place: list(lines) for place, lines in self._tails.items()}
 
@@ -153,13 +153,13 @@ class Logs:
             pass
 
     def _read_to_end(self, pod: Pod) -> None:
-        """Until the pod's container has ended, and its log without a connection that broke."""
+        """Read a pod's log, over several connections, until its container has ended and one held to the end."""
         gauge, place, num_broken = _Gauge(), _Place(), 0
         while not self._closed.is_set() and num_broken < MAX_BROKEN:
-            follow, found = self._follow, self._source.read_pod(pod.name)
-            if found is None or found["metadata"]["uid"] != pod.uid:
+            follow, item = self._follow, self._source.read_pod(pod.name)  # before the log: it may end in between
+            if item is None or item["metadata"]["uid"] != pod.uid:
                 break
-            ended = found.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
+            ended = item.get("status", {}).get("phase") in ("Succeeded", "Failed") or not follow
             since = place.since
             is_whole = self._read_once(pod, place, gauge, follow, ended)
             if ended and is_whole:
@@ -171,7 +171,7 @@ class Logs:
         self._say_left_out(pod, gauge.left_out())
 
     def _read_once(self, pod: Pod, place: _Place, gauge: _Gauge, follow: bool, ended: bool) -> bool:
-        """Takes what one connection gives; whether it held until the end of the log."""
+        """Take the lines of one connection; return whether the connection held until the end of the log."""
         place.resume()
         try:
             for raw in self._lines(pod, place.since, follow):
@@ -186,14 +186,15 @@ class Logs:
         return True
 
     def _lines(self, pod: Pod, since: str, follow: bool) -> Iterator[bytes]:
-        """What one connection gives of the pod's log.
+        """Yield the lines that one connection gives of the pod's log.
 
-        A log is asked for by name: only while it is read it shows that no other pod had taken the name before.
+        The API server finds a log by the pod's name, and a successor may take that name. So the pod is read again once
+        the first line is there: if it still has its uid then, the log is its own.
         """
         is_known = False
         for raw in self._source.log_lines(pod.name, since, follow):
-            found = None if is_known else self._source.read_pod(pod.name)
-            if found is not None and found["metadata"]["uid"] != pod.uid:
+            item = None if is_known else self._source.read_pod(pod.name)
+            if item is not None and item["metadata"]["uid"] != pod.uid:
                 return
             is_known = True
             yield raw
@@ -223,23 +224,23 @@ class Logs:
 
 
 class _Place:
-    """How far a log has been read. `sinceTime` is inclusive, and many lines may bear the same nanosecond."""
+    """The place up to which a log was read. `sinceTime` is inclusive, and many lines may bear the same nanosecond."""
 
     def __init__(self) -> None:
         self.since = ""
-        """The newest time so far."""
+        """Time of the newest line so far, as the log has it."""
         self._newest: tuple[int, int] = (0, 0)
         self._num_newest = 0
         self._num_to_skip = 0
         self._resuming = False
 
     def resume(self) -> None:
-        """The log is read again from `since` on."""
+        """Prepare to read the log again from `since` on, and to pass over the lines of that time that were read."""
         self._resuming = True
         self._num_to_skip = self._num_newest
 
     def pass_by(self, raw: str) -> str | None:
-        """The line without its time; None where it was passed before, or is not the container's but the kubelet's."""
+        """Return a line without its time; None if it was read before, or is the kubelet's and not the container's."""
         stamp, _, line = raw.partition(" ")
         time_ = moment(stamp)
         if time_ is None:
@@ -265,20 +266,20 @@ class _Gauge:
         self._count = 0
 
     def is_same_second(self, now: float) -> bool:
-        """Whether the second that is being counted goes on; otherwise `left_out` begins a new one."""
+        """Tell whether `now` is in the second that is counted; if not, begin a new one, and `left_out` must be read."""
         if now - self._second < 1.0:
             return True
         self._second = now
         return False
 
     def left_out(self) -> int:
-        """How many lines of the counted second were not shown; the count begins anew."""
+        """Return the number of lines that were not shown since the last call, and begin the count anew."""
         left_out = max(0, self._count - MAX_LINES_PER_SECOND)
         self._count = 0
         return left_out
 
     def admits(self) -> bool:
-        """Whether one more line is shown."""
+        """Count one more line; return whether it may be shown."""
         self._count += 1
         return self._count <= MAX_LINES_PER_SECOND
 
@@ -286,8 +287,8 @@ class _Gauge:
 class _Console:
     """Shows lines, made printable: other people's programs wrote them.
 
-    With a limit nobody who has lines to show waits for whoever reads them: they are written by a thread of their own,
-    and what is more than the limit is counted. Without one every line is written, whatever that takes.
+    With a limit a thread of its own writes the lines, so that a slow reader holds up no thread that reads a log; lines
+    beyond the limit are counted and left out. Without a limit every line is written, however long that takes.
     """
 
     def __init__(self, write: Callable[[str], None], max_waiting: int | None) -> None:
@@ -300,10 +301,10 @@ class _Console:
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
         self.broken: BrokenPipeError | None = None
-        """What was raised where nobody reads any more."""
+        """The error of the write that found that nobody reads any more."""
 
     def show(self, line: str) -> None:
-        """Shows a line, now or soon. Raises BrokenPipeError, without a limit, where nobody reads it."""
+        """Write a line, with a limit soon and in the thread. Without one it raises BrokenPipeError if nobody reads."""
         if self._max_waiting is None:
             with self._turn:
                 self._write_one(line)
@@ -326,7 +327,7 @@ class _Console:
             self._changed.notify_all()
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Waits a while until all is written; whether it is."""
+        """Wait until all lines are written; return whether they are, after `timeout_seconds` at the latest."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
 
@@ -352,12 +353,12 @@ class _Console:
 
 
 def moment(stamp: str) -> tuple[int, int] | None:
-    """A time of the kubelet as seconds since the epoch and nanoseconds; None where the text is no such time."""
-    found = _STAMP.fullmatch(stamp)
-    if found is None:
+    """Return a time of the kubelet as seconds since the epoch and nanoseconds; None where the text is no such time."""
+    match = _STAMP.fullmatch(stamp)
+    if match is None:
         return None
-    second = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
-    return int(second.timestamp()), int(f"{found[2] or '0':0<9}")
+    second = datetime.fromisoformat(match[1] + match[3].replace("Z", "+00:00"))
+    return int(second.timestamp()), int(f"{match[2] or '0':0<9}")
 
 
 def _to_stdout(line: str) -> None:

@@ -20,123 +20,123 @@ from kftrain.progress import STEP
 
 @dataclass(frozen=True)
 class Pod:
-    """What matters of a pod of a job."""
+    """The facts about one pod of a job that states and diagnoses are made from."""
 
     name: str
     uid: str
     index: int
-    """Within its role."""
+    """Number of the pod within its role, from 0."""
     node: str = ""
     scheduler: str = ""
     age_seconds: float = 0.0
     unscheduled: str = ""
-    """Why no node takes it, in the scheduler's words; empty: a node has it, or no scheduler has looked at it yet."""
+    """The scheduler's words for why no node takes the pod; empty if one does, or no scheduler has looked at it yet."""
     scheduled: bool = False
     waiting_reason: str = ""
-    """Of the container, such as `ErrImagePull`; empty: it runs or has ended."""
+    """Reason why the container waits, such as `ErrImagePull`; empty once it runs or has ended."""
     waiting_message: str = ""
     running: bool = False
     exit_code: int | None = None
-    """Of the container, once it has ended."""
+    """Exit code of the container, once it has ended."""
     end_reason: str = ""
-    """Such as `OOMKilled`."""
+    """Kubernetes' reason for the end of the container, such as `OOMKilled`."""
     end_message: str = ""
-    """Its termination message, or the last lines of its log."""
+    """Termination message of the container, or the last lines of its log."""
     ended: bool = False
-    """Whether it has ended, with a container or without one ever: the kubelet evicts pods that have not started."""
+    """True once the pod has ended, even if no container ever ran: the kubelet evicts pods that have not started."""
     ended_seconds: float = -1.0
-    """How long ago its container ended; -1: it has not."""
+    """Seconds since the container ended; -1 if it has not."""
     terminating: bool = False
     overdue_seconds: float = 0.0
-    """How long it has been there after the end of its grace."""
+    """Seconds that a deleted pod is still there after the end of its grace; else 0."""
     disruption: str = ""
-    """Who took it away: `PreemptionByScheduler`, `EvictionByEvictionAPI`, `DeletionByTaintManager` …"""
+    """Kubernetes' word for who took the pod away, such as `EvictionByEvictionAPI`, `DeletionByTaintManager`; or ''."""
     ready: bool = True
     role: str = WORKER
 
     @property
     def place(self) -> str:
-        """Which of the job's pods it is: `worker-0`. Its successor has the same place."""
+        """Role and index, `worker-0`: the name of the pod within its job, which its successor shares."""
         return place_of(self.role, self.index)
 
     @property
     def has_log(self) -> bool:
-        """Whether its container has run."""
+        """True once the container has started."""
         return self.running or self.exit_code is not None
 
     @property
     def failed(self) -> bool:
-        """Whether its container ended with something else than 0."""
+        """True if the container ended with an exit code other than 0."""
         return self.exit_code not in (None, 0)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What matters of a job, whatever its kind."""
+    """The facts about one job that states are made from, the same for every kind."""
 
     uid: str
     age_seconds: float
     conditions: frozenset[str]
-    """Those that are true, as `Kind.conditions` calls them."""
+    """Conditions that are true, in the words of `Kind.conditions`."""
     suspended: bool
     has_queue: bool
     has_status: bool
     terminating: bool = False
     suspended_by_user: bool = False
-    """By `kftrain suspend`."""
+    """True if the suspension is that of `kftrain suspend`."""
     task: str = ""
-    """`train` or `evaluate`."""
+    """Task of the job, `train` or `evaluate`; empty without the label."""
     num_pods: int = 1
-    """Of all its roles."""
+    """Number of pods of all roles together."""
     operator: str = "operator"
-    """Who makes its pods."""
+    """Name of the operator that makes the pods, for messages."""
     creation_failures: frozenset[str] = frozenset()
-    """Reasons of events that say why that one could not."""
+    """Reasons of the events by which that operator says that it could not."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Kueue's view of the job."""
+    """Kueue's view of the job: whether it is admitted, and if not, why."""
 
     name: str
     admitted: bool
     active: bool
     reason: str
-    """Of the condition that says why it waits or was evicted."""
+    """Reason of the condition that says why the job waits or was evicted."""
     message: str
 
 
 @dataclass(frozen=True)
 class Event:
-    """A warning."""
+    """A warning event of Kubernetes."""
 
     uid: str
-    """Of the object that it is about."""
+    """Uid of the object that the event is about."""
     reason: str
     message: str
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Everything at one moment. `job` is None where it is gone."""
+    """The job, its pods and all that explains them at one moment; `job` is None where the job is gone."""
 
     job: Job | None
     pods: Sequence[Pod] = ()
     events: Sequence[Event] = ()
     workload: Workload | None = None
     sees_workloads: bool = True
-    """Whether a missing Workload says something: they may be read, and Kueue's API answers."""
+    """True if this account may read Workloads and Kueue's API answers, so that a missing one means something."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of these pods that are known not to be ready."""
     step: int = 0
     """The last step that the present attempt's log has shown; 0: none."""
     claimed: bool = False
-    """Whether the present attempt is known to have claimed the run, though its log shows no step."""
+    """True if the present attempt is known to have claimed the run, though its log shows no step."""
     target_step: int = 0
 
 
 def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
-    """A pod from the API server's JSON; `now` in seconds since the epoch."""
+    """Parse a pod from the API server's JSON; `now` in seconds since the epoch."""
     metadata, spec, status = item["metadata"], item["spec"], item.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     state: Mapping[str, Any] = next(
@@ -171,23 +171,23 @@ def parse_pod(item: Mapping[str, Any], now: float, kind: Kind) -> Pod:
 
 
 def parse_pods(items: Iterable[Mapping[str, Any]], now: float, kind: Kind) -> list[Pod]:
-    """The job's own pods among those that have its label: somebody else's may have it, too."""
+    """Parse the pods of a job; pods of somebody else that bear the job's label are left out."""
     return [parse_pod(item, now, kind) for item in items if kind.index_of(item) is not None]
 
 
 def newest(pods: Iterable[Pod]) -> list[Pod]:
-    """Of each place the pod that was created last: some kinds keep the failed ones beside their successors."""
+    """Return the newest pod of each place: some kinds of job keep failed pods beside their successors."""
     by_age = sorted(pods, key=lambda pod: (-pod.age_seconds, not pod.ended))
     return list({pod.place: pod for pod in by_age}.values())
 
 
 def place_of(role: str, index: int) -> str:
-    """See `Pod.place`."""
+    """Return the name of a place within a job, `worker-0`: see `Pod.place`."""
     return f"{role}-{index}"
 
 
 def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
-    """A job from the API server's JSON."""
+    """Parse a job from the API server's JSON; `now` in seconds since the epoch."""
     metadata, status = item["metadata"], item.get("status") or {}
     labels = metadata.get("labels") or {}
     return Job(
@@ -207,7 +207,7 @@ def parse_job(item: Mapping[str, Any], now: float, kind: Kind) -> Job:
 
 
 def parse_workload(item: Mapping[str, Any]) -> Workload:
-    """A Kueue Workload; its reason is that of an eviction, else of the missing quota."""
+    """Parse a Kueue Workload; its reason is that of an eviction, else of the missing quota."""
     conditions = {c["type"]: c for c in item.get("status", {}).get("conditions") or []}
     quota, evicted = conditions.get("QuotaReserved", {}), conditions.get("Evicted", {})
     inactive = item["spec"].get("active") is False
@@ -222,26 +222,26 @@ def parse_workload(item: Mapping[str, Any]) -> Workload:
 
 
 def parse_event(item: Mapping[str, Any]) -> Event:
-    """A warning event."""
+    """Parse a warning event from the API server's JSON; its message becomes one line."""
     return Event(
         item["involvedObject"].get("uid", ""), item.get("reason", ""), " ".join(item.get("message", "").split())
     )
 
 
 def node_is_lost(item: Mapping[str, Any]) -> bool:
-    """Whether a node's kubelet has stopped answering."""
+    """Tell whether a node is not ready: its kubelet has stopped answering."""
     conditions = {c["type"]: c["status"] for c in item.get("status", {}).get("conditions") or []}
     return conditions.get("Ready") != "True"
 
 
 def parse_progress(line: str) -> tuple[int, int]:
-    """Step and target step of a line about a step; zeros where it is none."""
-    found = STEP.search(line)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    """Return the step and the target step of a line about a step; zeros for any other line."""
+    match = STEP.search(line)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def last_seen(job: Mapping[str, Any]) -> float:
-    """When its launcher last looked at a job, or else when it was created, in seconds since the epoch."""
+    """Return when a launcher last looked at a job, or else when the job was created, in seconds since the epoch."""
     metadata = job["metadata"]
     stamp = (metadata.get("annotations") or {}).get(SEEN_ANNOTATION)
     with contextlib.suppress(ValueError, TypeError):  # anybody can annotate
@@ -251,7 +251,7 @@ def last_seen(job: Mapping[str, Any]) -> float:
 
 
 def seconds(stamp: str) -> float:
-    """An RFC 3339 time in seconds since the epoch. Raises ValueError for any other text."""
+    """Convert an RFC 3339 time to seconds since the epoch. Raises ValueError for any other text."""
     return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 

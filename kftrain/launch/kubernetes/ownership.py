@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POD_NAME_ENV = "KFP_POD_NAME"
-"""Kubeflow tells every step the name of its pod."""
+"""Variable in which Kubeflow tells every step the name of its pod."""
 
 IDENTITY_CHARACTERS = 16
 
@@ -20,26 +20,26 @@ RUN_ID_LABEL = "pipeline/runid"
 
 
 def is_pipeline_pod() -> bool:
-    """Whether this process is a step in a pod of a Kubeflow backend."""
+    """Tell whether this process is a step in a pod of a Kubeflow backend."""
     return bool(os.environ.get(POD_NAME_ENV))
 
 
 class PodReader(Protocol):
-    """What is asked of the cluster."""
+    """The call to the cluster that `find_owner` needs; `Cluster` has it."""
 
     namespace: str
     own_namespace: str
 
     def read_pod(self, name: str, namespace: str = "") -> dict[str, Any] | None:
-        """A pod of that namespace, of `namespace` unless one is named; None where it is gone."""
+        """Return a pod of `namespace`, by default of the client's own; None where the pod is gone."""
         ...
 
 
 def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
-    """The owner reference for a job of this launcher, and Kubeflow's run id; None and '' outside a pipeline.
+    """Return the owner reference for a job of this launcher and the Kubeflow run id; None and '' outside a pipeline.
 
-    The uid is read from the API server now: a job whose owner does not exist is deleted within milliseconds. A job in
-    another namespace than the step's can have no owner there.
+    The uid is read from the API server now, because Kubernetes deletes a job whose owner does not exist within
+    milliseconds. A job in another namespace than the step's can have no owner there.
     """
     name = os.environ.get(POD_NAME_ENV, "")
     if not name or not cluster.own_namespace:
@@ -57,7 +57,7 @@ def find_owner(cluster: PodReader) -> tuple[dict[str, Any] | None, str]:
 
 
 def identity_of(configuration: Any) -> str:
-    """What tells a cluster from others: the digest of its certificate authority's certificate, else of its address."""
+    """Return a digest that tells a cluster from others: of its authority's certificate, else of its address."""
     path = configuration.ssl_ca_cert
     known = Path(path).read_bytes().strip() if path else str(configuration.host).encode()
     return hashlib.sha256(known).hexdigest()[:IDENTITY_CHARACTERS]

@@ -14,15 +14,15 @@ from kftrain.launch.spec import ADDRESS_ENV, NODE_NAME_ENV, NODE_RANK_ENV, JobSp
 from kftrain.process.machine import RACK_ENV
 
 USER_ID = 1000
-"""The user of our images."""
+"""User and group id that our images run as."""
 
 CA_FOLDER = "/etc/kftrain/ca"
 CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
-"""By which the clients of object stores and of MLflow find certificates."""
+"""Variables by which the clients of object stores and of MLflow find certificates."""
 
 
 def template(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig) -> dict[str, Any]:
-    """The template of the pods of one role."""
+    """Build the template of the pods of one role of a job. Pure."""
     pod: dict[str, Any] = {
         "containers": [_container(kind, spec, role, settings)],
         "automountServiceAccountToken": False,
@@ -102,13 +102,13 @@ def _container(kind: Kind, spec: JobSpec, role: Role, settings: KubernetesConfig
 
 
 def _rack(label: str) -> list[dict[str, Any]]:
-    """A pod that has no such label is in a rack without a name."""
+    """Build the variable that tells a pod its rack; a pod without the label is in a rack without a name."""
     path = {"fieldPath": f"metadata.labels['{label}']"}
     return [{"name": RACK_ENV, "valueFrom": {"fieldRef": path}}] if label else []
 
 
 def _lost_node_tolerations() -> list[dict[str, Any]]:
-    """A pod on a lost node is marked for deletion after a minute, not after the default of five."""
+    """Build tolerations that delete a pod from a lost node after a minute, not after the default of five."""
     return [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}
         for key in ("not-ready", "unreachable")

@@ -18,26 +18,26 @@ DELETED = "deleted"
 """Stands for the disruption of a pod that somebody deleted while it ran: `kubectl`, a drained node, a suspension."""
 
 CONSEQUENCES = frozenset((Preempted.exit_code, RetryableError.exit_code))
-"""What the others end with when one worker is taken away: they stop after a commit, or they lose a peer."""
+"""Exit codes of the other workers when one is taken away: they stop after a commit, or they lose a peer."""
 
 CLOCKS_SECONDS = 5.0
-"""By how much the clock of a worker's node may be behind that of the API server."""
+"""Seconds by which the clock of a worker's node may be behind that of the API server."""
 
 
 class PodExits:
-    """Pods that have ended or are being taken away lately, also those that were replaced within a moment.
+    """The pods that have ended or been taken away lately, also those that were replaced within a moment.
 
     The watch and the launcher's own looks both fill it, from two threads.
     """
 
     def __init__(self, window_seconds: float) -> None:
-        """`window_seconds`: how long before the newest ending one may lie that has to do with it."""
+        """Keep the endings of the `window_seconds` before the newest one: earlier ones have nothing to do with it."""
         self._window_seconds = window_seconds
         self._lock = threading.Lock()
         self._pods: dict[str, tuple[float, Pod]] = {}
 
     def note(self, pod: Pod, now: float) -> bool:
-        """Keeps what is known of a pod that ended or is going; whether that is news. `now` is monotonic."""
+        """Keep a pod that ended or is going; return whether its ending is news. `now`: seconds, monotonic."""
         if pod.terminating and pod.exit_code is None:
             pod = replace(pod, disruption=pod.disruption or DELETED)
         if pod.exit_code is None and not pod.disruption:
@@ -51,7 +51,7 @@ class PodExits:
         return known is None or known.exit_code != pod.exit_code
 
     def bad(self) -> list[Pod]:
-        """Those that failed or were taken away, the first one first."""
+        """Return the pods that failed or were taken away within the window, in the order of their endings."""
         with self._lock:
             newest = max((noted_at for noted_at, _ in self._pods.values()), default=0.0)
             oldest = newest - self._window_seconds
@@ -59,16 +59,16 @@ class PodExits:
             return [pod for _, pod in self._pods.values() if pod.failed or pod.disruption]
 
     def last(self) -> list[Pod]:
-        """Of each worker only the last one: how the last attempt ended."""
-        found = self.bad()
-        uids = {pod.place: pod.uid for pod in found}
-        return [pod for pod in found if uids[pod.place] == pod.uid]
+        """Return the last bad pod of each place: together they tell how the last attempt ended."""
+        pods = self.bad()
+        uids = {pod.place: pod.uid for pod in pods}
+        return [pod for pod in pods if uids[pod.place] == pod.uid]
 
 
 class PodBudget:
-    """The restart budget of one launch of a job, told by its pods how its workers end. `begin` comes first.
+    """The restart budget of one launch of a job, fed with the endings of its pods. `begin` comes first.
 
-    What is counted, and why, `run.budget` says. Here it is decided which ends are news, and which are excused.
+    `run.budget` says what counts as a failed attempt. This class decides which endings are news and which are excused.
     """
 
     def __init__(self, limit: int, paths: RunPaths) -> None:
@@ -77,20 +77,20 @@ class PodBudget:
         self._budget = RestartBudget(limit)
         self._last_attempt = 0
         self.num_looks = 0
-        """How often storage was asked: changes whenever a pod has ended or was replaced."""
+        """Times that storage was read: grows whenever a pod has ended or was replaced."""
         self._present: frozenset[str] = frozenset()
         self._counted: set[str] = set()
         self._blind: set[str] = set()
-        """Pods that have ended while storage did not answer here either."""
+        """Uids of pods that ended while storage did not answer here either: storage may have ended them."""
 
     def begin(self, pods: Sequence[Pod], now: float) -> None:
-        """Finds out which attempts were over before this launch; does nothing once it knows.
+        """Read from storage which attempts were over before this launch; later calls do nothing.
 
         The attempt of an adopted job is not over: it has its claim, its failure will count, and what was committed
         since its claim is its progress. So it does not matter when storage answers. Raises whatever storage raises.
 
         Args:
-            pods: Those that are there.
+            pods: The pods that are there.
             now: Seconds since the epoch at which they were seen.
         """
         if self._has_begun:
@@ -105,14 +105,14 @@ class PodBudget:
         self._has_begun = True
 
     def spent(self, ended: Sequence[Pod], pods: Sequence[Pod]) -> int:
-        """How many attempts have failed in a row, where that is more than may; else 0.
+        """Return the number of attempts that failed in a row, if it exceeds the limit; else 0.
 
         Reads storage only when a pod has ended or was replaced. Raises whatever storage raises; the next call then
-        sees the same again, and excuses those that storage may have ended.
+        counts the same pods, and excuses those that storage may have ended.
 
         Args:
             ended: Pods that failed or were taken away.
-            pods: Those that are there.
+            pods: The pods that are there.
         """
         assert self._has_begun, "begin comes first"
         news = [pod for pod in ended if pod.uid not in self._counted]
@@ -137,14 +137,15 @@ class PodBudget:
         return self._budget.num_failed if self._budget.is_spent else 0
 
     def has_claim(self) -> bool:
-        """Whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
+        """Tell whether an attempt has claimed the run since a pod ended last. Raises whatever storage raises."""
         assert self._has_begun, "begin comes first"
         return attempts.last_attempt(self._paths) > self._last_attempt
 
     def _end_of(self, pod: Pod, disrupted: bool) -> WorkerEnd:
-        """Who is taken away has not failed, nor have those who stop with it, nor has who could not reach storage.
+        """Describe a pod's ending for the budget, excused where the worker itself is not at fault.
 
-        The last ends somewhere: the limit of a start goes on while storage answers here.
+        That is a worker that was taken away, those that stop with it, and one that could not reach storage. The last
+        cannot go on for ever: the limit of a start runs on while storage answers here.
         """
         disturbed = disrupted or pod.uid in self._blind
         is_excused = bool(pod.disruption) or (disturbed and pod.exit_code in CONSEQUENCES)
@@ -152,16 +153,16 @@ class PodBudget:
 
 
 def _met_outage(pod: Pod) -> bool:
-    """Whether a worker says that it could not reach storage."""
-    said = said_in(pod.end_message)
-    return said is not None and said.kind == StorageAwayError.__name__
+    """Tell whether a worker's termination message says that it could not reach storage."""
+    message = said_in(pod.end_message)
+    return message is not None and message.kind == StorageAwayError.__name__
 
 
 def is_at_work(claim: Claim, pods: Sequence[Pod], now: float) -> bool:
-    """Whether these pods, seen at `now`, have made the claim: it comes only once the last of them has joined.
+    """Tell whether these pods, seen at `now`, made the claim: it comes only once the last of them has joined.
 
-    Two clocks are compared, with some patience. Taken for at work wrongly, an attempt costs the limit of one start;
-    taken for over wrongly, a job that is well.
+    Two clocks are compared, with some patience, because the errors differ in cost: an attempt that is taken for at work
+    and is over costs the time limit of one start; one that is taken for over and is at work costs a healthy job.
     """
     newest = max((now - pod.age_seconds for pod in pods), default=float("inf"))
     return claim.start_time + CLOCKS_SECONDS >= newest
