@@ -9,10 +9,10 @@ QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/prior
 
 
 def label_value(text: str) -> str:
-    """A text as the value of a Kubernetes label."""
+    """Turn a text into a valid value of a Kubernetes label: other characters become `-`, 63 characters at most."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("-_.")
 
 
 def selector(label: str, value: str) -> str:
-    """Selects what bears this value, such as the id of a run."""
+    """Build a label selector for the objects whose `label` has this value, such as the id of a run."""
     return f"{label}={label_value(value)}"

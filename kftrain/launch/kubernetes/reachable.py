@@ -8,7 +8,7 @@ from kftrain.errors import LaunchError
 
 
 def require_reachable(config: Config) -> None:
-    """Raises LaunchError where the worker pods of a job could not reach the storage root or MLflow."""
+    """Raise LaunchError if the worker pods of a job could not reach the storage root or MLflow."""
     if not config.launch.kubernetes.volumes:
         fix = "use an object store (s3://…), or mount a volume there by launch.kubernetes.volumes"
         require_remote_storage(config, "worker pods", fix)
@@ -16,7 +16,7 @@ def require_reachable(config: Config) -> None:
 
 
 def require_remote_storage(config: Config, pods: str, fix: str = "use an object store (s3://…)") -> None:
-    """Raises LaunchError where the storage root is a folder of this machine. `pods` says who cannot reach it."""
+    """Raise LaunchError if the storage root is a folder of this machine. `pods`: who cannot reach it."""
     if storage.is_local(config.run.storage_root):
         raise LaunchError(
             f"{pods} cannot reach a folder of this machine",
@@ -27,7 +27,7 @@ def require_remote_storage(config: Config, pods: str, fix: str = "use an object 
 
 
 def require_tracking_server(config: Config, pods: str) -> None:
-    """Raises LaunchError where MLflow's records are in a file of this machine. `pods` says who cannot reach it."""
+    """Raise LaunchError if MLflow's records are in a file of this machine. `pods`: who cannot reach it."""
     if not config.tracking.uri.startswith(("http://", "https://")):
         raise LaunchError(
             f"{pods} cannot reach an sqlite file of this machine",

@@ -17,45 +17,45 @@ from kftrain.errors import LaunchError
 from kftrain.progress import Progress
 
 CALL_TIMEOUT_SECONDS = (5.0, 10.0)
-"""To connect, and of silence while an answer is read: as long as that, a call cannot be interrupted."""
+"""Seconds to connect, and of silence while an answer is read; a call cannot be interrupted for that long."""
 
 OUTAGE_SECONDS = 600.0
-"""How long a call is repeated."""
+"""Seconds for which a call is repeated during an outage."""
 
 HURRIED_SECONDS = 8.0
-"""How long in a hurry: a step of a pipeline is killed 30 seconds after it was told to stop."""
+"""The same in a hurry, in seconds: a step of a pipeline is killed 30 seconds after it was told to stop."""
 
 SAID_AFTER_SECONDS = 2.0
-"""What passes sooner is not worth a line."""
+"""Seconds of an outage after which a line tells of it; a shorter one is not worth a line."""
 
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 15.0
 SLICE_SECONDS = 0.2
 
 PASSING = frozenset((429, 500, 502, 503, 504))
-"""500 too: the training operator's webhook answers with it while the operator is away."""
+"""Statuses that pass. 500 too: the training operator's webhook answers with it while the operator is away."""
 
 BROKEN_TLS = 0
 """The client's status for TLS that failed. It passes where the connection only ended, as when an API server is
 restarted behind a load balancer, or where calls have succeeded before; else address or certificate are wrong."""
 
 UNAUTHORIZED = 401
-"""Passes where the credentials were accepted before: a token that is being replaced, an authenticator that is away."""
+"""Status that passes if the credentials worked before: a token is being replaced, or an authenticator is away."""
 
 FORBIDDEN, FORBIDDEN_SECONDS = 403, 60.0
-"""Passes within this time where the same call was allowed before: an API server that has just started, a webhook."""
+"""Status that passes within this time if the call was allowed before: an API server or a webhook has just started."""
 
 ALLOWED = frozenset((404, 409))
-"""Answers to a call that was allowed, besides success."""
+"""Statuses, besides success, that prove that a call was allowed."""
 
 MESSAGE_CHARACTERS = 500
 
 
 class RetryPolicy:
-    """Repeats the calls of one client."""
+    """Repeats the calls of one client while the API server is away, and tells of an outage once."""
 
     def __init__(self, api_exception: type[Exception], warn: Progress) -> None:
         self.hurried: Callable[[], bool] = lambda: False
-        """Whether this process was told to stop."""
+        """Tells whether this process was told to stop; read in every attempt, also while one sleeps."""
         self._api_exception = api_exception
         self._warn = warn
         self._lock = threading.Lock()
@@ -63,44 +63,44 @@ class RetryPolicy:
         self._allowed: set[tuple[str, str]] = set()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Calls until there is an answer that stands. Raises the ApiException of it, or LaunchError after an outage."""
+        """Call until an answer stands, and return it. Raises its ApiException, or LaunchError after an outage."""
         return self.call_for(OUTAGE_SECONDS, method, *arguments, **options)
 
     def call_for(self, outage_seconds: float, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """`call` with a limit of its own; 0: it is called once."""
+        """Do as `call`, but repeat for `outage_seconds` at most; 0 calls once."""
         import urllib3
 
         # Rights are given for a method and, of custom objects, for a kind; names of objects do not matter.
         kind = method.__name__, arguments[3] if len(arguments) > 3 else ""
-        began, delay, failed = time.monotonic(), FIRST_DELAY_SECONDS, False
+        began, delay, has_failed = time.monotonic(), FIRST_DELAY_SECONDS, False
         while True:
-            asked = 0.0
+            requested_seconds = 0.0
             try:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
                 if time.monotonic() - began >= self._lasting_seconds(error, kind, outage_seconds):
-                    self._tell(failed)
+                    self._tell(has_failed)
                     raise
-                problem, asked = message_of(error), retry_after_seconds(error)
+                problem, requested_seconds = message_of(error), retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
                 self._allowed.add(kind)
-                self._tell(failed)
+                self._tell(has_failed)
                 return answer
-            failed, away_seconds = True, time.monotonic() - began
+            has_failed, away_seconds = True, time.monotonic() - began
             if away_seconds > (min(outage_seconds, HURRIED_SECONDS) if self.hurried() else outage_seconds):
                 raise LaunchError(
                     f"the API server did not answer for {away_seconds:.0f} s: {problem}",
                     fix="look for the job by kftrain status, and resume the run",
                 )
             if away_seconds >= SAID_AFTER_SECONDS:
-                self._tell(failed, problem)
-            self._sleep(max(asked, delay * random.uniform(0.5, 1.0)))
+                self._tell(has_failed, problem)
+            self._sleep(max(requested_seconds, delay * random.uniform(0.5, 1.0)))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
 
     def _lasting_seconds(self, error: Any, kind: tuple[str, str], outage_seconds: float) -> float:
-        """How long the server may go on to answer so before that stands; 0: it stands."""
+        """Return for how many seconds an error may still pass; 0 if it stands, infinite while the outage may last."""
         if error.status in ALLOWED:
             self._allowed.add(kind)
         if error.status == BROKEN_TLS:
@@ -114,16 +114,16 @@ class RetryPolicy:
         return float("inf") if passes else 0.0
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps, only for a moment once there is hurry."""
+        """Sleep, in slices, and wake up at once when this process is told to stop."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, SLICE_SECONDS))
             if self.hurried():
                 return
 
-    def _tell(self, failed: bool, problem: str = "") -> None:
-        """Says once that there is a `problem`, or that it is over; a call that has never failed knows of neither."""
-        if not failed:
+    def _tell(self, has_failed: bool, problem: str = "") -> None:
+        """Warn once that there is a `problem`, or that it is over; a call that never failed knows of neither."""
+        if not has_failed:
             return
         with self._lock:
             is_news = self._is_away != bool(problem)
@@ -134,7 +134,7 @@ class RetryPolicy:
 
 
 def message_of(error: Any) -> str:
-    """Status and message of an ApiException, on one line."""
+    """Format the status and the message of an ApiException, on one line."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
     try:
         message = json.loads(body)["message"]
@@ -144,6 +144,6 @@ def message_of(error: Any) -> str:
 
 
 def retry_after_seconds(error: Any) -> float:
-    """What the server asks to wait, within reason."""
+    """Return the seconds of an error's Retry-After header, `MAX_DELAY_SECONDS` at most; 0 without one."""
     value = (error.headers or {}).get("Retry-After") or ""
     return min(float(value), MAX_DELAY_SECONDS) if value.isdigit() else 0.0

@@ -21,13 +21,13 @@ from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED
 from kftrain.launch.kubernetes.observation import Event, Job, Observation, Pod, Workload
 
 SILENT_SECONDS = 30.0
-"""A job without any status after this long has an operator that is away or cannot create its pods."""
+"""Seconds without any status after which a job's operator is away or cannot create its pods."""
 
 UNSEEN_SECONDS = 10.0
-"""A pod that no scheduler has looked at by then names a scheduler that is not there."""
+"""Seconds after which a pod that no scheduler has looked at names a scheduler that is not there."""
 
 OVERDUE_SECONDS = 60.0
-"""A pod that is there so long after its grace is on a node that does not answer."""
+"""Seconds after the end of its grace from which a pod that is still there is on a node that does not answer."""
 
 IMAGE_REASONS = frozenset(
     (
@@ -41,7 +41,7 @@ IMAGE_REASONS = frozenset(
 )
 STARTING = frozenset(("", "ContainerCreating", "PodInitializing"))
 HOPELESS = frozenset(("InvalidImageName", "ErrImageNeverPull"))
-"""Reasons of a container that no time mends."""
+"""Reasons of a waiting container that no waiting mends."""
 
 VOLUME_EVENTS = frozenset(("FailedMount", "FailedAttachVolume"))
 EVALUATE = "evaluate"
@@ -50,17 +50,17 @@ NOT_COVERED = re.compile(r"unavailable in ClusterQueue")
 """Kueue's words for a resource that the queue does not have at all."""
 
 TOO_SMALL = re.compile(r"in flavor ([^\s,;]+), [^,;]*> maximum capacity")
-"""For a flavor with less than is asked for, from 0.14.2 on with the parts of the request before the sign."""
+"""Kueue's words for a flavor that is smaller than the request; 0.14.2 and later name the parts of the request, too."""
 
 BUSY = re.compile(r"(?:in flavor ([^\s,;]+), [^,;]*)?more needed")
-"""For a flavor that others use now."""
+"""Kueue's words for a flavor that others use now."""
 
 MAY_PASS = re.compile(r"preemption|borrowing limit|skipping flavor|topology \"")
-"""For what changes by itself, or for a look at some of the flavors only."""
+"""Kueue's words for a refusal that may pass, or that comes of a look at only some flavors."""
 
 
 class State(str, Enum):
-    """Where a job is. The value is what users read."""
+    """The state of a job; the value is the word that users read."""
 
     QUEUED = "Queued"
     ADMITTED = "Admitted"
@@ -77,24 +77,24 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a job waits."""
+    """One reason why a job waits, with the class of failure that giving up for it would be."""
 
     text: str
     failure_class: FailureClass
     hopeless: bool = False
-    """Whether no time mends it: the job is ended now."""
+    """True if no waiting mends it, so that the launcher gives the job up."""
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """The meaning of one observation."""
+    """The meaning of one observation: the state of the job and the reasons why it waits."""
 
     state: State
     reasons: tuple[Reason, ...] = ()
 
     @property
     def hopeless(self) -> Reason | None:
-        """The first reason that ends the job."""
+        """The first reason that ends the job; None where waiting makes sense."""
         return next((reason for reason in self.reasons if reason.hopeless), None)
 
     @property
@@ -104,7 +104,7 @@ class Assessment:
 
 
 def assess(seen: Observation) -> Assessment:
-    """Where the job is, and why it is not further."""
+    """Judge an observation: the state of the job, and the reasons why it is not further."""
     job = seen.job
     if job is None or job.terminating:
         return Assessment(State.GONE)
@@ -113,12 +113,12 @@ def assess(seen: Observation) -> Assessment:
     if SUCCEEDED in job.conditions:
         return Assessment(State.SUCCEEDED)
     if job.suspended or SUSPENDED in job.conditions:
-        return _suspended(job, seen)
+        return _assess_suspended(job, seen)
     reasons = (*_creation_reasons(job, seen), *_pod_reasons(seen), *_ending_reasons(job, seen))
     return Assessment(_pods_state(job, seen), reasons)
 
 
-def _suspended(job: Job, seen: Observation) -> Assessment:
+def _assess_suspended(job: Job, seen: Observation) -> Assessment:
     if any(pod.terminating and pod.running and not _is_stuck(pod, seen.lost_nodes) for pod in seen.pods):
         return Assessment(State.COMMITTING)
     if job.suspended_by_user or not job.has_queue:
@@ -142,10 +142,10 @@ def _workload_reasons(workload: Workload | None) -> tuple[Reason, ...]:
 
 
 def never_fits(message: str) -> bool:
-    """Whether Kueue says that no amount of waiting admits a request.
+    """Tell whether Kueue says that no amount of waiting admits a request.
 
-    One message tells why each flavor does not take it, and of a flavor it tells every resource. The request fits none
-    only where each flavor is too small in some resource, whatever else is busy there.
+    One message tells why each flavor refuses the request, resource by resource. The request never fits only if each
+    flavor is too small in some resource, whatever else is busy there.
     """
     too_small, busy = set(TOO_SMALL.findall(message)), set(BUSY.findall(message))
     no_flavor = bool(too_small) and busy <= too_small and not MAY_PASS.search(message)
@@ -153,7 +153,7 @@ def never_fits(message: str) -> bool:
 
 
 def _pods_state(job: Job, seen: Observation) -> State:
-    """The state of the worker that is furthest behind. A pod that cannot end keeps the place of its successor."""
+    """Return the state of the worker that is furthest behind; a pod that cannot end holds up its successor."""
     pods = [pod for pod in seen.pods if not pod.ended]
     stuck = [pod for pod in pods if pod.terminating and _is_stuck(pod, seen.lost_nodes)]
     if any(pod.terminating and pod not in stuck for pod in pods) or 0 < seen.target_step <= seen.step:
@@ -168,13 +168,13 @@ def _pods_state(job: Job, seen: Observation) -> State:
 
 
 def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
-    """Why the operator has not created all pods; a job without any has no status, for ever."""
+    """Say why the operator has not created all pods; empty where all are there. A job without pods gets no status."""
     if len(seen.pods) >= job.num_pods:
         return []
-    failed = [event for event in seen.events if event.uid == job.uid and event.reason in job.creation_failures]
-    if failed:
-        kind = FailureClass.QUOTA if "exceeded quota" in failed[-1].message else FailureClass.CONFIG
-        return [Reason(f"{failed[-1].reason}: {failed[-1].message}", kind)]
+    failures = [event for event in seen.events if event.uid == job.uid and event.reason in job.creation_failures]
+    if failures:
+        kind = FailureClass.QUOTA if "exceeded quota" in failures[-1].message else FailureClass.CONFIG
+        return [Reason(f"{failures[-1].reason}: {failures[-1].message}", kind)]
     if not job.has_status and job.age_seconds > SILENT_SECONDS:
         text = f"the {job.operator} has not looked at it for {SILENT_SECONDS:.0f} s: is it running?"
         return [Reason(text, FailureClass.OPERATOR)]
@@ -182,7 +182,7 @@ def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:
 
 
 def _ending_reasons(job: Job, seen: Observation) -> list[Reason]:
-    """Why a job does not end though all its pods have: its conditions are the operator's to set."""
+    """Say why a job does not end though all its pods have: only the operator sets its conditions."""
     if len(seen.pods) < job.num_pods or any(pod.ended_seconds < SILENT_SECONDS for pod in seen.pods):
         return []
     text = f"all its pods have ended, and the {job.operator} has not noticed: is it running?"
@@ -190,17 +190,17 @@ def _ending_reasons(job: Job, seen: Observation) -> list[Reason]:
 
 
 def _pod_reasons(seen: Observation) -> list[Reason]:
-    """Why pods wait, the same reason of several pods once."""
-    found: dict[str, Reason] = {}
+    """List the reasons why pods wait, the same reason of several pods once."""
+    reasons: dict[str, Reason] = {}
     for pod in seen.pods:
         reason = pod_reason(pod, seen.events, seen.lost_nodes)
         if reason is not None:
-            found.setdefault(reason.text, reason)
-    return list(found.values())
+            reasons.setdefault(reason.text, reason)
+    return list(reasons.values())
 
 
 def pod_reason(pod: Pod, events: Sequence[Event], lost_nodes: frozenset[str]) -> Reason | None:
-    """Why one pod waits or does not go; None where nothing is wrong."""
+    """Return the reason why a pod waits or does not go; None where nothing is wrong."""
     if pod.ended:
         return None
     if pod.terminating:
@@ -222,7 +222,7 @@ def pod_reason(pod: Pod, events: Sequence[Event], lost_nodes: frozenset[str]) ->
 
 
 def _is_stuck(pod: Pod, lost_nodes: frozenset[str]) -> bool:
-    """Whether a pod that is being deleted cannot end."""
+    """Tell whether a pod that is being deleted cannot end, because its node does not answer."""
     return pod.overdue_seconds > OVERDUE_SECONDS or pod.node in lost_nodes
 
 
@@ -234,5 +234,5 @@ def _overdue_reason(pod: Pod, lost_nodes: frozenset[str]) -> Reason | None:
 
 
 def stuck_pods(seen: Observation) -> list[Pod]:
-    """Pods that may be taken off the API server: their grace is long over, and their node is known to be dead."""
+    """List the pods that may be force-deleted: their grace is long over, and their node is known to be dead."""
     return [pod for pod in seen.pods if pod.overdue_seconds > OVERDUE_SECONDS and pod.node in seen.lost_nodes]

@@ -15,20 +15,20 @@ POLL_SECONDS = 2.0
 
 
 class WorkflowReader(Protocol):
-    """What is asked of the cluster."""
+    """The call to the cluster that `TerminateWatch` needs; `Cluster` has it."""
 
     def read_workflow(self, name: str, retried: bool = True) -> dict[str, Any] | None:
-        """A Workflow as it is now; None where that cannot be told, at once unless `retried`."""
+        """Return a Workflow; None where it is gone or cannot be read. Only `retried` waits out an outage."""
         ...
 
 
 def is_terminated(workflow: Mapping[str, Any]) -> bool:
-    """Whether somebody pressed Terminate."""
+    """Tell whether somebody pressed Terminate: Kubeflow then sets the deadline of the Workflow to 0."""
     return (workflow.get("spec") or {}).get("activeDeadlineSeconds") == 0
 
 
 class TerminateWatch:
-    """Within the block a thread looks at the Workflow; once it is terminated, `on_terminate` is called in that thread.
+    """Context manager that watches the Workflow in a thread and calls `on_terminate` there once it is terminated.
 
     Args:
         cluster: Where the Workflow is.
@@ -55,8 +55,8 @@ class TerminateWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            found = self._cluster.read_workflow(self._name, retried=False)
-            if found is not None and is_terminated(found) and not self._closed.is_set():
+            workflow = self._cluster.read_workflow(self._name, retried=False)
+            if workflow is not None and is_terminated(workflow) and not self._closed.is_set():
                 self._on_terminate()
                 return
             self._closed.wait(POLL_SECONDS)
