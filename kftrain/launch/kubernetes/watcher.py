@@ -28,15 +28,15 @@ from kftrain.run.paths import RunPaths
 
 ANNOTATE_SECONDS = 30.0
 EXPLAIN_SECONDS = 3.0
-"""Between two looks at the sources that only explain."""
+"""Seconds between two looks at the sources that only explain."""
 
 WATCH_PAUSE_SECONDS = 1.0
 NOTICE_SECONDS = 60.0
-"""How long after the timeout of their collective operations workers that have lost a peer have ended, too."""
+"""Seconds after the timeout of their collective operations by which workers that lost a peer have ended, too."""
 
 
 class Watcher:
-    """One job of this launcher, from its creation or adoption on."""
+    """Follows one job from its creation or adoption on: shows its state, and raises when waiting makes no sense."""
 
     def __init__(self, cluster: JobClient, config: Config, spec: JobSpec, lease: Lease, wake: threading.Event) -> None:
         settings, paths = config.launch.kubernetes, RunPaths(spec.run_uri)
@@ -59,9 +59,9 @@ class Watcher:
         self._shown = ""
         self._seen_at = time.time()
         self._is_fenced = False
-        """Whether another launch holds the job, or one of its name."""
+        """True if another launch holds the job, or a later job of its name, at the last look."""
         self._was_hopeless = False
-        """At the last look. One look may see a Workload that is younger than the job it has read, or half a message."""
+        """True if the last look found no hope. Two in a row count: one may read a Workload newer than the job."""
         self._explained_at = float("-inf")
         self._annotated_at = float("-inf")
         self._events: Sequence[observation.Event] = ()
@@ -70,15 +70,16 @@ class Watcher:
         threading.Thread(target=self._watch, daemon=True, name=f"watch of {lease.name}").start()
 
     def look(self) -> State:
-        """One look at the job; returns its state.
+        """Look at the job once, act on what is seen, and return the state of the job.
 
-        Raises JobFailedError for what makes no sense to wait for, FencedError where another launch holds the job.
+        Raises JobFailedError if waiting makes no sense any more, FencedError if another launch holds the job.
         """
         seen = self._observe()
         assessment = states.assess(seen)
         now = time.monotonic()
         self._clock = self._clock.advance(self._state, now).advance(assessment.state, now)
         self._show(assessment)
+        # A job that is gone may have succeeded, so that is asked before it is taken for deleted or for another's.
         state = State.SUCCEEDED if assessment.state is State.GONE and self._is_complete() else assessment.state
         if self._is_fenced and state is not State.SUCCEEDED:
             where = f"job {self._name} in namespace {self._cluster.namespace}"
@@ -94,12 +95,12 @@ class Watcher:
         return state
 
     def close(self, wait: bool = True) -> None:
-        """Ends the watch and the logs, once the pods are gone, or at once."""
+        """End the watch of the pods and the logs; `wait` gives the ends of the logs a moment."""
         self._closed.set()
         self._logs.close(wait)
 
     def diagnose(self) -> ErrorDocument:
-        """Why it failed, as far as pods, logs and the workers' own error tell."""
+        """Summarize why the job failed, from its pods, its logs and the workers' own error."""
         error = None
         with best_effort("the workers' error could not be read"):
             error = read_error(self._paths.error)
@@ -111,10 +112,10 @@ class Watcher:
         kind = self._cluster.kind
         job = observation.parse_job(item, now, kind) if item and item["metadata"]["uid"] == self._lease.uid else None
         self._is_fenced = item is not None and self._lease.is_lost(item)
-        found = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
-        for pod in found:
+        parsed = observation.parse_pods(self._cluster.list_pods(self._name), now, kind)
+        for pod in parsed:
             self._pod_exits.note(pod, time.monotonic())
-        pods = observation.newest(found)
+        pods = observation.newest(parsed)
         pods.sort(key=lambda pod: (pod.role != WORKER, pod.role, pod.index))
         self._logs.follow(pods)  # before its step is asked: a new pod is at none
         self._explain(pods)
@@ -132,7 +133,7 @@ class Watcher:
         )
 
     def _explain(self, pods: Sequence[Pod]) -> None:
-        """Asks for events and nodes, only while something waits, and not at every look."""
+        """Ask for events and nodes, only while something waits and not at every look."""
         if time.monotonic() - self._explained_at < EXPLAIN_SECONDS:
             return
         self._explained_at = time.monotonic()
@@ -150,7 +151,7 @@ class Watcher:
             to_log(f"{self._name}: {assessment.text}")
 
     def _is_complete(self) -> bool:
-        """Whether a job that is gone had succeeded: gc and its time to live take it while a laptop sleeps."""
+        """Tell whether a job that is gone had succeeded: gc or its time to live may delete it while a laptop sleeps."""
         complete = False
         with best_effort("what proves the job's success could not be read"):
             complete = is_complete(self._spec.task, self._paths, self._config)
@@ -160,40 +161,42 @@ class Watcher:
 
     def _give_up_if_hopeless(self, assessment: Assessment) -> None:
         if assessment.state is State.GONE:
-            raise self._failed("somebody deleted the job", FailureClass.DELETED)
+            raise self._failure("somebody deleted the job", FailureClass.DELETED)
         if assessment.hopeless is not None and self._was_hopeless:
-            raise self._failed(assessment.hopeless.text, assessment.hopeless.failure_class)
+            raise self._failure(assessment.hopeless.text, assessment.hopeless.failure_class)
         self._was_hopeless = assessment.hopeless is not None
 
     def _give_up_if_spent(self, seen: Observation) -> None:
-        """Where pods end again and again without a new checkpoint: the operator itself would go on for ever."""
-        failed = 0
+        """Raise JobFailedError if pods end again and again without a checkpoint: the operator never gives up."""
+        num_failed = 0
         with best_effort("the attempts could not be counted"):
             self._budget.begin(seen.pods, self._seen_at)
-            failed = self._budget.spent(self._pod_exits.bad(), seen.pods)
-        if failed:
-            found = self.diagnose()
-            text = f"{failed} attempts in a row without a new checkpoint, at last: {found.line}"
-            raise self._failed(text, found.failure_class, found)
+            num_failed = self._budget.spent(self._pod_exits.bad(), seen.pods)
+        if num_failed:
+            last = self.diagnose()
+            text = f"{num_failed} attempts in a row without a new checkpoint, at last: {last.line}"
+            raise self._failure(text, last.failure_class, last)
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
-        exceeded = self._clock.exceeded(self._limits)
-        if not exceeded or (assessment.state in STARTING and self._is_excused(assessment, seen)):
+        limit = self._clock.exceeded(self._limits)
+        if not limit or (assessment.state in STARTING and self._is_excused(assessment, seen)):
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.num_pods} workers run" if seen.pods else ""
-        text = f"{assessment.state.value} for longer than {exceeded}{running}"
+        text = f"{assessment.state.value} for longer than {limit}{running}"
         if first is not None:
-            raise self._failed(f"{text}: {first.text}", first.failure_class)
-        found = self.diagnose() if assessment.state in STARTING and self._pod_exits.last() else None
-        if found is not None and lacked_storage(found):  # such attempts do not count, so it ends here
-            raise self._failed(f"{text}, at last: {found.line}", FailureClass.STORAGE, found)
-        raise self._failed(text, FailureClass.DEADLINE)
+            raise self._failure(f"{text}: {first.text}", first.failure_class)
+        last = self.diagnose() if assessment.state in STARTING and self._pod_exits.last() else None
+        if last is not None and lacked_storage(last):  # such attempts do not count, so it ends here
+            raise self._failure(f"{text}, at last: {last.line}", FailureClass.STORAGE, last)
+        raise self._failure(text, FailureClass.DEADLINE)
 
     def _is_excused(self, assessment: Assessment, seen: Observation) -> bool:
-        """Whether a start that takes too long is none, or is held up by storage, without which nothing can start.
+        """Tell whether a late start is excused: the attempt has begun to train, or storage holds it up.
 
-        Training may have begun though no step was seen: logs may be out of reach, and the data is verified before.
+        Training may have begun though no step was seen, as logs may be out of reach and the data is verified first:
+        then the attempt has claimed the run. While storage does not answer, nothing can start, and the time to start
+        begins anew.
         """
         claimed = None
         with best_effort("the attempts could not be read"):
@@ -208,13 +211,13 @@ class Watcher:
         return True
 
     def _release(self, seen: Observation) -> None:
-        """Takes pods of dead nodes off the API server, so that they can be replaced elsewhere."""
+        """Force-delete the pods of dead nodes, so that the operator replaces them elsewhere."""
         for pod in states.stuck_pods(seen):
             if self._cluster.force_delete_pod(pod.name, pod.uid):
                 to_log(f"{pod.name} was taken off node {pod.node}, which is dead")
 
     def _annotate(self) -> None:
-        """Leaves state and progress on the job, where `kftrain status` and kubectl show them."""
+        """Write state and progress onto the job, now and then: `kftrain status` and kubectl show them there."""
         if time.monotonic() - self._annotated_at < ANNOTATE_SECONDS:
             return
         self._annotated_at = time.monotonic()
@@ -226,12 +229,12 @@ class Watcher:
         }
         self._cluster.annotate_job(self._name, annotations)
 
-    def _failed(self, what: str, kind: FailureClass, found: ErrorDocument | None = None) -> JobFailedError:
+    def _failure(self, what: str, kind: FailureClass, last: ErrorDocument | None = None) -> JobFailedError:
         where = f"job {self._name} in namespace {self._cluster.namespace}"
-        return JobFailedError(what, kind, where=where, found=found)
+        return JobFailedError(what, kind, where=where, found=last)
 
     def _watch(self) -> None:
-        """Notes how pods end: under `restartPolicy: ExitCode` a failed pod is replaced within a tenth of a second."""
+        """Note how pods end, in a thread: looks each second would miss a failed pod, replaced within 0.1 s."""
         while not self._closed.is_set():
             for item in self._cluster.watch_pods(self._name):
                 if self._closed.is_set():

@@ -21,14 +21,14 @@ from kftrain.progress import to_log
 from kftrain.run.error import ErrorDocument
 
 _TRY = re.compile(r"\(\d+\)$")
-"""What Argo puts after the name of a node that may be tried again."""
+"""The number that Argo puts after the name of a node that may be tried again."""
 
 EXECUTOR, DRIVER = "executor", "-driver"
-"""What Kubeflow calls the pod of a step within it, and how the name of the pod ends that prepares one."""
+"""Kubeflow's name for the pod of a step, and the end of the name of the pod that prepares a step."""
 
 POD_NAMES_BY_ID = "v1"
 MAX_POD_PREFIX = 242
-"""Of a pod's name, what Argo keeps before its hash."""
+"""Characters of a pod's name that Argo keeps before the hash."""
 
 RUN_TAG, URL_TAG = "kftrain.kubeflow_run_id", "kftrain.kubeflow_url"
 WORKFLOW_TAG, PLACE_TAG = "kftrain.kubeflow_workflow", "kftrain.kubeflow_place"
@@ -39,11 +39,11 @@ SIGNS: tuple[tuple[str, FailureClass], ...] = (
     ("ImagePull", FailureClass.STEP_IMAGE),
     ("pod deleted", FailureClass.PREEMPTED),
 )
-"""What Argo's messages contain about steps that could not say anything, and what it means."""
+"""Words in Argo's messages about steps that could not say anything, with the class of failure that they mean."""
 
 
 def explain_pipeline_run() -> ErrorDocument | None:
-    """Why the pipeline run that this step belongs to failed; None outside a pipeline, or where nothing is known."""
+    """Summarize why this step's pipeline run failed; None outside a pipeline, or where nothing is known."""
     if not SERVICE_ACCOUNT.exists():
         return None
     try:
@@ -57,7 +57,7 @@ def explain_pipeline_run() -> ErrorDocument | None:
 
 
 def pipeline_tags(config: Config) -> dict[str, str]:
-    """Tags by which the MLflow run of a training leads to the pipeline run that works on it; '' where there is none."""
+    """Return the tags that lead from the MLflow run of a training to its pipeline run; values are '' without one."""
     tags = dict.fromkeys((RUN_TAG, URL_TAG, WORKFLOW_TAG, PLACE_TAG), "")
     if not ownership.is_pipeline_pod():
         return tags
@@ -68,12 +68,12 @@ def pipeline_tags(config: Config) -> dict[str, str]:
         to_log(f"warning: MLflow will not say which pipeline run this is: {error.line}")
         return tags
     url, name = config.tracking.kubeflow_url.rstrip("/"), owner["name"] if owner else ""
-    found = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: cluster_place(cluster)}
-    return {**tags, **found, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
+    known = {RUN_TAG: run_id, WORKFLOW_TAG: name, PLACE_TAG: cluster_place(cluster)}
+    return {**tags, **known, URL_TAG: f"{url}/#/runs/details/{run_id}" if url and run_id else ""}
 
 
 def pipeline_place() -> tuple[str, str]:
-    """The Workflow that this step belongs to, and its cluster and namespace; '' where there is none."""
+    """Return the Workflow that this step belongs to, and its `cluster_place`; '' where there is none."""
     if not ownership.is_pipeline_pod():
         return "", ""
     try:
@@ -86,7 +86,7 @@ def pipeline_place() -> tuple[str, str]:
 
 
 def is_pipeline_over(workflow: str, place: str) -> bool | None:
-    """Whether a Workflow has ended or is gone; None where that cannot be told here."""
+    """Tell whether a Workflow has ended or is gone; None if this process is not on its cluster or cannot ask."""
     if not ownership.is_pipeline_pod():
         return None
     try:
@@ -98,20 +98,20 @@ def is_pipeline_over(workflow: str, place: str) -> bool | None:
 
 
 def is_over(cluster: Cluster, workflow: str) -> bool | None:
-    """Whether a Workflow of this namespace has ended or is gone; None where it may not be read. Raises LaunchError."""
-    found = cluster.read_workflow(workflow)
-    if found is None:
+    """Tell whether a Workflow of this namespace has ended or is gone; None if not readable. Raises LaunchError."""
+    item = cluster.read_workflow(workflow)
+    if item is None:
         return True if cluster.sees_workflows else None
-    return str((found.get("status") or {}).get("phase", "")) in ENDED_PHASES
+    return str((item.get("status") or {}).get("phase", "")) in ENDED_PHASES
 
 
 def cluster_place(cluster: Cluster) -> str:
-    """The cluster and the namespace: several may share one MLflow server."""
+    """Return a name for the cluster and the namespace: several may share one MLflow server."""
     return f"{cluster.identity}/{cluster.namespace}"
 
 
 def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
-    """Why a Workflow failed, from its nodes; None where no pod of it did."""
+    """Summarize why a Workflow failed, from its nodes; None where none of its pods failed."""
     if is_terminated(workflow):
         line = "somebody terminated the run in the Kubeflow UI"
         return _summary(FailureClass.TERMINATED, line, "", Preempted.exit_code)
@@ -122,21 +122,24 @@ def explain(workflow: Mapping[str, Any]) -> ErrorDocument | None:
     failed = [(step, node) for step, node in last.items() if node.get("phase") in ("Failed", "Error")]
     if not failed:
         return None
-    step, first = min(failed, key=lambda found: _end(found[1]))
+    step, first = min(failed, key=lambda pair: _end(pair[1]))
     message = str(first.get("message") or "no message")
     return _summary(_class_of(message), f"step {step}: {message}", pod_of(workflow, first), BUG_CODE)
 
 
 def _class_of(message: str) -> FailureClass:
-    """By the exit code that the step has left, never by its words, which may be a user's; else by Argo's."""
-    said = said_in(message)
-    if said is not None:
-        return class_of(said.kind, said.exit_code)
+    """Classify a failure by the exit code in the step's own message, never by its words, which may be a user's.
+
+    Only a message that is not ours is searched for Argo's words.
+    """
+    left = said_in(message)
+    if left is not None:
+        return class_of(left.kind, left.exit_code)
     return next((kind for sign, kind in SIGNS if sign in message), FailureClass.UNKNOWN)
 
 
 def step_of(node: Mapping[str, Any]) -> str:
-    """The step that a pod's node belongs to, without the number of the try.
+    """Return the name of the step that a pod's node belongs to, without the number of the try.
 
     Argo shows the pod of every step as `executor(0)`; the step stands before that in the node's full name,
     `FLOW.root.exit-handler-1.train(0).executor(0)`.
@@ -148,7 +151,7 @@ def step_of(node: Mapping[str, Any]) -> str:
 
 
 def pod_of(workflow: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """Name of a node's pod: Argo puts the template's name between the Workflow's and the hash in the node's id."""
+    """Return the name of a node's pod: Argo puts the template's name between Workflow and hash of the node's id."""
     metadata, identity = workflow.get("metadata") or {}, str(node.get("id", ""))
     flow, template = str(metadata.get("name", "")), str(node.get("templateName", ""))
     by_id = (metadata.get("annotations") or {}).get("workflows.argoproj.io/pod-name-format") == POD_NAMES_BY_ID

@@ -9,12 +9,12 @@ from kftrain.launch.kubernetes.kinds.kind import Kind
 
 
 def kind_of(backend: str) -> Kind:
-    """The kind of a backend whose jobs are pods."""
+    """Return the kind of job of a backend whose jobs are pods."""
     kind = importlib.import_module(BACKENDS[backend].module).KIND
     assert isinstance(kind, Kind)
     return kind
 
 
 def all_kinds() -> list[Kind]:
-    """Every kind: who names a run by its id alone does not say which its job is."""
+    """Return every kind of job, for a run that is known by its id alone, which does not tell the kind of its job."""
     return [kind_of(name) for name in POD_BACKENDS]

@@ -29,10 +29,10 @@ from kftrain.launch.spec import WORKER, JobSpec
 from kftrain.run.paths import RunPaths
 
 Object = dict[str, Any]
-"""JSON of the API server."""
+"""A JSON object as the API server sends and takes it."""
 
 SUCCEEDED, FAILED, SUSPENDED = "Succeeded", "Failed", "Suspended"
-"""The conditions that a launcher knows."""
+"""Conditions of a job that the launcher acts on, in our words."""
 
 ENDED = frozenset((SUCCEEDED, FAILED))
 
@@ -41,61 +41,61 @@ MAX_NAME_LENGTH = 52
 
 
 class Kind(ABC):
-    """A kind of job."""
+    """A kind of job: what the launcher must know about one Kubernetes resource. It is stateless."""
 
     name: ClassVar[str]
-    """As its `kind` says."""
+    """The `kind` of its documents."""
     group: ClassVar[str]
     version: ClassVar[str]
     plural: ClassVar[str]
-    """In the paths of the API server."""
+    """Name of the resource in the paths of the API server."""
     operator: ClassVar[str]
-    """Who makes pods of a job, in words that follow *the*."""
+    """Name of the operator that makes a job's pods, in words that follow *the*."""
     creation_failures: ClassVar[frozenset[str]]
     """Reasons of the events by which the operator says that it could not make what a job needs."""
     install: ClassVar[str]
-    """What to do where a cluster has no such kind."""
+    """The fix for a cluster that has no such kind."""
     container: ClassVar[str] = "worker"
     """Name of the container in a pod."""
     job_name_label: ClassVar[str]
-    """Of a pod: the name of its job."""
+    """Label of a pod that holds the name of its job."""
     index_label: ClassVar[str]
-    """Of a pod: its number within its role."""
+    """Label of a pod that holds its number within its role."""
     role_label: ClassVar[str] = ""
-    """Of a pod: its role; empty where there is one role only."""
+    """Label of a pod that holds its role; empty for a kind with one role only."""
     suspend_path: ClassVar[tuple[str, ...]] = ("spec", "suspend")
-    """Of the field by which queues and people take the pods away."""
+    """Keys that lead to the field by which queues and people take the pods away."""
     condition_names: ClassVar[Mapping[str, str]] = {}
-    """What it calls Succeeded, Failed and Suspended, where it has other words: its word -> ours."""
+    """The kind's own words for Succeeded, Failed and Suspended, where they differ: its word -> ours."""
 
     @abstractmethod
     def specification(self, spec: JobSpec, config: Config) -> Object:
-        """The `spec` of the job's document. Pure; the pods are `pod.template`."""
+        """Build the `spec` of the job's document, with pods from `pod.template`. Pure."""
 
     @abstractmethod
     def address(self, spec: JobSpec) -> str:
-        """The host name of worker 0, at which all meet."""
+        """Return the host name of worker 0, where all workers meet."""
 
     @abstractmethod
     def replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """Role -> how many pods it has; of a job that anybody may have written."""
+        """Return role -> number of pods, for a job that anybody may have written."""
 
     @abstractmethod
     def pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """The templates of its pods, one a role."""
+        """Return the pod templates of a job, one per role."""
 
     @property
     def api_version(self) -> str:
-        """As its document says."""
+        """The `apiVersion` of its documents, group and version."""
         return f"{self.group}/{self.version}"
 
     @property
     def index_field(self) -> str:
-        """The field of a pod in which it reads its number."""
+        """Path of the field from which a pod reads its own number."""
         return f"metadata.labels['{self.index_label}']"
 
     def job_name(self, spec: JobSpec) -> str:
-        """The job's name, the same for every attempt and every launcher: from the run and the task alone.
+        """Name a job by its run and its task alone, so that every attempt and every launcher finds the same name.
 
         A DNS-1035 label of at most 52 characters; a long run id is cut and made unique by a digest.
         """
@@ -108,13 +108,15 @@ class Kind(ABC):
         return f"{kept}-{digest}-{spec.task}"
 
     def build(self, spec: JobSpec, config: Config, kfp_run_id: str = "", owner: Object | None = None) -> Object:
-        """The job that runs `spec`, ready for the API server. Raises LaunchError where it cannot work.
+        """Build the document of the job that runs `spec`, ready for the API server.
+
+        Raises LaunchError if its pods could not reach storage or MLflow, or if the kind has no place for one of its roles.
 
         Args:
             spec: The job.
-            config: Its configuration.
+            config: The configuration of the run.
             kfp_run_id: The Kubeflow run that it belongs to, for a label.
-            owner: An owner reference: with the owner the job goes.
+            owner: An owner reference: Kubernetes deletes the job with its owner.
         """
         require_reachable(config)
         specification = self.specification(spec, config)
@@ -128,32 +130,32 @@ class Kind(ABC):
         return {"apiVersion": self.api_version, "kind": self.name, "metadata": metadata, "spec": specification}
 
     def pod_selector(self, job_name: str) -> str:
-        """Selects the pods of a job."""
+        """Build the label selector of a job's pods."""
         return f"{self.job_name_label}={job_name}"
 
     def index_of(self, pod: Mapping[str, Any]) -> int | None:
-        """Which of its role a pod is; None: somebody else's, which has the label of the job all the same."""
+        """Return a pod's number within its role; None for somebody else's pod that bears the label of the job."""
         text = (pod["metadata"].get("labels") or {}).get(self.index_label, "0")
         return int(text) if re.fullmatch("[0-9]{1,6}", text) else None
 
     def role_of(self, pod: Mapping[str, Any]) -> str:
-        """The role of a pod."""
+        """Return the role of a pod, in lower case; `worker` without a label."""
         return str((pod["metadata"].get("labels") or {}).get(self.role_label, WORKER)).lower()
 
     def conditions(self, job: Mapping[str, Any]) -> frozenset[str]:
-        """The conditions that are true, in our words where they are those that a launcher knows."""
-        found = (job.get("status") or {}).get("conditions") or []
-        return frozenset(self.condition_names.get(c["type"], c["type"]) for c in found if c["status"] == "True")
+        """Return the conditions of a job that are true, those that the launcher acts on in our words."""
+        conditions = (job.get("status") or {}).get("conditions") or []
+        return frozenset(self.condition_names.get(c["type"], c["type"]) for c in conditions if c["status"] == "True")
 
     def is_suspended(self, job: Mapping[str, Any]) -> bool:
-        """Whether its field says that no pod is wanted."""
-        found: Any = job
+        """Tell whether the field at `suspend_path` says that the job is to have no pods."""
+        value: Any = job
         for key in self.suspend_path:
-            found = (found or {}).get(key)
-        return bool(found)
+            value = (value or {}).get(key)
+        return bool(value)
 
     def suspension(self, is_suspended: bool) -> Object:
-        """The patch that takes its pods away, or lets it go on."""
+        """Build the patch that takes a job's pods away, or lets the job go on."""
         patch: Any = is_suspended
         for key in reversed(self.suspend_path):
             patch = {key: patch}
@@ -161,19 +163,19 @@ class Kind(ABC):
         return patch
 
     def started_for(self, job: Mapping[str, Any]) -> str:
-        """Digest of the configuration that a job was started for; empty where its workers were told none."""
+        """Return the digest of the configuration that a job was started for; empty if its workers were told none."""
         containers = (container for template in self.pod_templates(job) for container in template["spec"]["containers"])
         pairs = (pair for container in containers for pair in itertools.pairwise(container.get("command") or []))
         return next((value for option, value in pairs if option == "--digest"), "")
 
 
 def run_labels(spec: JobSpec) -> dict[str, str]:
-    """Of a job and of its pods, to which operators copy none."""
+    """Build the labels of a job and of its pods; pods get their own, because operators copy none."""
     return {RUN_LABEL: label_value(RunPaths(spec.run_uri).run_id), TASK_LABEL: spec.task}
 
 
 def _job_labels(spec: JobSpec, config: Config, kfp_run_id: str) -> dict[str, str]:
-    """Labels of the job alone; they are not part of its specification."""
+    """Build the labels of a job, with those of queue and pipeline run, which its specification does not hold."""
     settings = config.launch.kubernetes
     optional = {
         KFP_RUN_LABEL: label_value(kfp_run_id),

@@ -18,14 +18,14 @@ from kftrain.launch.kubernetes.kinds.kind import Kind, Object
 from kftrain.launch.spec import WORKER, JobSpec
 
 REPLICA_TYPES = {WORKER: "Worker"}
-"""Role -> the operator's name for it."""
+"""Role -> the operator's name of its replica type."""
 
 TTL_SECONDS = 24 * 60 * 60
-"""A safety net: the launcher deletes its jobs itself."""
+"""Seconds after which a finished job is deleted: a safety net, as the launcher deletes its jobs itself."""
 
 
 class PyTorchJob(Kind):
-    """`kubeflow.org/v1`."""
+    """The kind of job of `launch.backend=pytorchjob`, `kubeflow.org/v1`."""
 
     name = "PyTorchJob"
     group = "kubeflow.org"
@@ -41,7 +41,7 @@ class PyTorchJob(Kind):
     suspend_path = ("spec", "runPolicy", "suspend")
 
     def specification(self, spec: JobSpec, config: Config) -> Object:
-        """See `Kind.specification`."""
+        """Build the `spec` with the training operator's own models: see `Kind.specification`."""
         from kubeflow.training import models
         from kubernetes.client import ApiClient
 
@@ -69,30 +69,30 @@ class PyTorchJob(Kind):
         return document
 
     def address(self, spec: JobSpec) -> str:
-        """See `Kind.address`: the operator makes a service for each pod."""
+        """Return the host name of worker 0: the operator makes a service for each pod."""
         return f"{self.job_name(spec)}-{WORKER}-0"
 
     def replicas(self, job: Mapping[str, Any]) -> dict[str, int]:
-        """See `Kind.replicas`."""
+        """Return role -> number of pods, with the operator's defaults: see `Kind.replicas`."""
         specs = job["spec"].get("pytorchReplicaSpecs") or {WORKER: {}}
         return {name.lower(): replica.get("replicas", 1) for name, replica in specs.items()}
 
     def pod_templates(self, job: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-        """See `Kind.pod_templates`."""
+        """Return the pod templates of all replica types: see `Kind.pod_templates`."""
         return [replica["template"] for replica in job["spec"]["pytorchReplicaSpecs"].values()]
 
 
 def _require_expressible(spec: JobSpec) -> None:
-    """Raises LaunchError for a role that a PyTorchJob has no place for.
+    """Raise LaunchError for a role that a PyTorchJob has no place for.
 
     Its other place, Master, is none for a role beside the workers: a job with a Master succeeds when that one does.
     """
-    unknown = [role.name for role in spec.roles if role.name not in REPLICA_TYPES]
-    if unknown:
+    others = [role.name for role in spec.roles if role.name not in REPLICA_TYPES]
+    if others:
         raise LaunchError(
             f"a PyTorchJob has no other roles than {', '.join(REPLICA_TYPES)}",
             where=f"{spec.task} job of {spec.run_uri}",
-            value=", ".join(unknown),
+            value=", ".join(others),
             fix="launch it with a backend that runs all of them: launch.backend=local",
         )
 
