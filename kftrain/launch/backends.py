@@ -9,9 +9,9 @@ class Backend(NamedTuple):
     """A launcher, or a kind of job for the launcher of Kubernetes."""
 
     module: str
-    """Imported when it is asked for. One with pods has a `KIND`, any other has a `build_launcher(config)`."""
+    """Module that is imported on demand. With pods it has a `KIND`, without a `build_launcher(config)`."""
     has_pods: bool
-    """Whether its jobs are pods, with the settings of `launch.kubernetes`; others run as processes below a launcher."""
+    """True if jobs are pods, with the settings of `launch.kubernetes`; else they are processes below the launcher."""
 
 
 BACKENDS = {
@@ -20,10 +20,10 @@ BACKENDS = {
 }
 
 POD_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.has_pods)
-"""Those whose jobs are pods. What is done with jobs of any kind may go by the first one."""
+"""Backends whose jobs are pods. An action on jobs of any kind may go by the first one."""
 
 if TYPE_CHECKING:
     BackendName = str
 else:
     BackendName = Literal[tuple(BACKENDS)]
-"""What `launch.backend` may say."""
+"""Type of `launch.backend`: the name of a backend."""

@@ -17,7 +17,7 @@ from kftrain.run.paths import RunPaths
 
 @dataclass(frozen=True)
 class Request:
-    """What a launcher would start, as data."""
+    """The thing that a launcher would start, as data."""
 
     content: dict[str, Any]
     """The document for an API server, or the command and its environment."""
@@ -27,7 +27,7 @@ class Request:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One line of `kftrain status`."""
+    """The status of one job: a line of `kftrain status`."""
 
     run: str
     task: str
@@ -36,34 +36,34 @@ class JobStatus:
     reason: str
     progress: str
     workers: str
-    """How many of them run: `2/4`."""
+    """Workers that run, of all of them: `2/4`."""
     age_seconds: float
 
 
 class Jobs(Protocol):
-    """Jobs that are there, whoever has started them. `run` is the URI of a run's folder, or its id.
+    """Actions on jobs that are there, whoever has started them. `run` is the URI of a run's folder, or its id.
 
     All but `describe` raise LaunchError where the run has no job, and for what a backend cannot do.
     """
 
     def describe(self, run: str) -> list[JobStatus]:
-        """The jobs of a run; with an empty `run` those of all runs."""
+        """Return the status of a run's jobs; with an empty `run`, of the jobs of all runs."""
         ...
 
     def cancel(self, run: str) -> list[str]:
-        """Ends the jobs of a run after a commit, and waits for it; returns their names."""
+        """End the jobs of a run after a commit, and wait until they are gone; return their names."""
         ...
 
     def suspend(self, run: str) -> list[str]:
-        """Takes what the jobs of a run compute on away, after a commit, until `unsuspend`; returns their names."""
+        """Take the pods of a run's jobs away after a commit, until `unsuspend`; return the jobs' names."""
         ...
 
     def unsuspend(self, run: str) -> list[str]:
-        """Lets suspended jobs go on; returns their names."""
+        """Let the suspended jobs of a run go on; return their names."""
         ...
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-        """Writes what the workers have printed; with `follow` until the job has ended."""
+        """Write the lines that the workers have printed; with `follow`, until the job has ended."""
         ...
 
 
@@ -71,22 +71,22 @@ class Launcher(Jobs, Protocol):
     """Runs one attempt of a job at a time."""
 
     def check(self) -> None:
-        """Raises LaunchError where such jobs cannot be created from here."""
+        """Raise LaunchError if such jobs cannot be created from here."""
         ...
 
     def build(self, spec: JobSpec) -> Request:
-        """What `run` would start, at the least. Pure. Raises LaunchError for what the backend cannot run."""
+        """Return at least the request that `run` would make. Pure. Raises LaunchError if the backend cannot run it."""
         ...
 
     def prepare(self, spec: JobSpec) -> None:
-        """Gets ready to `run` a job of this task, in the background, where that saves time; the environment may change.
+        """Get ready, in the background, to `run` a job of this task, where that saves time.
 
-        Nothing of it is left after `close`.
+        The environment of the job may still change. `close` undoes the preparation.
         """
         ...
 
     def run(self, spec: JobSpec) -> int:
-        """Starts the job, streams its output to stdout, returns its exit code when all its processes are gone.
+        """Start the job, stream its output to stdout, and return its exit code when all its processes are gone.
 
         Blocks. May be called again for the same job after a failure: the new attempt goes on from the last commit.
         SIGTERM and SIGINT reach the job as SIGTERM, and the call still returns only when it has ended.
@@ -95,15 +95,15 @@ class Launcher(Jobs, Protocol):
 
     @property
     def interrupted(self) -> bool:
-        """Whether this process was told to stop, so that no further attempt must be made."""
+        """True once this process was told to stop, so that the caller makes no further attempt."""
         ...
 
     def close(self) -> None:
-        """Lets go of what is kept for another attempt: there will be none."""
+        """Let go of everything that is kept for another attempt: there will be none."""
         ...
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
-        """Removes what jobs of a run have left behind; returns what was removed. Raises LaunchError.
+        """Remove everything that jobs of a run have left behind; return a name for each. Raises LaunchError.
 
         `job_id` is Kubeflow's id of the pipeline run that ends; another one may be at work on the same run.
         """
@@ -111,7 +111,7 @@ class Launcher(Jobs, Protocol):
 
 
 def build_launcher(config: Config) -> Launcher:
-    """The launcher of `launch.backend`. Raises LaunchError where it cannot run such jobs; connects to nothing."""
+    """Build the launcher of `launch.backend`, without a connection. Raises LaunchError if it cannot run such jobs."""
     backend = BACKENDS[config.launch.backend]
     if backend.has_pods:
         from kftrain.launch.kubernetes.kinds import kind_of
@@ -123,12 +123,12 @@ def build_launcher(config: Config) -> Launcher:
 
 
 def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_log) -> Jobs:
-    """Where the jobs of a run are: as its configuration says, or on the cluster, in any kind, where there is none.
+    """Return access to a run's jobs, where its configuration says or, without one, on the cluster in every kind.
 
     Args:
-        config: Of the run.
-        namespace: Of the cluster; empty: that of the configuration, or of the kubeconfig's context.
-        warn: Takes what stays unknown.
+        config: The configuration of the run, if it could be read.
+        namespace: A namespace of the cluster; empty: that of the configuration, or of the kubeconfig's context.
+        warn: Takes warnings about facts that stay unknown.
     """
     if config is not None and not config.launch.has_pods:
         return build_launcher(config)
@@ -142,7 +142,7 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
 
 
 def require_pods(config: Config, who: str) -> None:
-    """Raises LaunchError where jobs would run below their launcher: `who` has neither torch nor a GPU."""
+    """Raise LaunchError if jobs would run below their launcher, since `who` has neither torch nor a GPU."""
     if config.launch.has_pods:
         return
     raise LaunchError(

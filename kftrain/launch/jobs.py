@@ -34,7 +34,7 @@ from kftrain.run.paths import RunPaths
 
 
 def run_training(paths: RunPaths, config: Config, mlflow_run_id: Callable[[], str] = str) -> Completion:
-    """Trains a run to its end; returns the verified completion. Raises the error of the attempt that was the last.
+    """Train a run to its end and return the verified completion. Raises the error of the last attempt.
 
     `mlflow_run_id` is called while the launcher gets ready.
     """
@@ -51,9 +51,9 @@ def run_evaluation(
     own: EvaluationTarget,
     others: Callable[[], list[EvaluationTarget]] = list,
 ) -> list[Evaluation]:
-    """Scores exports; returns their evaluations, `own` first, but for a champion that cannot be loaded.
+    """Score exports and return their evaluations, `own` first; a champion that cannot be loaded is left out.
 
-    Those that have metrics already are not scored again. `others` is called while the launcher gets ready.
+    Exports that have metrics already are not scored again. `others` is called while the launcher gets ready.
     """
     with contextlib.ExitStack() as stack:
         launcher = None
@@ -71,13 +71,14 @@ def run_evaluation(
 
 
 def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launcher) -> None:
+    """Run attempts of a job until one succeeds, is stopped, fails for good, or the restart budget is spent."""
     keep_job_config(paths, config)
     standing = read_standing(paths, since=attempts.last_attempt(paths))
     budget = RestartBudget(
         config.launch.max_restarts_without_progress, step=standing.step, first_attempt=standing.last_attempt
     )
     while True:
-        storage.remove(paths.error)
+        storage.remove(paths.error)  # before the start: whatever lies there afterwards is this attempt's own
         code = launcher.run(spec)
         if code == 0:
             return
@@ -96,7 +97,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
 
 
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
-    if code == FencedError.exit_code:  # error.json is of who holds the run
+    if code == FencedError.exit_code:  # error.json is that of the launch that holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)
     document = read_error(paths.error)
     if document is None and code == Preempted.exit_code:  # it came before the worker could say so

@@ -34,18 +34,18 @@ from kftrain.run.paths import RunPaths
 from kftrain.run.temporary import remove_temporary_files
 
 GOING_SECONDS = 600.0
-"""How long a cancelled job may take to commit and to go."""
+"""Seconds that a cancelled job may take to commit and to go."""
 
 POLL_SECONDS = 0.2
 
 COMMAND = (sys.executable, "-m", "kftrain")
-"""`kftrain` as it is installed here."""
+"""The command `kftrain` of this very installation."""
 
 
 class LocalLauncher:
     """Runs jobs in a child process. The child and all below it die with this process, however it dies.
 
-    A child whose attempt may be followed by another is kept for it. Other processes of the same user find the jobs of
+    The child is kept while another attempt may follow. Other processes of the same user find the jobs of
     this machine, and end them through their launcher: it alone knows that no further attempt is wanted.
     """
 
@@ -55,10 +55,10 @@ class LocalLauncher:
         self._command: list[str] = []
 
     def check(self) -> None:
-        """See `Launcher.check`: processes can always be started."""
+        """Do nothing: processes can always be started."""
 
     def build(self, spec: JobSpec) -> Request:
-        """See `Launcher.build`."""
+        """Return the command lines of workers and other roles, with their environments: see `Launcher.build`."""
         _require_one_worker_node(spec)
         others = [
             (["kftrain", *role.arguments], {**spec.environment, NODE_RANK_ENV: str(node_rank)})
@@ -68,38 +68,38 @@ class LocalLauncher:
         command = ["kftrain", *spec.workers.arguments]
         content: dict[str, Any] = {"command": command, "environment": spec.environment}
         if others:
-            content["others"] = [{"command": each, "environment": environment} for each, environment in others]
+            content["others"] = [{"command": line, "environment": environment} for line, environment in others]
         lines = [*(f"{_shell_line(*other)} &\n" for other in others), f"{_shell_line(command, spec.environment)}\n"]
         return Request(content, "".join(lines))
 
     def prepare(self, spec: JobSpec) -> None:
-        """See `Launcher.prepare`."""
+        """Start the child that will run the job and let it import the libraries: see `Launcher.prepare`."""
         self._child_for(spec).prepare({**os.environ, **spec.environment})
 
     def run(self, spec: JobSpec) -> int:
-        """See `Launcher.run`."""
+        """Run one attempt in the child, visible to `kftrain status`: see `Launcher.run`."""
         _require_one_worker_node(spec)
         with handled((INTERRUPT, *STOP), self._on_signal), presence.shown(spec.run_uri, spec.task):
             return self._run(spec)
 
     def close(self) -> None:
-        """Ends the child that was kept."""
+        """End the child that was kept for another attempt."""
         if self._child is not None:
             self._child.close()
             self._child = None
 
     def clean(self, paths: RunPaths, job_id: str) -> list[str]:
-        """See `Launcher.clean`."""
+        """Remove the temporary files of the run, since dead processes leave no jobs: see `Launcher.clean`."""
         return remove_temporary_files(paths)
 
     def describe(self, run: str) -> list[JobStatus]:
-        """See `Jobs.describe`."""
-        return [_status(found) for found in _found(run)]
+        """Return the status of the run's jobs on this machine: see `Jobs.describe`."""
+        return [_status(job) for job in _find_jobs(run)]
 
     def cancel(self, run: str) -> list[str]:
-        """See `Jobs.cancel`."""
+        """Tell the run's launchers on this machine to stop, and wait until they are gone: see `Jobs.cancel`."""
         assert run, "no run would mean every run"
-        jobs = _found(run)
+        jobs = _find_jobs(run)
         if not jobs:
             raise LaunchError("this run has no job on this machine", where=run, fix="kftrain runs says how it ended")
         for job in jobs:
@@ -112,16 +112,16 @@ class LocalLauncher:
         return [_name(job) for job in jobs]
 
     def suspend(self, run: str) -> list[str]:
-        """See `Jobs.suspend`."""
-        raise _never_suspended(run)
+        """Raise LaunchError: processes cannot give up their machine and come back."""
+        raise _no_suspension(run)
 
     def unsuspend(self, run: str) -> list[str]:
-        """See `Jobs.unsuspend`."""
-        raise _never_suspended(run)
+        """Raise LaunchError: no job of this machine was ever suspended."""
+        raise _no_suspension(run)
 
     def logs(self, run: str, task: str, follow: bool, write: Callable[[str], None]) -> None:
-        """See `Jobs.logs`: of the last attempt. Logs are kept when it ends; until then its terminal shows them."""
-        while any(job.task == task for job in _found(run)):
+        """Write the logs of the last attempt. They are there once it has ended; until then its terminal shows them."""
+        while any(job.task == task for job in _find_jobs(run)):
             if not follow:
                 raise LaunchError(
                     "the job is at work, and its output is where it was started", where=run, fix="wait for it: --follow"
@@ -150,7 +150,7 @@ class LocalLauncher:
         return shell_code(child.wait())
 
     def _run_roles(self, spec: JobSpec) -> int:
-        """Runs all roles of the job; the exit code of the workers, or of the node whose failure ended them."""
+        """Run all roles of the job; return the exit code of the workers, or of the node whose failure ended them."""
         paths, environment = RunPaths(spec.run_uri), {**os.environ, **spec.environment}
         attempt = None
         with best_effort("the attempt is not known"):
@@ -164,7 +164,7 @@ class LocalLauncher:
             with best_effort("why the job failed could not be written", REPORT_SECONDS):
                 failure = root_cause(failures, read_error(paths.error)) if failures else None
                 if failure is not None:
-                    error = others.explained(failure, spec.task, attempt)
+                    error = others.explain(failure, spec.task, attempt)
                     storage.publish_json(paths.error, error.to_dict())
                     code = error.exit_code
             for path in others.logs.values():
@@ -187,7 +187,7 @@ class LocalLauncher:
 
 
 def build_launcher(config: Config) -> LocalLauncher:
-    """The launcher. Raises LaunchError for more than one node."""
+    """Build the local launcher. Raises LaunchError for more than one node."""
     if config.launch.nodes != 1:
         raise LaunchError(
             "the local backend has one node", where="launch.nodes", value=config.launch.nodes, fix="set it to 1"
@@ -196,7 +196,7 @@ def build_launcher(config: Config) -> LocalLauncher:
 
 
 def _require_one_worker_node(spec: JobSpec) -> None:
-    """Raises LaunchError: worker nodes meet at a port of their machine, and this is one."""
+    """Raise LaunchError for several worker nodes: each needs a port of a machine of its own."""
     if spec.workers.replicas != 1:
         raise LaunchError(
             "the local backend has one node of workers",
@@ -211,7 +211,7 @@ def _shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*variables, shlex.join(command)])
 
 
-def _found(run: str) -> list[Present]:
+def _find_jobs(run: str) -> list[Present]:
     return presence.find(storage.absolute(run) if run else "")
 
 
@@ -234,7 +234,7 @@ def _status(job: Present) -> JobStatus:
     )
 
 
-def _never_suspended(run: str) -> LaunchError:
+def _no_suspension(run: str) -> LaunchError:
     return LaunchError(
         "a job of this machine cannot be suspended",
         where=run,

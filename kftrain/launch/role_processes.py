@@ -23,10 +23,10 @@ from kftrain.process.signals import named_end, shell_code
 from kftrain.run.error import ErrorDocument
 
 GRACE_SECONDS = 30.0
-"""How long a node has to end once it is told to: as long as a pod has by default."""
+"""Seconds that a node has to end once it is told to stop: the default grace of a pod."""
 
 SAME_TIME_SECONDS = 1.0
-"""A node that failed may be seen to end a little after the workers that lost it."""
+"""Seconds by which a failed node may be seen to end after the workers that lost it."""
 
 TAIL_LINES = 40
 TAIL_BYTES = 1 << 16
@@ -40,17 +40,17 @@ class RoleFailure:
     """A node that failed while the workers were at work."""
 
     place: str
-    """Role and node: `server-0`."""
+    """Role and number of the node: `server-0`."""
     node_rank: int
     returncode: int
-    """As `subprocess` has it: -N for death by signal N."""
+    """Return code of `subprocess`: -N for death by signal N."""
 
 
 def root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> RoleFailure | None:
-    """The node whose failure ended the job; None where the workers' own error is the cause.
+    """Return the node whose failure ended the job; None where the workers' own error is the cause.
 
     Args:
-        failures: In the order in which the nodes ended.
+        failures: The failures of nodes, in the order in which they ended.
         left: The error of the workers, which have failed, too.
     """
     is_own = left is not None and left.kind not in CONSEQUENCES
@@ -58,12 +58,12 @@ def root_cause(failures: Sequence[RoleFailure], left: ErrorDocument | None) -> R
 
 
 class RoleProcesses:
-    """Within the block the nodes run; their output is shown, and kept in `logs`.
+    """Context manager that runs the nodes of the other roles; it shows their output and keeps it in `logs`.
 
     Args:
-        command: Of `kftrain`, with an absolute path first.
-        roles: Those beside the workers.
-        environment: Of every node; its number within its role is added.
+        command: The command `kftrain`, with an absolute path first.
+        roles: The roles beside the workers.
+        environment: Variables of every node; its number within its role is added.
         folder: An empty one, for logs and errors.
         on_failure: Called in a thread for each node that fails within the block.
     """
@@ -91,7 +91,7 @@ class RoleProcesses:
 
     @property
     def logs(self) -> dict[str, Path]:
-        """Role and node -> its log."""
+        """Place of a node, `server-0` -> its log file."""
         return self._output.logs
 
     def __enter__(self) -> RoleProcesses:
@@ -108,16 +108,16 @@ class RoleProcesses:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a node has failed."""
+        """True once a node has failed."""
         return self._has_failed.is_set()
 
     def failures(self) -> list[RoleFailure]:
-        """Of workers that have failed it is asked whether a node did before: so one that just ends is waited for."""
+        """Return the nodes that failed, for workers that have failed: waits a moment for a node that is just ending."""
         self._has_failed.wait(SAME_TIME_SECONDS)
         return list(self._failures)
 
-    def explained(self, failure: RoleFailure, task: str, attempt: int | None) -> ErrorDocument:
-        """The error that a node left, or how it ended and what it printed last."""
+    def explain(self, failure: RoleFailure, task: str, attempt: int | None) -> ErrorDocument:
+        """Build the error of a failed node from the one that it left, or from how it ended; with its last lines."""
         left: Any = None
         with contextlib.suppress(DataError, OSError):  # it was killed while it wrote
             left = storage.read_json_if_exists(str(self._error_file(failure.place)))
@@ -154,14 +154,14 @@ class RoleProcesses:
             self._on_failure()
 
     def _stop(self) -> None:
-        """All are told at once: nodes of a role may wait for each other."""
+        """Tell all nodes to stop at once, because they may wait for each other; kill those that outlast their grace."""
         self._is_stopping = True
         for process in self._processes:
             process.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
         for process, thread in zip(self._processes, self._threads, strict=True):
             thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():  # the number is still its own
+            if thread.is_alive():  # nobody has waited for the process yet, so its id is still its own
                 os.killpg(process.pid, signal.SIGKILL)
                 thread.join()
 
@@ -170,7 +170,7 @@ class RoleProcesses:
 
 
 def _tail(log: Path) -> list[str]:
-    """The last lines of a log."""
+    """Return the last lines of a log, read from its end; none if it cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
         return stream.read().decode(errors="replace").splitlines()[-TAIL_LINES:]

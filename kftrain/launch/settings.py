@@ -28,7 +28,7 @@ def _require_free(name: str) -> str:
 
 
 VariableName = Annotated[str, AfterValidator(_require_free)]
-"""Of the environment, and free for users."""
+"""Name of an environment variable that kftrain leaves to users."""
 
 
 class LaunchConfig(Section):
@@ -53,10 +53,10 @@ class LaunchConfig(Section):
 
     @property
     def has_pods(self) -> bool:
-        """Whether jobs are pods, which have `kubernetes`; others run below their launcher, in its environment."""
+        """True if jobs are pods, which have `kubernetes`; else they run below the launcher, in its environment."""
         return BACKENDS[self.backend].has_pods
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs that each machine must have; 0: those that it has are used."""
+        """GPUs required per node; 0 uses whatever is present."""
         return self.kubernetes.gpus_per_node if self.has_pods else 0

@@ -12,22 +12,22 @@ from kftrain.run.completion import JobTask
 from kftrain.run.paths import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
-"""The MLflow run that rank 0 logs to."""
+"""Variable with the id of the MLflow run that rank 0 logs to."""
 
 NODE_RANK_ENV = "KFTRAIN_NODE_RANK"
-"""Which of a job's nodes a worker is, from 0."""
+"""Variable with the number of a worker's node within the job, from 0."""
 
 ADDRESS_ENV = "KFTRAIN_MASTER_ADDRESS"
-"""Where the workers of several nodes meet: the name of node 0."""
+"""Variable with the host name of node 0, where the workers of several nodes meet."""
 
 ERROR_FILE_ENV = "KFTRAIN_ERROR_FILE"
-"""Where the first failing process of a node writes its error, as `error.json` has it."""
+"""Variable with the file to which the first failing process of a node writes its error, in the form of `error.json`."""
 
 LAUNCHER_TIMEOUT_ENV = "KFTRAIN_LAUNCHER_TIMEOUT_SECONDS"
-"""A job whose launcher is silent for so long commits and ends; absent: nobody watches, a laptop may sleep."""
+"""Variable with the seconds of a launcher's silence after which its job commits and ends; absent: no limit."""
 
 RENDEZVOUS_PORT = 23456
-"""The port there; the training operator opens it on every pod."""
+"""Port of node 0 where the workers meet; the training operator opens it on every pod."""
 
 DEFAULT_CPU_PROCESSES = 2
 
@@ -37,15 +37,15 @@ WORKER = "worker"
 
 @dataclass(frozen=True)
 class Role:
-    """A group of equal workers of a job, one a node."""
+    """A group of equal workers of a job, one per node."""
 
     name: str
     replicas: int
-    """Nodes."""
+    """Number of nodes, with one worker each."""
     processes_per_node: int
-    """Processes that each of them starts."""
+    """Number of processes that each node starts."""
     arguments: tuple[str, ...]
-    """Of `kftrain`: what starts one node, which learns from its environment which it is.
+    """Arguments of `kftrain` that start one node; the node learns its number from its environment.
 
     A node of another role than the first works until it is told to stop: the job is at its end when its workers are.
     One that ends with 0 before that had no more to do; one that fails, fails the job.
@@ -53,67 +53,67 @@ class Role:
 
     @property
     def num_processes(self) -> int:
-        """On all its nodes."""
+        """Number of processes on all nodes together."""
         return self.replicas * self.processes_per_node
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job of a run."""
+    """One job of a run as data: its roles, their commands and the file that proves its success."""
 
     task: JobTask
     run_uri: str
     config_digest: str
-    """Digest of the run's config.yaml: a worker refuses to work on another."""
+    """Digest of the run's config.yaml; a worker refuses to work on any other."""
     roles: tuple[Role, ...]
-    """The workers first; no two of one name."""
+    """Roles with distinct names; the first is that of the workers."""
     completion_uri: str
     """The file whose presence, verified, is the job's success."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Two roles of one name would be one to every launcher."""
+        """Refuse two roles of one name, which every launcher would take for one."""
         assert len({role.name for role in self.roles}) == len(self.roles) > 0
 
     @property
     def workers(self) -> Role:
-        """The role that every job has: its first one is where all meet, and says what the job is at."""
+        """The role that every job has; all meet at its first node, which also reports progress."""
         return self.roles[0]
 
     @property
     def others(self) -> tuple[Role, ...]:
-        """The roles beside the workers."""
+        """The roles that run beside the workers."""
         return self.roles[1:]
 
     @property
     def num_pods(self) -> int:
-        """Of all roles."""
+        """Number of nodes of all roles: one pod each."""
         return sum(role.replicas for role in self.roles)
 
     @property
     def size(self) -> str:
-        """In words: `2 x 4 processes`."""
+        """The size of the job in words: `2 x 4 processes`."""
         return " and ".join(f"{role.replicas} x {role.processes_per_node}" for role in self.roles) + " processes"
 
 
 def train_job(paths: RunPaths, config: Config, mlflow_run_id: str) -> JobSpec:
-    """The training of a run."""
+    """Describe the job that trains a run; rank 0 logs to `mlflow_run_id`, if there is one."""
     environment = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id else {}
     return _job("train", paths, config, paths.complete, environment)
 
 
 def evaluate_job(paths: RunPaths, config: Config, metrics_uri: str) -> JobSpec:
-    """The evaluation of a run's export, and of the champion's where it is asked for."""
+    """Describe the job that evaluates a run's export, and the champion's if the request names it."""
     return _job("evaluate", paths, config, metrics_uri, {})
 
 
 def processes_per_node(config: Config) -> int:
-    """The number asked for; `auto`: one per GPU of a node, or 2 without any."""
-    asked = config.launch.processes_per_node
-    if asked != "auto":
-        return asked
-    known = config.launch.kubernetes.gpus_per_node if config.launch.has_pods else num_local_gpus()
-    return known or DEFAULT_CPU_PROCESSES
+    """Return the number of processes per node; `auto` is one per GPU, or 2 without any."""
+    configured = config.launch.processes_per_node
+    if configured != "auto":
+        return configured
+    num_gpus = config.launch.kubernetes.gpus_per_node if config.launch.has_pods else num_local_gpus()
+    return num_gpus or DEFAULT_CPU_PROCESSES
 
 
 def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, environment: dict[str, str]) -> JobSpec:

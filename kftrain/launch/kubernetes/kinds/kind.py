@@ -110,7 +110,7 @@ class Kind(ABC):
     def build(self, spec: JobSpec, config: Config, kfp_run_id: str = "", owner: Object | None = None) -> Object:
         """Build the document of the job that runs `spec`, ready for the API server.
 
-        Raises LaunchError if its pods could not reach storage or MLflow, or if the kind has no place for one of its roles.
+        Raises LaunchError if its pods could not reach storage or MLflow, or if the kind has no place for a role.
 
         Args:
             spec: The job.
