@@ -16,20 +16,20 @@ from kftrain.tasks.histograms import CONFIDENCE_UNIT
 
 MAX_CURVE_POINTS = 128
 MAX_CURVES = 5
-"""Of more classes those with the smallest area are drawn."""
+"""Number of classes whose curves are drawn; of more, those with the smallest area."""
 
 
 def require_shape(tallies: Mapping[str, np.ndarray], name: str, *sizes: int) -> np.ndarray | None:
-    """The histograms of this name, `[*sizes, bins]`, if the task has made any. Raises UserCodeError for others."""
-    found = tallies.get(name)
-    if found is not None and (found.ndim != len(sizes) + 1 or found.shape[:-1] != sizes or not found.shape[-1]):
+    """Return the task's histograms of this name, `[*sizes, bins]`, if any. Raises UserCodeError for other shapes."""
+    table = tallies.get(name)
+    if table is not None and (table.ndim != len(sizes) + 1 or table.shape[:-1] != sizes or not table.shape[-1]):
         wanted = f"must be [{', '.join(map(str, sizes))}, bins]"
-        raise UserCodeError(wanted, where=f"task.tallies {name}", value=list(found.shape))
-    return found
+        raise UserCodeError(wanted, where=f"task.tallies {name}", value=list(table.shape))
+    return table
 
 
 def calibration_of(table: np.ndarray) -> Calibration:
-    """The expected calibration error and its bins, from `tasks.histograms.reliability`, `[3, bins]`.
+    """Compute the expected calibration error and its bins from `tasks.histograms.reliability`, `[3, bins]`.
 
     Naeini et al., "Obtaining well calibrated probabilities using Bayesian binning", 2015: the mean distance of accuracy
     and confidence, each bin by its samples.
@@ -55,9 +55,10 @@ def calibration_of(table: np.ndarray) -> Calibration:
 
 
 def roc(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """False and true positive rates from the highest threshold down, and the area under them; None without both kinds.
+    """Compute false and true positive rates from the highest threshold down, and the area under their curve.
 
-    `table`: samples of the others and of the class by bin of their score, `[2, bins]`.
+    Returns None unless there are samples of both kinds. `table`: numbers of samples by bin of their score, `[2, bins]`,
+    first those of the other classes, then those of the class.
     """
     others, own = (np.concatenate([[0], np.cumsum(row[::-1])]) for row in table)
     if not others[-1] or not own[-1]:
@@ -67,7 +68,7 @@ def roc(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, float] | None:
 
 
 def precision_recall(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """Recall and precision from the highest threshold down, and the average precision; None without the class."""
+    """Compute recall and precision from the highest threshold down, and their average; None without the class."""
     others, own = (np.cumsum(row[::-1]) for row in table)
     if not own[-1]:
         return None
@@ -80,14 +81,14 @@ def precision_recall(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, float] 
 
 
 def class_figures(confusion: Confusion, scores: np.ndarray | None) -> list[ClassFigures]:
-    """Precision, recall and F1 of each class, and the areas under its curves; None where there is no such figure."""
+    """Compute precision, recall, F1 and areas under the curves of each class; None for a figure that does not exist."""
     matrix = np.array(confusion.matrix, np.int64).reshape(len(confusion.labels), -1)
     right, there, given = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
-    found = []
+    figures = []
     for number, label in enumerate(confusion.labels):
         curve = roc(scores[number]) if scores is not None else None
         average = precision_recall(scores[number]) if scores is not None else None
-        found.append(
+        figures.append(
             ClassFigures(
                 label=label,
                 num_samples=int(there[number]),
@@ -98,13 +99,13 @@ def class_figures(confusion: Confusion, scores: np.ndarray | None) -> list[Class
                 average_precision=average[2] if average else None,
             )
         )
-    return found
+    return figures
 
 
 def curves_of(labels: Sequence[str], scores: np.ndarray) -> list[Curve]:
-    """The curves to draw: of two classes those of the second, of more those of the classes with the smallest areas."""
+    """Return the curves to draw: of two classes those of the second, of more those with the smallest areas."""
     classes = [1] if len(labels) == 2 else range(len(labels))
-    found = [
+    curves = [
         (kind, labels[number], points)
         for number in classes
         for kind, points in (("roc", roc(scores[number])), ("precision_recall", precision_recall(scores[number])))
@@ -112,29 +113,29 @@ def curves_of(labels: Sequence[str], scores: np.ndarray) -> list[Curve]:
     ]
     chosen = []
     for kind in ("roc", "precision_recall"):
-        smallest = sorted((each for each in found if each[0] == kind), key=lambda each: each[2][2])
+        smallest = sorted((curve for curve in curves if curve[0] == kind), key=lambda curve: curve[2][2])
         chosen += smallest[:MAX_CURVES]
     return [_curve(kind, label, *points) for kind, label, points in chosen]
 
 
 def whole_figures(classes: Sequence[ClassFigures], calibration: Calibration | None) -> dict[str, float]:
-    """Figures of the whole split that have no interval: the calibration, and means over the classes that have them.
+    """Compute the figures of the whole split that have no interval: calibration, and means over classes that have them.
 
-    Of two classes the areas are those of the second.
+    With two classes the areas are those of the second.
     """
-    found = {} if calibration is None else {"calibration_error": calibration.error}
+    figures = {} if calibration is None else {"calibration_error": calibration.error}
     scored = classes[1:] if len(classes) == 2 else classes
     values = {
-        "balanced_accuracy": [each.recall for each in classes],
-        "macro_f1": [each.f1 for each in classes],
-        "roc_auc": [each.roc_auc for each in scored],
-        "average_precision": [each.average_precision for each in scored],
+        "balanced_accuracy": [row.recall for row in classes],
+        "macro_f1": [row.f1 for row in classes],
+        "roc_auc": [row.roc_auc for row in scored],
+        "average_precision": [row.average_precision for row in scored],
     }
     for name, of_classes in values.items():
         known = [value for value in of_classes if value is not None]
         if known:
-            found[name] = float(np.mean(known))
-    return found
+            figures[name] = float(np.mean(known))
+    return figures
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -142,6 +143,7 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def _curve(kind: str, label: str, across: np.ndarray, up: np.ndarray, area: float) -> Curve:
+    """Build a curve of at most `MAX_CURVE_POINTS` points, leaving out those where the curve does not turn."""
     turns = np.flatnonzero(np.diff(across, prepend=-1.0) + np.abs(np.diff(up, prepend=-1.0)))
     kept = turns[np.unique(np.linspace(0, len(turns) - 1, min(len(turns), MAX_CURVE_POINTS)).round().astype(int))]
     points = [(float(across[at]), float(up[at])) for at in kept]

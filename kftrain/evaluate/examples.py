@@ -28,9 +28,9 @@ Shown = Mapping[str, Any]
 
 
 def losses(task: Task, metrics: MetricsOfSums, sums: Statistics, metric: str, goal: str) -> np.ndarray:
-    """Of each group what is the larger the worse, `[groups]`: the task's own loss, else the gate's metric.
+    """Return one number per group, larger if the group is worse, `[groups]`: the task's loss, else the gate's metric.
 
-    Not a number where that does not determine it, or where there is no such metric.
+    It is NaN for a group that does not determine the metric, and for all groups where there is no such metric.
     """
     values = metrics_of_groups(metrics, sums).get(task.loss_metric or metric)
     if values is None:
@@ -39,9 +39,10 @@ def losses(task: Task, metrics: MetricsOfSums, sums: Statistics, metric: str, go
 
 
 def choose(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]:
-    """Groups to show, each with whether it is one of the worst: first those spread over the data, by their number.
+    """Choose groups to show, each with whether it is one of the worst: first those spread over the data, in order.
 
-    `worst_first`: the loss of each group; of equal ones the first in the data leads; one that is not finite is none.
+    `worst_first`: the loss of each group, `[groups]`. Of equal losses the first in the data leads; groups whose loss
+    is not finite are never among the worst.
     """
     num_groups = len(worst_first)
     num_spread = min(num_examples, num_groups)
@@ -63,7 +64,7 @@ def collect(
     batch_size: int,
     device: torch.device,
 ) -> list[Example]:
-    """The chosen groups with their metrics, and what the task shows of the first row of each. On one process."""
+    """Return the chosen groups with their metrics and the task's examples of their first rows. Runs on one process."""
     groups = sorted({group for group, _ in chosen})
     rows = rows_of_groups(groups, num_rows)
     shown = dict(zip(groups, show(task, model, dataset, rows, batch_size, device), strict=True))
@@ -80,13 +81,13 @@ def collect(
 
 
 def rows_of_groups(groups: Sequence[int], num_rows: np.ndarray) -> list[int]:
-    """The first row of each of these groups; `num_rows`: of all groups."""
+    """Return the number of the first row of each of these groups; `num_rows`: rows of every group, `[all groups]`."""
     first_rows = np.cumsum(num_rows) - num_rows
     return [int(first_rows[group]) for group in groups]
 
 
 def metrics_of_groups(metrics: MetricsOfSums, sums: Statistics) -> dict[str, np.ndarray]:
-    """Each metric of each group alone, `[groups]`."""
+    """Compute every metric for each group alone, `[groups]` each; not finite where a group does not determine it."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return {name: np.asarray(values, np.float64) for name, values in metrics(sums).items()}
 
@@ -99,14 +100,14 @@ def show(
     batch_size: int,
     device: torch.device,
 ) -> list[Shown]:
-    """What the task shows of each row. All processes that share a model call this together."""
-    found: list[Shown] = []
+    """Return the task's examples of these rows. All processes that share a model call this together."""
+    shown: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         numbers = rows[start : start + batch_size]
         arrays = decoded(task, dataset.read(np.array(numbers)), numbers, dataset.place_of)
         with evaluating(model), torch.no_grad(), user_code("task.examples"):
             batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
-            found += task.examples(model, arrays, batch)
-    if len(found) != len(rows) or not all(isinstance(each, Mapping) for each in found):
+            shown += task.examples(model, arrays, batch)
+    if len(shown) != len(rows) or not all(isinstance(example, Mapping) for example in shown):
         raise UserCodeError(f"must return a mapping for each of {len(rows)} rows", where="task.examples")
-    return found
+    return shown

@@ -38,33 +38,33 @@ class SpreadModel:
     model: nn.Module
     mesh: Mesh
     is_shared: bool
-    """Whether the processes must call it together: each has a part of it only."""
+    """True if each process has only a part of the model, so that all must call it together."""
 
 
 def layouts(config: Config, num_bytes: int, num_processes: int) -> list[ParallelConfig | None]:
-    """What is tried for weights of so many bytes, one after the other; None: each process has a copy."""
+    """List the layouts to try, in order, for weights of so many bytes; None stands for a copy on each process."""
     layout, parallel = config.evaluate.layout, config.parallel
     small = layout == "auto" and num_bytes <= COPIES_UP_TO_BYTES
     if num_processes == 1 or layout == "copies" or small:
         return [None]
     if parallel.tensor == 1 and parallel.stage in WHOLE:
         return [None]
-    spread = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step"}
-    trained = parallel.model_copy(update=spread)
+    forward_only = {"strategy": "fsdp", "reshard_after_forward": True, "exchange": "step"}
+    trained = parallel.model_copy(update=forward_only)
     sharded = ParallelConfig()
     return [trained, *([sharded] if trained != sharded else []), None]
 
 
 def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
-    """The model of an export with its weights, in the first layout that it can have. Collective.
+    """Load the weights of an export into its model, in the first layout that the model can have. Collective.
 
     Raises CheckpointError where the export is damaged.
     """
     num_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in empty.model.parameters())
-    *spread, _ = layouts(config, num_bytes, world.size)
-    for parallel in filter(None, spread):
+    *candidates, _ = layouts(config, num_bytes, world.size)
+    for parallel in filter(None, candidates):
         try:
-            return _spread(empty, parallel, world)
+            return _spread_model(empty, parallel, world)
         except ConfigError as error:
             if world.is_main:
                 to_log(f"the evaluated model cannot be spread as in training: {error.line}")
@@ -74,11 +74,11 @@ def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
     return SpreadModel(empty.model.to(world.device), Mesh.of_copies(world), False)
 
 
-def _spread(empty: EmptyExport, parallel: ParallelConfig, world: World) -> SpreadModel:
-    """Raises ConfigError where the model cannot be spread so: before anything of it is read."""
+def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World) -> SpreadModel:
+    """Spread a model in one layout and fill it. Raises ConfigError, before any weight is read, if it cannot be."""
     mesh = Mesh(parallel.shape(world.size), world)
-    found = blocks.candidates(empty.model)
-    names = found.names if found.declared else []
+    candidates = blocks.candidates(empty.model)
+    names = candidates.names if candidates.declared else []
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)

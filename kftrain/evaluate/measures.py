@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 
 def parts_of(task: Task, sums: Statistics, keys: list[str], names: Sequence[str] = ()) -> np.ndarray:
-    """Name of the slice that each group belongs to, `[groups]` str; `names`: where the task does not say it."""
+    """Return the name of each group's slice, `[groups]` str: `names` if given, else those of the task."""
     with user_code("task.slice_names"):
         part_of = np.array(names or task.slice_names(keys, sums))
     if len(part_of) != len(keys):
@@ -30,9 +30,9 @@ def parts_of(task: Task, sums: Statistics, keys: list[str], names: Sequence[str]
 def sums_by_slice(
     sums: Statistics, keys: list[str], units: np.ndarray, part_of: np.ndarray
 ) -> dict[str, np.ndarray] | None:
-    """The sums of each unit within each slice that it has a part in, with the key of the unit's first group.
+    """Sum the statistics by unit within each slice, with the key of the unit's first group, for `slices.npz`.
 
-    None where all groups are in one slice.
+    Returns None where all groups are in one slice.
     """
     names, codes = np.unique(part_of, return_inverse=True)
     if len(names) < 2:
@@ -57,12 +57,12 @@ def measure(
     names: Sequence[str] = (),
     metrics: Metrics | None = None,
 ) -> tuple[dict[str, Interval], dict[str, Slice]]:
-    """Metrics over all groups, and of every named part of them; no parts where all groups have one name.
+    """Compute metrics with intervals over all groups and over each slice; no slices where all groups have one name.
 
-    `sums` and `num_rows` are those of each group, `[groups]`; `units`: number of the unit that each belongs to, where
-    the bootstrap resamples more than a group as one; `names`: of the part that each group belongs to, where the task
-    does not say it; `metrics`: where there are more than the task's. A metric that a part does not determine (a rate of
-    nothing) is left out of it.
+    `sums` and `num_rows` are those of each group, `[groups]`; `units`: number of the unit that each group belongs to,
+    where the bootstrap resamples several groups as one; `names`: slice of each group, where the task does not say it;
+    `metrics`: where there are more than the task's. A metric that a slice does not determine (a rate of nothing) is
+    left out of that slice.
     """
     part_of = parts_of(task, sums, keys, names)
     named = part_of.tolist() if len(set(part_of)) > 1 else None
@@ -70,7 +70,7 @@ def measure(
     slices = {
         str(name): Slice(
             num_samples=int(num_rows[part_of == name].sum()),
-            metrics={metric: found.value for metric, found in metrics.items()},
+            metrics={metric: interval.value for metric, interval in metrics.items()},
             intervals=metrics,
         )
         for name, metrics in parts.items()

@@ -22,11 +22,11 @@ from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded, prepare
 
 MAX_SECONDS = 10.0
-"""No more passes are made when those with one sample, or those with a batch, have taken so long."""
+"""Seconds after which no more passes are made, for single samples and for batches each."""
 
 MIN_PASSES = 3
 LOW, HIGH = 5, 95
-"""Percentiles of the spread."""
+"""Outer percentiles that are reported beside the median."""
 
 
 def measure_performance(
@@ -40,9 +40,9 @@ def measure_performance(
     export_bytes: int,
     agree: Callable[[bool], bool] = bool,
 ) -> Performance:
-    """Times and memory of `num_passes` forward passes with one row and with a batch, spread over the data.
+    """Measure time and memory of `num_passes` forward passes with one row and with a batch, spread over the data.
 
-    `agree`: what all processes that call the model together take from what one of them says.
+    `agree` turns the answer of one process into that of all, where several call the model together.
     """
     num_rows = dataset.num_samples
     singles = [number * num_rows // num_passes for number in range(num_passes)]
@@ -50,7 +50,7 @@ def measure_performance(
     starts = [number * (num_rows - size) // num_passes for number in range(num_passes)]
     one = _passes(model, task, dataset, [(row, row + 1) for row in singles], device, agree)
     batch = _passes(model, task, dataset, [(start, start + size) for start in starts], device, agree)
-    memory = [each for _, each in batch if each is not None]
+    memory = [peak for _, peak in batch if peak is not None]
     return Performance(
         export_digest=export_digest,
         export_bytes=export_bytes,
@@ -65,7 +65,7 @@ def measure_performance(
 
 
 def spread(values: list[float]) -> Spread:
-    """Median and outer percentiles."""
+    """Compute the median and the outer percentiles of some values."""
     low, median, high = np.percentile(values, (LOW, 50, HIGH))
     return Spread(median=float(median), low=float(low), high=float(high))
 
@@ -78,8 +78,8 @@ def _passes(
     device: torch.device,
     agree: Callable[[bool], bool],
 ) -> list[tuple[float, float | None]]:
-    """Seconds and peak memory of a pass over each range of rows; the first pass is made once more, before."""
-    found: list[tuple[float, float | None]] = []
+    """Measure seconds and peak memory in bytes of a pass over each range of rows, after one pass to warm up."""
+    costs: list[tuple[float, float | None]] = []
     until = time.monotonic() + MAX_SECONDS
     for start, stop in [ranges[0], *ranges]:
         stored, _ = dataset.read_range(start, stop)
@@ -93,13 +93,13 @@ def _passes(
                 torch.cuda.synchronize(device)
 
         with evaluating(model), torch.no_grad():
-            found.append(_measured(run, device))
-        if agree(len(found) > MIN_PASSES and time.monotonic() > until):
+            costs.append(_measure_pass(run, device))
+        if agree(len(costs) > MIN_PASSES and time.monotonic() > until):
             break
-    return found[1:]
+    return costs[1:]
 
 
-def _measured(run: Callable[[], None], device: torch.device) -> tuple[float, float | None]:
+def _measure_pass(run: Callable[[], None], device: torch.device) -> tuple[float, float | None]:
     _forget_peak(device)
     begin = time.perf_counter()
     run()
@@ -107,6 +107,7 @@ def _measured(run: Callable[[], None], device: torch.device) -> tuple[float, flo
 
 
 def _forget_peak(device: torch.device) -> None:
+    """Let the peak memory begin at the memory of now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -118,7 +119,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> float | None:
-    """Of a GPU what tensors took, of a CPU what the process had in memory; None where that cannot be told."""
+    """Return the peak of memory in bytes: that of tensors on a GPU, else that of the process; None if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:

@@ -40,19 +40,19 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured, sample by sample in stored order."""
+    """The statistics of a model, sample by sample in stored order."""
 
     statistics: Statistics
-    """`[samples]` float64 each."""
+    """Statistic -> its value for each sample, `[samples]` float64."""
     groups: np.ndarray
     """Number of the group (block) that each sample belongs to, int64 `[samples]`."""
     clusters: np.ndarray | None
-    """Number that stands for the cluster of each sample; None where the data names none: each group is by itself."""
+    """Number of each sample's cluster, int64 `[samples]`; None where the data names none, so that a group is one."""
     tallies: Statistics = field(default_factory=dict)
     """The task's whole numbers, summed over all samples."""
 
     def units(self, num_groups: int) -> np.ndarray:
-        """Number of the unit, from 0 in stored order, that each group belongs to: what the bootstrap resamples."""
+        """Return the number of each group's unit, which the bootstrap resamples as one, from 0 in stored order."""
         if self.clusters is None:
             return np.arange(num_groups)
         _, first_samples = np.unique(self.groups, return_index=True)
@@ -61,7 +61,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Batches:
-    """How the samples are cut into batches, and who takes which."""
+    """The batches of the samples, and the data rank that takes each of them."""
 
     num_samples: int
     size: int
@@ -73,11 +73,11 @@ class _Batches:
 
     @property
     def num_rounds(self) -> int:
-        """Forward passes of each process."""
+        """Number of forward passes, the same on each process."""
         return -(-self.num_batches // self.num_ranks)
 
     def of(self, rank: int) -> range:
-        """Numbers of the batches of a data rank; it computes the last one again where it has fewer than others."""
+        """Return the numbers of a data rank's batches; some ranks have one batch fewer than others."""
         return range(rank, self.num_batches, self.num_ranks)
 
     def rows(self, number: int) -> range:
@@ -85,14 +85,13 @@ class _Batches:
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A batch that was read."""
+class _Batch:
+    """A batch that was read and decoded."""
 
     arrays: Arrays
-    """Decoded."""
     clusters: torch.Tensor | None
     counts: bool
-    """False: it has been computed before."""
+    """False for a batch that is computed again, only so that all processes make the same number of passes."""
 
 
 def score(
@@ -105,10 +104,10 @@ def score(
     on_batch: Callable[[], None] = lambda: None,
     with_tallies: bool = False,
 ) -> Scores | None:
-    """Statistics of the first `max_samples` samples (0: all); `with_tallies`: also what the task counts.
+    """Score the first `max_samples` samples (0: all); `with_tallies` adds up the task's tallies, too.
 
-    Collective: the first process gets them, the others None. Every process calls `on_batch` after each of its batches.
-    Raises EvaluationError where a sample is not counted once.
+    Collective: the first process gets the scores, the others None. Each process calls `on_batch` after each batch.
+    Raises EvaluationError unless each sample counts once.
     """
     num_samples = min(dataset.num_samples, max_samples or dataset.num_samples)
     batches = _Batches(num_samples, batch_size, mesh.num_data_ranks)
@@ -117,15 +116,16 @@ def score(
     with evaluating(model), torch.no_grad():
         for batch in _read_ahead(task, dataset, batches, mesh.data_rank):
             tallies = counted if with_tallies and batch.counts and mesh.counts_loss else None
-            found = _statistics_of(model, task, batch.arrays, mesh.world.device, tallies)
+            values = _compute_statistics(model, task, batch.arrays, mesh.world.device, tallies)
             if batch.clusters is not None:
-                found[CLUSTER] = batch.clusters.view(torch.float64)  # its bits: it travels with the others
-            if measured and found.keys() != measured[0].keys():
+                values[CLUSTER] = batch.clusters.view(torch.float64)  # its bits: it travels with the others
+            if measured and values.keys() != measured[0].keys():
                 raise UserCodeError("must have the same names in all batches", where="task.statistics")
             if batch.counts or not measured:
-                measured.append(found if batch.counts else {name: value[:0] for name, value in found.items()})
+                # A process without a batch of its own still has names to gather, with no rows.
+                measured.append(values if batch.counts else {name: rows[:0] for name, rows in values.items()})
             on_batch()
-    statistics = _on_main(measured, batches, mesh)
+    statistics = _gather_on_main(measured, batches, mesh)
     summed = _sum_on_main(counted, mesh.world) if with_tallies else {}
     if statistics is None:
         return None
@@ -143,12 +143,12 @@ def share_of(num_samples: int, batch_size: int, mesh: Mesh) -> str:
 
 
 def group_sums(statistics: Statistics, groups: np.ndarray, num_groups: int) -> Statistics:
-    """Sums of per-sample statistics over groups, each `[groups]` float64."""
+    """Sum per-sample statistics over groups, each `[groups]` float64."""
     return {name: np.bincount(groups, weights=values, minlength=num_groups) for name, values in statistics.items()}
 
 
 def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dict[str, float]:
-    """The metrics over all samples."""
+    """Compute the metrics over all samples. Raises UserCodeError for a metric that is no scalar."""
     metrics = metrics_of_sums({name: np.asarray(values.sum()) for name, values in statistics.items()})
     for name, value in metrics.items():
         if value.shape:
@@ -159,47 +159,47 @@ def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dic
 
 
 def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
-    """The statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes and types."""
-    return {name: value.cpu().numpy() for name, value in _statistics_of(model, task, arrays, device).items()}
+    """Compute the statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
+    return {name: value.cpu().numpy() for name, value in _compute_statistics(model, task, arrays, device).items()}
 
 
-def _statistics_of(
+def _compute_statistics(
     model: nn.Module, task: Task, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
 ) -> Tensors:
-    """As `statistics_of`, on the device, which nobody waits for. What the task counts is added to `tallies`."""
+    """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
     batch, inputs = prepare(task, arrays, device)
     with user_code("model.forward"):
         output = output_of(model, inputs)
     with user_code("task.statistics"):
-        found = {name: value.double() for name, value in task.statistics(output, batch).items()}
+        statistics = {name: value.double() for name, value in task.statistics(output, batch).items()}
     if tallies is not None:
         with user_code("task.tallies"):
             _add(tallies, task.tallies(output, batch))
     num_rows = len(next(iter(arrays.values())))
-    for name, values in found.items():
+    for name, values in statistics.items():
         if values.shape != (num_rows,):
             raise UserCodeError(
                 f"must return one number for each of {num_rows} rows, got {list(values.shape)}",
                 where=f"task.statistics {name}",
             )
-    return found
+    return statistics
 
 
-def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: int) -> Iterator[_Read]:
-    """The batches of a data rank, as many as any other has; each is read while the one before it is computed."""
+def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: int) -> Iterator[_Batch]:
+    """Yield a data rank's batches, as many as any other rank has; read each while the one before it is computed."""
     own = list(batches.of(rank))
     numbers = [*own, *[own[-1] if own else batches.num_batches - 1] * (batches.num_rounds - len(own))]
 
-    def read(place: int) -> _Read:
+    def read(place: int) -> _Batch:
         rows = batches.rows(numbers[place])
         arrays, _ = dataset.read_range(rows.start, rows.stop)
         if any(len(values) != len(rows) for values in arrays.values()):
             raise EvaluationError(f"{len(rows)} samples must be read once each", value=sorted(arrays))
         clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if CLUSTER in arrays else None
-        return _Read(decoded(task, arrays, rows, dataset.place_of), clusters, place < len(own))
+        return _Batch(decoded(task, arrays, rows, dataset.place_of), clusters, place < len(own))
 
-    def begin(place: int) -> Future[_Read]:
-        context = contextvars.copy_context()  # how long the caller waits for storage
+    def begin(place: int) -> Future[_Batch]:
+        context = contextvars.copy_context()  # it says how long a call waits for storage; threads start without it
         return threads.start(lambda: context.run(read, place), "evaluation-reader")
 
     ahead = begin(0) if numbers else None
@@ -210,14 +210,14 @@ def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: in
         yield batch
 
 
-def _on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) -> Statistics | None:
-    """What all processes have measured, in the order of the data; None but on the first process. Collective."""
+def _gather_on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) -> Statistics | None:
+    """Gather the statistics of all processes on the first one, in stored order; None on the others. Collective."""
     names = sorted(measured[0])
-    if any(found != names for found in mesh.world.gather(names)):
+    if any(theirs != names for theirs in mesh.world.gather(names)):
         raise UserCodeError("must have the same names on all processes", where="task.statistics", value=names)
     own = torch.zeros(len(names), batches.num_rounds * batches.size, dtype=torch.float64)
     for row, name in enumerate(names):
-        values = torch.cat([found[name] for found in measured])
+        values = torch.cat([batch[name] for batch in measured])
         own[row, : len(values)] = values.cpu()
     gathered = mesh.world.gather_on_main(own)
     if gathered is None:
@@ -234,13 +234,13 @@ def _on_main(measured: Sequence[Tensors], batches: _Batches, mesh: Mesh) -> Stat
 
 
 def _sum_on_main(counted: Tensors, world: World) -> Statistics:
-    """Whole numbers, added up over all processes: on the first one, and of no use on the others. Collective."""
-    found: dict[str, list[int]] = {}
+    """Add up whole numbers over all processes; the result is valid on the first one only. Collective."""
+    shapes: dict[str, list[int]] = {}
     for theirs in world.gather({name: list(value.shape) for name, value in counted.items()}):
         for name, shape in theirs.items():
-            _require_shape(name, shape, found.setdefault(name, shape))
+            _require_shape(name, shape, shapes.setdefault(name, shape))
     summed = {}
-    for name, shape in sorted(found.items()):
+    for name, shape in sorted(shapes.items()):  # the same order everywhere: each sum is a collective operation
         total = counted[name].cpu() if name in counted else torch.zeros(shape, dtype=torch.int64)
         world.sum_on_main(total)
         summed[name] = total.numpy()
@@ -248,7 +248,7 @@ def _sum_on_main(counted: Tensors, world: World) -> Statistics:
 
 
 def _add(tallies: Tensors, more: Tensors) -> None:
-    """Adds up, name by name: whole numbers, so the order does not matter."""
+    """Add `more` to `tallies`, name by name: whole numbers, so that the order does not matter."""
     for name, value in more.items():
         if value.dtype is not torch.int64:
             raise UserCodeError(f"must be int64, got {value.dtype}", where=f"task.tallies {name}")

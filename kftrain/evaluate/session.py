@@ -59,15 +59,15 @@ PERFORMANCE = "performance.json"
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """What the first process knows of a model that was scored: sums and rows of each group, by the groups' keys."""
+class _ScoredModel:
+    """The results of a scored model on the first process: sums and numbers of rows by group, in the order of `keys`."""
 
     task: Task
     sums: Statistics
     num_rows: np.ndarray
     keys: list[str]
     units: np.ndarray
-    """Number of the unit that each group belongs to."""
+    """Number of each group's unit, see `Scores.units`."""
     metrics: MetricsOfSums
     examples: list[Example]
     tallies: Statistics
@@ -76,7 +76,7 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Data:
-    """A dataset whose validation split is read."""
+    """A dataset whose validation split is open for reading."""
 
     manifest: Manifest
     dataset: ShardedDataset
@@ -84,7 +84,7 @@ class _Data:
 
 
 def evaluate(paths: RunPaths, config: Config) -> None:
-    """Scores every requested export that has no metrics yet."""
+    """Score every requested export that has no metrics yet, and publish its metrics. Collective."""
     request = documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError)
     if all(storage.exists(storage.join(target.output_uri, METRICS)) for target in to_be_scored(paths, request)):
         return  # a worker that was started again at the very end must not wait for peers that are done
@@ -92,11 +92,11 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     torch.set_num_threads(config.evaluate.cpu_threads)
     with join_world(config.launch.timeout_seconds + MARGIN_SECONDS, config.launch.gpus_per_node) as world:
         uris = dict.fromkeys(target.manifest_uri or own_uri for target in request.targets)
-        opened = {uri: _open(uri, own_uri, config, world) for uri in uris}
+        datasets = {uri: _open_split(uri, own_uri, config, world) for uri in uris}
         with contextlib.closing(Liveness(lambda: world.gather_slowly(None), config.launch.timeout_seconds)) as liveness:
             for target in request.targets:
                 exists = world.is_main and storage.exists(storage.join(target.output_uri, METRICS))
-                data = opened[target.manifest_uri or own_uri]
+                data = datasets[target.manifest_uri or own_uri]
                 print(f"export {target.export_digest[:12]}, shards {target.manifest_uri or own_uri}")
                 scored = (
                     None
@@ -111,8 +111,8 @@ def evaluate(paths: RunPaths, config: Config) -> None:
     print("the evaluation has ended")
 
 
-def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Data:
-    """A validation split, checked as far as the configuration asks for. Collective."""
+def _open_split(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Data:
+    """Open a validation split, verified as far as `data.verify` asks for. Collective."""
     if manifest_uri != own_uri:
         trust, reference = Trust.of(config), config.evaluate.reference
         replace(trust, roots=(*trust.roots, reference) if reference else trust.roots).require_place(manifest_uri)
@@ -128,7 +128,7 @@ def _open(manifest_uri: str, own_uri: str, config: Config, world: World) -> _Dat
 def _load(
     target: EvaluationTarget, paths: RunPaths, request: EvaluationRequest, config: Config, world: World
 ) -> EmptyExport | None:
-    """The model to score, without weights. None where it is not required and cannot be built: a file says why.
+    """Build the model to score, without weights; None, and a file that says why, if an optional one cannot be built.
 
     Collective.
     """
@@ -157,7 +157,7 @@ def _spread_out(
     config: Config,
     world: World,
 ) -> SpreadModel | None:
-    """The model with its weights, on all processes. None where it is not required and is damaged. Collective."""
+    """Load the weights into the model on all processes; None if an optional model is damaged. Collective."""
     try:
         return spread_out(empty, config, world)
     except (ConfigError, CheckpointError, UserCodeError) as error:  # the same on all processes
@@ -170,12 +170,12 @@ def _spread_out(
 def _leave_out(
     target: EvaluationTarget, paths: RunPaths, request: EvaluationRequest, reason: str, world: World
 ) -> None:
-    """Says why a model is not measured, where there is a reason."""
+    """Publish the reason why a model is not measured, on the first process and if there is one."""
     if reason and world.is_main:
-        found = Unmeasured(
+        document = Unmeasured(
             evaluation_digest=request.evaluation_digest, export_digest=target.export_digest, reason=reason
         )
-        storage.publish_json(paths.unmeasured, found.to_dict())
+        storage.publish_json(paths.unmeasured, document.to_dict())
 
 
 def _score(
@@ -186,10 +186,10 @@ def _score(
     config: Config,
     world: World,
     liveness: Liveness,
-) -> _Scored | None:
-    """What an export was scored with; None where it cannot be loaded, and on all processes but the first.
+) -> _ScoredModel | None:
+    """Load and score one export; return its results on the first process, None elsewhere or if it cannot be loaded.
 
-    Collective. The model is gone by the end.
+    Collective. The model is freed at the end, before the next one is loaded.
     """
     empty = _load(target, paths, request, config, world)
     spread = None if empty is None else _spread_out(target, paths, request, empty, config, world)
@@ -209,10 +209,10 @@ def _score(
             examples.show(task, spread.model, rows, numbers, settings.batch_size, world.device)
             _performance(target, task, spread, rows, config)
         return None
-    return _scored(target, task, spread, scores, dataset, rows, config)
+    return _summarize(target, task, spread, scores, dataset, rows, config)
 
 
-def _scored(
+def _summarize(
     target: EvaluationTarget,
     task: Task,
     spread: SpreadModel,
@@ -220,8 +220,11 @@ def _scored(
     dataset: ShardedDataset,
     rows: ValidationRows,
     config: Config,
-) -> _Scored:
-    """On the first process. The others make the same forward passes where they share the model."""
+) -> _ScoredModel:
+    """Sum the scores by group and collect examples and performance, on the first process.
+
+    Where the processes share the model, the others make the same forward passes beside it, in `_score`.
+    """
     settings, world = config.evaluate, spread.mesh.world
     sums = group_sums(scores.statistics, scores.groups, dataset.num_groups)
     num_rows = np.bincount(scores.groups, minlength=dataset.num_groups)
@@ -245,13 +248,13 @@ def _scored(
     )
     cost = _performance(target, task, spread, rows, config)
     units = scores.units(dataset.num_groups)
-    return _Scored(task, sums, num_rows, keys, units, metrics, shown, scores.tallies, cost)
+    return _ScoredModel(task, sums, num_rows, keys, units, metrics, shown, scores.tallies, cost)
 
 
 def _performance(
     target: EvaluationTarget, task: Task, spread: SpreadModel, rows: ValidationRows, config: Config
 ) -> Performance | None:
-    """None where none is asked for. Collective where the processes share the model."""
+    """Measure time and memory of the model; None if not asked for. Collective where the processes share the model."""
     settings, world = config.evaluate, spread.mesh.world
     if not settings.num_latency_passes:
         return None
@@ -264,7 +267,7 @@ def _performance(
         settings.num_latency_passes,
         world.device,
         target.export_digest,
-        sum(each.bytes for each in files.values()),
+        sum(entry.bytes for entry in files.values()),
         world.from_main if spread.is_shared else bool,
     )
 
@@ -275,7 +278,7 @@ def _publish(
     manifest: Manifest,
     dataset: ShardedDataset,
     config: Config,
-    scored: _Scored,
+    scored: _ScoredModel,
 ) -> None:
     content = pack_statistics(*of_units(scored.sums, scored.keys, scored.units))
     components = [key.partition("/")[0] for key in scored.keys] if manifest.components else []
@@ -323,23 +326,24 @@ def _publish(
     if slices_content:
         storage.publish(storage.join(target.output_uri, SLICES), slices_content)
     storage.publish(storage.join(target.output_uri, STATISTICS), content)
+    # Last: a target with metrics is never scored again, so all its other files must be there by then.
     storage.publish_json(storage.join(target.output_uri, METRICS), evaluation.to_dict())
 
 
 def of_units(sums: Statistics, keys: list[str], units: np.ndarray) -> tuple[Statistics, list[str]]:
-    """Sums per unit, and the key of the first group of each."""
+    """Sum statistics by unit; return the sums and the key of each unit's first group."""
     num_units = int(units.max()) + 1
     _, first = np.unique(units, return_index=True)
     return group_sums(sums, units, num_units), [keys[group] for group in first]
 
 
 def pack_statistics(grouped: Statistics, keys: list[str]) -> bytes:
-    """`statistics.npz`: the sums per unit, and the units' keys."""
+    """Serialize `statistics.npz`: the sums per unit and the units' keys."""
     return pack({bootstrap.KEYS: np.array(keys), **grouped})
 
 
 def pack(arrays: dict[str, Any]) -> bytes:
-    """Arrays as a file. Equal content is equal bytes."""
+    """Serialize arrays as an npz file. Equal content gives equal bytes."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     return buffer.getvalue()
@@ -347,8 +351,8 @@ def pack(arrays: dict[str, Any]) -> bytes:
 
 def _confusion(task: Task, grouped: Statistics) -> Confusion | None:
     with user_code("task.confusion"):
-        found = task.confusion(grouped)
-    if found is None:
+        confusion = task.confusion(grouped)
+    if confusion is None:
         return None
-    labels, matrix = found
+    labels, matrix = confusion
     return Confusion(labels=labels, matrix=[[int(count) for count in row] for row in matrix])

@@ -59,7 +59,7 @@ class Role:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job of a run as data: its roles, their commands and the file that proves its success."""
+    """A job of a run as data: its roles, their commands and the file that proves its success."""
 
     task: JobTask
     run_uri: str

@@ -31,17 +31,17 @@ from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import Failure
 
 SAME_MOMENT_SECONDS = 0.1
-"""Ranks that fail within it are all reported: the order in which they ended says little."""
+"""Seconds within which all failures of ranks are reported: the order in which they ended says little."""
 
 GRACE_SECONDS = 30.0
-"""How long the other ranks have to end by themselves once one has failed."""
+"""Seconds that the other ranks have to end after SIGTERM, once one has failed."""
 
 POLL_SECONDS = 0.02
 PR_SET_NAME = 15  # <linux/prctl.h>
 
 
 def main(argument: str) -> None:
-    """Runs attempts until the supervisor is gone. In a rank it ends with the rank's exit code."""
+    """Run attempts until the supervisor is gone. In a forked rank, exit with the rank's exit code."""
     reporter = Reporter()
     node = NodeSpec.from_argument(argument)
     _preload(node.task)
@@ -50,7 +50,7 @@ def main(argument: str) -> None:
 
 
 def _preload(task: str) -> None:
-    """Imports what the ranks need. What fails here fails in each of them again, which can say so in its log."""
+    """Import the modules that ranks need. A failure here is ignored: each rank meets it again and logs it."""
     with contextlib.suppress(ImportError, OSError, RuntimeError), imports_for_good():
         if task == "train":
             import kftrain.train.session
@@ -59,10 +59,10 @@ def _preload(task: str) -> None:
 
 
 def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
-    """Forks the ranks; process id -> rank. In a rank it does not return."""
+    """Fork the ranks; return process id -> rank. In a rank it does not return."""
     agent = os.getpid()
     address, port, listener = node.address, RENDEZVOUS_PORT, None
-    if node.nodes == 1:
+    if node.nodes == 1:  # bound before the forks: rank 0 inherits the socket, so no other process can take the port
         listener = store_socket.listen(node.processes)
         address, port = listener.getsockname()[:2]
     ranks = {}
@@ -85,7 +85,7 @@ def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:
 
 
 def _become_rank(node: NodeSpec, environment: Mapping[str, str], agent: int) -> None:
-    """What a fork does: it becomes a rank and ends as one."""
+    """Turn this fork into a rank, run it, and exit with its code."""
     os.setsid()  # a signal to the group of whoever started the job is not for it
     die_with_parent(agent)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -98,10 +98,9 @@ def _become_rank(node: NodeSpec, environment: Mapping[str, str], agent: int) -> 
 
 
 def wait(ranks: Mapping[int, int]) -> list[Failure]:
-    """Returns when all ranks have ended: the failures of the moment in which the first one failed, in their order.
+    """Wait until all ranks have ended; return the failures of the moment in which the first one failed, in order.
 
-    The others are asked to end then, with SIGTERM, and killed after `GRACE_SECONDS`. What they end with is no failure
-    of theirs.
+    The other ranks then get SIGTERM, and SIGKILL after `GRACE_SECONDS`. Their exit codes are not reported as failures.
     """
     running, failures, told_at = dict(ranks), list[Failure](), 0.0
     first_at = 0.0
@@ -117,13 +116,13 @@ def wait(ranks: Mapping[int, int]) -> list[Failure]:
                 first_at = first_at or now
                 failures.append(Failure(number, code, now))
         elif failures:
-            told_at = _ended(running, now, first_at, told_at)
+            told_at = _end_others(running, now, first_at, told_at)
             time.sleep(POLL_SECONDS)
     return failures
 
 
-def _ended(running: Mapping[int, int], now: float, first_at: float, told_at: float) -> float:
-    """Asks, later kills, the ranks that are left; returns when they were asked, 0 for not yet."""
+def _end_others(running: Mapping[int, int], now: float, first_at: float, told_at: float) -> float:
+    """Ask, later kill, the ranks that still run; return when they were asked, 0 for not yet."""
     if not told_at and now - first_at > SAME_MOMENT_SECONDS:  # sooner, those that fail by themselves would die of it
         _send(running, signal.SIGTERM)
         return now
@@ -139,15 +138,15 @@ def _send(pids: Mapping[int, int], number: int) -> None:
 
 
 def _explained(failures: list[Failure]) -> int:
-    """Writes the error of the process that was the cause, if it could not do so itself; returns its code."""
+    """Write the error of the rank that was the cause, unless it did so itself; return its exit code, 0 for none."""
     if not failures:
         return 0
     error_file = os.environ[ERROR_FILE_ENV]
-    found, document = root_cause.cause(failures, read_error(error_file))
+    first, document = root_cause.cause(failures, read_error(error_file))
     if document is not None:
         with contextlib.suppress(OSError):  # the disk is full: the exit code says enough
             storage.publish_json(error_file, document.to_dict())
-    return shell_code(found.returncode)
+    return shell_code(first.returncode)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from kftrain.run.error import ErrorDocument
 from kftrain.worker.root_cause import LOST_PEER
 
 _TORCH_LOST_PEER = re.compile(r"gloo/|Gloo |Connection closed by peer|NCCL|ProcessGroup(Gloo|NCCL)|c10d|TCPStore")
-"""torch's own wording, which no message of a user's code has by chance."""
+"""torch's wording for a lost peer, which no message of a user's code has by chance."""
 
 _LOST_PEER = re.compile(rf"{_TORCH_LOST_PEER.pattern}|DistStore|Connection (closed|reset)|Broken pipe")
-"""What a RuntimeError outside of a user's code says where a connection to a peer broke."""
+"""Wording of a RuntimeError, outside of a user's code, whose connection to a peer broke."""
 
 
 def leave(error: Exception) -> tuple[KftrainError | None, ErrorDocument]:
-    """Writes an error for the supervisor, unless there is one; returns it as `classify` and as its document."""
+    """Write an error for the supervisor, unless one is there; return it as `classify` says, and as its document."""
     known = classify(error)
     document = ErrorDocument.of(known or error, rank=int(os.environ.get("RANK", "0")))
     if ERROR_FILE_ENV in os.environ:
@@ -40,9 +40,9 @@ def leave(error: Exception) -> tuple[KftrainError | None, ErrorDocument]:
 
 
 def classify(error: BaseException) -> KftrainError | None:
-    """The expected failure behind an exception; None for a bug."""
+    """Return the expected failure behind an exception; None for a bug."""
     if "torch" in sys.modules:  # else it failed before, and torch may be what cannot be imported
-        known = _of_torch(error)
+        known = _classify_torch(error)
         if known is not None:
             return known
     if isinstance(error, KftrainError):
@@ -56,7 +56,8 @@ def classify(error: BaseException) -> KftrainError | None:
     return None
 
 
-def _of_torch(error: BaseException) -> KftrainError | None:
+def _classify_torch(error: BaseException) -> KftrainError | None:
+    """Return the expected failure behind an error of torch: out of GPU memory or a lost peer; else None."""
     import torch
     import torch.distributed as dist
 

@@ -14,7 +14,7 @@ from kftrain.run.completion import JobTask
 from kftrain.run.paths import RunPaths
 
 ANSWER_SECONDS = 2.0
-"""How long the first node may take to answer."""
+"""Seconds that the first node may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class NodeSpec:
     task: JobTask
     run_uri: str
     digest: str
-    """Of the configuration that the job was started for."""
+    """Digest of the configuration that the job was started for."""
     processes: int
     nodes: int = 1
     node_rank: int = 0
     address: str = ""
     """Name of node 0, where the others meet; a single node needs none."""
     launcher_timeout_seconds: float | None = None
-    """How long the launcher may be silent; None: nobody watches it."""
+    """Seconds for which the launcher may be silent; None if nobody watches it."""
 
     @classmethod
     def from_environment(cls, task: str, run_uri: str, digest: str, processes: int, nodes: int) -> NodeSpec:
-        """Of a job as its launcher described it on the command line and in the environment."""
+        """Build the node from the launcher's command line and environment variables."""
         timeout = os.environ.get(LAUNCHER_TIMEOUT_ENV)
         return cls(
             task=cast(JobTask, task),
@@ -52,17 +52,17 @@ class NodeSpec:
         )
 
     def to_argument(self) -> str:
-        """As it stands on the agent's command line."""
+        """Serialize the node for the agent's command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_argument(cls, text: str) -> NodeSpec:
-        """The inverse of `to_argument`."""
+        """Parse a node from the agent's command line: the inverse of `to_argument`."""
         return cls(**json.loads(text))
 
     @property
     def paths(self) -> RunPaths:
-        """Of the run."""
+        """Paths in the folder of the run."""
         return RunPaths(self.run_uri)
 
     @property
@@ -73,20 +73,20 @@ class NodeSpec:
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole job."""
+        """Number of processes of the whole job."""
         return self.nodes * self.processes
 
     @property
     def is_first(self) -> bool:
-        """Whether the process that completes the job is on this node."""
+        """True if rank 0, which completes the job, is on this node."""
         return self.node_rank == 0
 
     def environment(self) -> dict[str, str]:
-        """What the ranks inherit, all of them the same."""
+        """Return the environment that all ranks of this node inherit."""
         return {"OMP_NUM_THREADS": str(max(1, num_cpus() // self.processes)), **os.environ}
 
     def rank_environment(self, local_rank: int, address: str, port: int) -> dict[str, str]:
-        """What tells a rank its place, in torchrun's variables."""
+        """Return torchrun's variables for one rank: its place in the job, and where rank 0 listens."""
         return {
             "RANK": str(self.ranks[local_rank]),
             "LOCAL_RANK": str(local_rank),
@@ -99,7 +99,7 @@ class NodeSpec:
 
 
 def first_node_answers(node: NodeSpec) -> bool:
-    """Whether rank 0 still runs on the first node, where the others met."""
+    """Tell whether rank 0 still runs on the first node: its port takes a connection."""
     try:
         socket.create_connection((node.address, RENDEZVOUS_PORT), timeout=ANSWER_SECONDS).close()
     except OSError:

@@ -18,7 +18,7 @@ from kftrain.worker.node import NodeSpec
 
 
 def announce(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
-    """Says why this node failed: on the console, to Kubernetes, in error.json; storage last, it may take its time."""
+    """Say why this node failed: on the console, to Kubernetes and in error.json; storage last, as it may be slow."""
     name = os.environ.get(NODE_NAME_ENV) or socket.gethostname()
     where = {"node": name, "node_rank": node.node_rank, "pod": socket.gethostname()}
     who = f"node {name}" if error.rank is None else f"node {name}, rank {error.rank}"
@@ -34,7 +34,7 @@ def announce(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
 
 
 def publish_error(uri: str, error: ErrorDocument) -> None:
-    """Leaves the error of a job or a node. Of several the first stays, unless that one was no cause."""
+    """Publish the error of a job or a node. The first one stays, unless it was only a consequence of this one."""
     try:
         storage.create_json(uri, error.to_dict())
     except FileExistsError:

@@ -23,7 +23,7 @@ from kftrain.worker.error_report import leave
 
 
 def run(task: str, run_uri: str, digest: str) -> int:
-    """One process of a job, whose place torchrun's environment variables tell; returns its exit code."""
+    """Run one process of a job, whose place torchrun's variables tell; return its exit code. Raises nothing."""
     output.redirect()
     try:
         if task == "train":
@@ -45,7 +45,7 @@ def _train(paths: RunPaths, digest: str) -> None:
 
 
 def _evaluate(paths: RunPaths, digest: str) -> None:
-    """Has nothing to commit, so SIGTERM simply ends it."""
+    """Evaluate the run. There is nothing to commit, so SIGTERM keeps its default and ends the process."""
     resolved = _read_job_config(paths, digest)
     with imports_for_good():
         from kftrain.evaluate.session import evaluate
@@ -54,14 +54,14 @@ def _evaluate(paths: RunPaths, digest: str) -> None:
 
 
 def _read_job_config(paths: RunPaths, digest: str) -> Config:
-    """Storage that is away is not waited for until the other processes take this one for hung."""
+    """Read the configuration, and limit waits for storage, so that the others do not take this process for hung."""
     resolved = read_job_config(paths, digest)
     outages.limit(resolved.launch.timeout_seconds / 2)
     return resolved
 
 
 def report(error: Exception) -> int:
-    """Writes the error for the supervisor and to stderr; returns the exit code."""
+    """Write an error for the supervisor and to stderr; return the exit code."""
     known, document = leave(error)
     if known is None:
         print_traceback(error)

@@ -11,11 +11,11 @@ from kftrain.process.kept import KeptProcess
 from kftrain.worker.watchdog import end_with_stacks
 
 RETRY_SECONDS = 0.2
-"""Between two looks for ranks that have not started yet when they are to stop."""
+"""Seconds between two looks for ranks that start after they were asked to stop."""
 
 
 class Ranks:
-    """Of one attempt. `ended`: set once the agent has reported how they ended; until then their ids are theirs."""
+    """The ranks of one attempt. `ended` is set once the agent has reported their end: their ids may be others' then."""
 
     def __init__(self, agent: KeptProcess, ended: threading.Event) -> None:
         self._agent = agent
@@ -23,18 +23,18 @@ class Ranks:
         self._asked: set[psutil.Process] = set()
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM to each rank once, so that it commits; to those that start later, as soon as they are there.
+        """Send SIGTERM to each rank once, so that it commits; to those that start later, as soon as they are there.
 
-        Once: a second SIGTERM would reach a rank that has left its training loop, where it ends the process at once.
-        Not to what a rank has forked: a data loader's worker would die of it, and take the rank along. Nor to the
-        agent, without which nobody would wait for the ranks; only before it has started any is it ended itself, because
-        nothing could be committed then.
+        Once, because a second SIGTERM would reach a rank that has left its training loop, where it ends the process at
+        once. Children of a rank get none: a data loader's worker would die of it and take the rank along. The agent
+        gets none either, as nobody else would wait for the ranks; it is ended only before it has started any, because
+        there is nothing to commit then.
         """
         pid = self._agent.pid
         if pid is None or self._ended.is_set():
             return
-        ranks = [child for agent in _existing(pid) for child in _children(agent)]
-        for process in ranks or ([] if self._asked else _existing(pid)):
+        ranks = [child for agent in _find_process(pid) for child in _list_children(agent)]
+        for process in ranks or ([] if self._asked else _find_process(pid)):
             if process not in self._asked:
                 self._asked.add(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -45,20 +45,20 @@ class Ranks:
         timer.start()
 
     def end_with_stacks(self) -> None:
-        """Kills the ranks and all that they have started, once they have written where they stand."""
+        """Kill the ranks and all processes below them, once they have written their stacks."""
         pid = self._agent.pid
         if pid is not None:
-            end_with_stacks([child for agent in _existing(pid) for child in _children(agent, recursive=True)])
+            end_with_stacks([child for agent in _find_process(pid) for child in _list_children(agent, recursive=True)])
 
 
-def _existing(pid: int) -> list[psutil.Process]:
+def _find_process(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid)]
     return []
 
 
-def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
+def _list_children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    children: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = process.children(recursive=recursive)
-    return found
+        children = process.children(recursive=recursive)
+    return children

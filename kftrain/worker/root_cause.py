@@ -15,13 +15,13 @@ STOPPED = {
     "train": "stopped before the first step: there was nothing to commit",
     "evaluate": "the evaluation was stopped; training is complete and is not repeated",
 }
-"""What a task that was asked to stop ends with, where none of its processes could say more."""
+"""Task -> message of a node that was asked to stop, where none of its processes could say more."""
 
 LOST_PEER = "lost contact with another process"
-"""What the error of a process says whose peer was gone."""
+"""Message of a process whose peer was gone."""
 
 SAME_TIME_SECONDS = 1.0
-"""A process that was killed may be seen to end a little after the peers that lost it."""
+"""Seconds by which a killed process may be seen to end after the peers that lost it."""
 
 
 @dataclass(frozen=True)
@@ -30,59 +30,59 @@ class Failure:
 
     rank: int
     returncode: int
-    """As `subprocess` has it: -N for death by signal N."""
+    """Return code of `subprocess`: -N for death by signal N."""
     timestamp: float
-    """Seconds since the epoch."""
+    """Time at which the agent saw the end, in seconds since the epoch."""
 
 
 @dataclass
 class Stop:
-    """What was asked of a node's processes while they ran. Each of it becomes true once, and stays so."""
+    """The requests to a node's processes while they ran. A field becomes true once and stays so: it needs no lock."""
 
     asked: bool = False
-    """They were asked to stop: by a signal, or because the launcher is silent."""
+    """True once they were asked to stop, by a signal or because the launcher is silent."""
     silent_seconds: float = 0.0
-    """For how long the launcher has been silent, once that is too long."""
+    """Seconds for which the launcher has been silent, once that is too long; else 0."""
     killed: bool = False
-    """They did not stop."""
+    """True once they were killed because they did not stop."""
 
 
 def silent_end(returncode: int, rank: int | None = None) -> ErrorDocument:
-    """The error of a process that left none; of the node's agent where no rank is named."""
+    """Build the error of a process that left none: of a rank, or of the node's agent where `rank` is None."""
     name = "the agent" if rank is None else f"rank {rank}"
     line = f"{name} ended by {named_end(returncode)} without a word"
     return ErrorDocument.received({"exit_code": shell_code(returncode), "line": line, "rank": rank})
 
 
 def only_lost_a_peer(document: ErrorDocument) -> bool:
-    """Whether a process failed only because another one was gone."""
+    """Tell whether a process failed only because another one was gone."""
     return document.kind == LostPeerError.__name__
 
 
 def cause(failures: Sequence[Failure], left: ErrorDocument | None) -> tuple[Failure, ErrorDocument | None]:
-    """The process that failed first, and its error where it left none itself.
+    """Return the process whose failure is the cause, and an error for it where it left none itself.
 
     Args:
-        failures: All of a node's, in the order in which the agent noticed them.
+        failures: All failures of a node, in the order in which the agent noticed them.
         left: The error that a process of the node wrote, if any did. Where it only lost a peer, the cause is a
             process that was killed at the same time.
     """
     first = min(failures, key=lambda failure: failure.timestamp)
-    at_once = [each for each in failures if each.timestamp <= first.timestamp + SAME_TIME_SECONDS]
-    killed = [each for each in at_once if each.returncode < 0 and each.returncode != -signal.SIGTERM]  # the agent's way
-    if left is None or (only_lost_a_peer(left) and killed):
-        found = killed[0] if killed else first
-        return found, silent_end(found.returncode, found.rank)
+    early = [failure for failure in failures if failure.timestamp <= first.timestamp + SAME_TIME_SECONDS]
+    killed = [failure for failure in early if failure.returncode < 0 and failure.returncode != -signal.SIGTERM]
+    if left is None or (only_lost_a_peer(left) and killed):  # SIGTERM does not count: the agent itself sends it
+        silent = killed[0] if killed else first
+        return silent, silent_end(silent.returncode, silent.rank)
     return first, None
 
 
 def may_be_complete(error: ErrorDocument | None, stop: Stop) -> bool:
-    """Whether processes that ended like this may have completed their job: those that failed by themselves have not."""
+    """Tell whether processes that ended so may have completed their job: those that failed by themselves have not."""
     return error is None or error.exit_code == Preempted.exit_code or stop.killed
 
 
 def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDocument | None:
-    """The error of a node whose job is not complete, from what its processes left.
+    """Return the error of a node whose job is not complete, from the error that its processes left.
 
     None where they all ended with 0: only the first node has to prove that the job is complete.
     """
@@ -95,14 +95,14 @@ def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDoc
 
 
 def of_stopped_node(document: ErrorDocument, task: str) -> ErrorDocument:
-    """The error of a node that was asked to stop: a process that could not say why it ended was preempted."""
+    """Return the error of a node that was asked to stop: a process that could not say why it ended was preempted."""
     if document.exit_code == Preempted.exit_code and not document.kind:
         return ErrorDocument.of(Preempted(STOPPED[task]))
     return document
 
 
 def of_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: bool) -> ErrorDocument:
-    """The error of a node that was stopped because its launcher had been silent for so long.
+    """Return the error of a node that was stopped because its launcher had been silent for so long.
 
     An error that has nothing to do with the stop is kept. `killed`: the processes did not stop when they were asked to.
     """
@@ -117,7 +117,7 @@ def of_silent_launcher(document: ErrorDocument, timeout_seconds: float, killed: 
 
 
 def outranks(document: ErrorDocument, published: ErrorDocument) -> bool:
-    """Whether a node's error takes the place of another's that came first."""
+    """Tell whether a node's error replaces another's that came first: a cause does, a consequence does not."""
     if only_lost_a_peer(published):
         return not only_lost_a_peer(document)
     return published.exit_code >= FIRST_RETRYABLE_CODE > document.exit_code

@@ -45,15 +45,15 @@ from kftrain.worker.watchdog import LOOK_SECONDS, Watchdog
 AGENT_MODULE = "kftrain.worker.agent"
 
 ENDING_SECONDS = 1800.0
-"""How long processes may take to end once one of them has failed: a checkpoint that is being written is waited for."""
+"""Seconds that processes may take to end once one has failed: one may still write a checkpoint."""
 
 FIRST_NODE_POLL_SECONDS = 2.0
 FIRST_NODE_MISSES = 3
-"""How many looks in a row must find the first node gone: a name may not resolve for a moment."""
+"""Looks in a row that must find the first node gone: a name may not resolve for a moment."""
 
 
 def run_node(node: NodeSpec) -> int:
-    """Runs a node of a job; again as long as a launcher that keeps this process wants it. Returns the last exit code.
+    """Run a node of a job, again as long as a launcher that keeps this process asks for it; return the last exit code.
 
     Between attempts a SIGTERM ends this process, as it would any: there is nothing that could be committed.
     """
@@ -87,12 +87,12 @@ class Supervisor:
         self._started = False
         self._stop = Stop()
         self._attempt: int | None = None
-        """The attempt that its claim will make this; None of an evaluation, and as long as it is not known."""
+        """Number that the attempt's claim will get; None for an evaluation, and as long as it is not known."""
         self._ended = threading.Event()
         self._ranks = Ranks(agent, self._ended)
 
     def run(self) -> int:
-        """Returns the exit code of this node: that of the first failure; 0 where the job is complete."""
+        """Run the attempt; return the exit code of its first failure, 0 where the job is complete."""
         die_with_parent(os.getppid())  # of a pod or a shell; a launcher of ours has said who it is
         with handled([signal.SIGTERM, INTERRUPT], self._on_signal):
             return self._run()
@@ -111,13 +111,13 @@ class Supervisor:
             error = self._run_processes(config)
             if error is None and not self._node.is_first:
                 self._wait_for_first_node(config)
-        except KftrainError as found:
-            error = ErrorDocument.of(found)
+        except KftrainError as failure:
+            error = ErrorDocument.of(failure)
             announce(self._node, error, self._attempt)
         return error.exit_code if error else 0
 
     def _run_processes(self, config: Config) -> ErrorDocument | None:
-        """Runs the ranks to their end; leaves error and logs behind, the error first: there may be little time."""
+        """Run the ranks to their end, then publish error and logs; the error first, as there may be little time."""
         if self._stop.asked:
             raise Preempted("stopped before it had started")
         with tempfile.TemporaryDirectory(prefix="kftrain-") as folder:
@@ -125,7 +125,7 @@ class Supervisor:
             names = [f"rank-{rank}" for rank in self._node.ranks]
             with Output(Path(folder), names, named=self._node.world_size > 1) as output:
                 returncode = self._run_ranks(output.folder, error_file, config.launch.timeout_seconds)
-            error = self._explained(returncode, error_file, config)
+            error = self._find_error(returncode, error_file, config)
             if error is not None:
                 announce(self._node, error, self._attempt)
             for path in output.logs.values():
@@ -133,7 +133,7 @@ class Supervisor:
         return error
 
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
-        """From starting to ended; returns how the agent says the ranks ended."""
+        """Let the agent run the ranks, under watch, until it reports their end; return its exit code."""
         node, liveness = self._node, folder / "liveness"
         liveness.mkdir()
         files = {ERROR_FILE_ENV: str(error_file), OUTPUT_ENV: str(folder), LIVENESS_ENV: str(liveness)}
@@ -151,8 +151,8 @@ class Supervisor:
         finally:
             self._ended.set()
 
-    def _explained(self, returncode: int, error_file: Path, config: Config) -> ErrorDocument | None:
-        """The error of this node's processes; None where there is none, which only the first node has to prove."""
+    def _find_error(self, returncode: int, error_file: Path, config: Config) -> ErrorDocument | None:
+        """Return the error of this node's processes; None for none, which only the first node has to prove."""
         error = read_error(str(error_file))
         if error is None and returncode:
             error = root_cause.silent_end(returncode)
@@ -161,15 +161,16 @@ class Supervisor:
         return root_cause.of_node(error, self._stop, self._node)
 
     def _is_complete(self, config: Config) -> bool:
-        """Whether the job is known to be complete."""
+        """Tell whether the job is known to be complete; False while storage cannot say."""
         with best_effort("whether the job is complete is not known"):
             return is_complete(self._node.task, self._paths, config)
         return False
 
     def _wait_for_first_node(self, config: Config) -> None:
-        """Returns when the job is complete. Raises Preempted, or LostPeerError when the first node is gone.
+        """Return when the job is complete. Raises Preempted, or LostPeerError when the first node is gone.
 
-        It exports alone. A node that had left by then could not help when the first one is lost before it is through.
+        The first node exports alone. A node that had left by then could not help with another attempt, if the first one
+        is lost before its export is complete.
         """
         misses = 0
         while True:
@@ -185,10 +186,10 @@ class Supervisor:
             time.sleep(FIRST_NODE_POLL_SECONDS)
 
     def _watch_launcher(self, watch: LauncherWatch) -> None:
-        """Asks the job to stop when its launcher has been silent for too long, and ends it if it does not.
+        """Ask the job to stop when its launcher has been silent for too long, and kill it if it does not.
 
-        What there is to commit gets as long again, counted in slices: a machine that pauses has not worked meanwhile.
-        Killing the agent is enough: its ranks die with it.
+        A commit gets as long again, counted in slices, because a machine that pauses does not work meanwhile. Killing
+        the agent is enough: its ranks die with it.
         """
         while not watch.poll():
             if self._ended.wait(watch.interval_seconds):
@@ -203,7 +204,7 @@ class Supervisor:
         self._agent.kill()
 
     def _watch_ranks(self, watchdog: Watchdog, error_file: Path) -> None:
-        """Ends the processes where they hang. Two looks must find it: a beat may be written while it is read."""
+        """End the processes if they hang. Two looks in a row must find it: a beat may be written while it is read."""
         before, ending_seconds = None, 0.0
         while not self._ended.wait(LOOK_SECONDS):
             # From when the first process has left its error: before that, only the watchdog knows whether one is late.
@@ -223,7 +224,7 @@ class Supervisor:
         self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
-        """Twice is as good as once: Kubernetes and the launcher may both ask."""
+        """Ask the ranks to stop, once however often this is called: Kubernetes and the launcher may both ask."""
         if not self._stop.asked:
             self._stop.asked = True
             if self._started:  # an agent that is kept is there before: it would be taken for one without ranks

@@ -20,31 +20,31 @@ from kftrain.process.liveness import BEAT_SECONDS, Beat
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 1.0
-"""How long the processes have to write their stacks before they are killed."""
+"""Seconds that the processes have to write their stacks before they are killed."""
 
 ALONE = 2.0
-"""A node whose processes are all at the same place may take so many timeouts between two collective operations: they
+"""Timeouts that may pass between two collective operations while all processes of a node are at the same place: they
 compute, or wait for another node, whose own supervisor knows more."""
 
 MIN_SILENCE_SECONDS = 10 * BEAT_SECONDS
-"""A busy machine may skip some beats."""
+"""Shortest silence in seconds that counts as a hang: a busy machine may skip some beats."""
 
 SILENT = "stopped or blocked, no sign of life"
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What is wrong, and the first of the processes that it is about."""
+    """A hang: its error, and the first rank that it is about."""
 
     error: HangError
     rank: int
 
 
 def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang | None:
-    """The hang of a node's processes, if there is one.
+    """Return the hang of a node's processes, or None if they get on.
 
     Args:
-        beats: By rank; all processes of this node.
+        beats: Rank -> last beat, for all processes of this node.
         now: Seconds on the monotonic clock of the beats.
         timeout_seconds: How long a process may wait for another one.
     """
@@ -83,20 +83,20 @@ def found(beats: Mapping[int, Beat], now: float, timeout_seconds: float) -> Hang
 
 
 class Watchdog:
-    """Looks after the processes of a node."""
+    """Reads the beats of a node's processes and judges whether they hang."""
 
     def __init__(self, folder: Path, ranks: range, timeout_seconds: float) -> None:
         self._paths = {rank: folder / str(local_rank) for local_rank, rank in enumerate(ranks)}
         self._timeout_seconds = timeout_seconds
 
     def look(self) -> Hang | None:
-        """What is wrong with the processes now."""
+        """Read all beats; return the hang of the processes, or None if they get on."""
         beats = {rank: liveness.read(path) for rank, path in self._paths.items()}
         return found(beats, time.monotonic(), self._timeout_seconds)
 
 
 def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
-    """Lets the processes write where they stand, then kills them."""
+    """Let the processes write their stacks to their logs, then kill them."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(liveness.STACK_SIGNAL)
@@ -107,26 +107,26 @@ def end_with_stacks(processes: Sequence[psutil.Process]) -> None:
 
 
 def _mismatch(operations: Mapping[int, str], still_seconds: float) -> Hang:
-    """Who calls another operation than most is named first: they wait for each other for good."""
+    """Describe ranks that wait for each other in different operations; those that differ from most come first."""
     ranks_of: dict[str, list[int]] = {}
     for rank, operation in sorted(operations.items()):
         ranks_of.setdefault(operation, []).append(rank)
     places = sorted(ranks_of.items(), key=lambda place: (len(place[1]), place[1]))
-    told = ", ".join(f"{_named(ranks)} in {operation}" for operation, ranks in places)
+    text = ", ".join(f"{_join_ranks(ranks)} in {operation}" for operation, ranks in places)
     error = HangError(
-        f"the processes have called different collective operations, and wait for {still_seconds:.0f} s: {told}",
+        f"the processes have called different collective operations, and wait for {still_seconds:.0f} s: {text}",
         fix="the logs of those ranks say where they stand; all of them must call the same ones in the same order",
     )
     return Hang(error, places[0][1][0])
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _hang(ranks: set[int], how: str) -> Hang:
     error = HangError(
-        f"{_named(list(ranks))}: {how}",
+        f"{_join_ranks(list(ranks))}: {how}",
         fix="the log of that rank says where it stands; if it was only slow, raise launch.timeout_seconds",
     )
     return Hang(error, min(ranks))

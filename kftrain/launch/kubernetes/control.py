@@ -67,7 +67,7 @@ class ClusterJobs:
 
     @functools.cached_property
     def clusters(self) -> list[JobClient]:
-        """One client of the namespace for each kind of job. Raises LaunchError."""
+        """Clients of the namespace, one for each kind of job. Raises LaunchError."""
         return [JobClient(kind, self._namespace, self._warn) for kind in self._kinds]
 
     def describe(self, run: str) -> list[JobStatus]:

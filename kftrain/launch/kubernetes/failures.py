@@ -20,6 +20,6 @@ class JobFailedError(Exception):
         self.found = found
 
 
-def lacked_storage(found: ErrorDocument) -> bool:
+def lacked_storage(summary: ErrorDocument) -> bool:
     """Tell whether an attempt failed because storage is full or cannot be reached."""
-    return (found.failure_class, found.exit_code) == (FailureClass.STORAGE, StorageError.exit_code)
+    return (summary.failure_class, summary.exit_code) == (FailureClass.STORAGE, StorageError.exit_code)

@@ -236,16 +236,16 @@ def _require_same(cluster: JobStore, wanted: Mapping[str, Any], existing: Mappin
     )
 
 
-def spec_differences(wanted: Any, found: Any, path: str = "spec") -> Iterator[str]:
-    """Yield where a specification differs from `wanted`, as `path: found -> wanted`; additional keys do not count."""
-    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+def spec_differences(wanted: Any, stored: Any, path: str = "spec") -> Iterator[str]:
+    """Yield where `stored` differs from `wanted`, as `path: stored -> wanted`; keys that only it has do not count."""
+    if isinstance(wanted, Mapping) and isinstance(stored, Mapping):
         for key, value in wanted.items():
-            yield from spec_differences(value, found.get(key), f"{path}.{key}")
-    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+            yield from spec_differences(value, stored.get(key), f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(stored, list) and len(wanted) == len(stored):
         for index, value in enumerate(wanted):
-            yield from spec_differences(value, found[index], f"{path}[{index}]")
-    elif wanted != found:
-        yield f"{path}: {_shorten(found)} -> {_shorten(wanted)}"
+            yield from spec_differences(value, stored[index], f"{path}[{index}]")
+    elif wanted != stored:
+        yield f"{path}: {_shorten(stored)} -> {_shorten(wanted)}"
 
 
 def _shorten(value: Any) -> str:

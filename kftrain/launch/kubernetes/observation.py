@@ -108,7 +108,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Event:
-    """A warning event of Kubernetes."""
+    """A warning event of Kubernetes about a job or a pod."""
 
     uid: str
     """Uid of the object that the event is about."""

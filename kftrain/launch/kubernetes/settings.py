@@ -10,7 +10,7 @@ from kftrain import __version__
 from kftrain.settings.section import Amount, Count, Section
 
 Quantity = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
-"""As Kubernetes writes them: `2`, `500m`, `4Gi`."""
+"""Amount of a resource as Kubernetes writes it, `2`, `500m`, `4Gi`; a number becomes text."""
 
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -77,7 +77,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason why a job waits, with the class of failure that giving up for it would be."""
+    """A reason why a job waits, with the class of its failure if the launcher gives up for it."""
 
     text: str
     failure_class: FailureClass

@@ -44,7 +44,7 @@ class Kind(ABC):
     """A kind of job: what the launcher must know about one Kubernetes resource. It is stateless."""
 
     name: ClassVar[str]
-    """The `kind` of its documents."""
+    """Value of `kind` in the documents of its jobs."""
     group: ClassVar[str]
     version: ClassVar[str]
     plural: ClassVar[str]
@@ -86,7 +86,7 @@ class Kind(ABC):
 
     @property
     def api_version(self) -> str:
-        """The `apiVersion` of its documents, group and version."""
+        """Value of `apiVersion` in the documents of its jobs: group and version."""
         return f"{self.group}/{self.version}"
 
     @property
