@@ -117,7 +117,7 @@ class ClusterLauncher(ClusterJobs):
                 watcher = Watcher(self._cluster, self._config, spec, lease, self._wake)
                 code = self._follow(watcher, spec, paths)
             finally:
-                is_own = self._end(lease)
+                is_own = self._end(lease)  # on every way out: a job that nobody follows would hold its GPUs
                 if watcher is not None:  # only now: workers that commit have something to say
                     watcher.close(wait=not self._is_terminated)
         if code and not is_own:

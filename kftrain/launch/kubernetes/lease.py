@@ -124,11 +124,11 @@ class _Creation:
         self.document = {**document, "metadata": {**metadata, "annotations": annotations}}
         self._cluster = cluster
         self._was_sent = False
-        """True once there may be a job with the mark. Set before each call, as the answer to it may be lost."""
+        """True once there may be a job with the mark."""
 
     def send(self) -> str | None:
         """Create the job and return its uid, or None where a job of this name exists. Raises LaunchError."""
-        self._was_sent = True
+        self._was_sent = True  # before the call: if its answer is lost, `take_back` must look for the job
         return self._cluster.create_job(self.document)
 
     def adopt(self, existing: dict[str, Any]) -> Lease | None:

@@ -338,7 +338,7 @@ class _Console:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting)
                 line = self._waiting.popleft()
-                self._is_writing = True
+                self._is_writing = True  # the line is in neither place now: without this `flush` would not wait for it
             self._write_one(line)
         with self._changed:
             self._waiting.clear()

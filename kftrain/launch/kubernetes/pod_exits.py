@@ -45,6 +45,7 @@ class PodExits:
         with self._lock:
             noted_at, known = self._pods.get(pod.uid, (now, None))
             if known is not None:
+                # Watch and looks race: an older answer without an exit code must not replace a newer one that has it.
                 latest = known if pod.exit_code is None else pod
                 pod = replace(latest, disruption=known.disruption or pod.disruption)
             self._pods[pod.uid] = noted_at, pod

@@ -60,7 +60,7 @@ class RetryPolicy:
         self._warn = warn
         self._lock = threading.Lock()
         self._is_away = False
-        self._allowed: set[tuple[str, str]] = set()
+        self._allowed: set[tuple[str, str]] = set()  # shared by threads without the lock: adding is atomic
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call until an answer stands, and return it. Raises its ApiException, or LaunchError after an outage."""
