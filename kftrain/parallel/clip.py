@@ -13,21 +13,21 @@ from kftrain.parallel.sharded import local
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this process has of each gradient; parameters without one are left out."""
-    return [local(gradient) for each in parameters if (gradient := each.grad) is not None]
+    """Return this process's part of each gradient; parameters without one are left out."""
+    return [local(gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def counted_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Of these gradients, those that this process counts: of copies the first process counts its own.
+    """Return the gradients that this process adds to the norm: where several have copies, the first one's count.
 
     Gradients of copies along `replicate` are no matter: the norm is not summed over these.
     """
-    return local_gradients(each for each in parameters if _is_counted(each))
+    return local_gradients(parameter for parameter in parameters if _is_counted(parameter))
 
 
 def has_copies(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether there are parameters whose gradients another process counts."""
-    return not all(_is_counted(each) for each in parameters)
+    """Tell whether there are parameters whose gradients another process counts."""
+    return not all(map(_is_counted, parameters))
 
 
 def _is_counted(parameter: torch.Tensor) -> bool:
@@ -39,10 +39,11 @@ def _is_counted(parameter: torch.Tensor) -> bool:
 
 
 def total_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-    """The Euclidean norm of all gradients as one vector, a scalar in fp32.
+    """Return the Euclidean norm of all gradients as one vector, a scalar in fp32 on the device. Collective.
 
-    `group`: of the processes that have different parts of them. Collective.
+    `group`: the processes that have different parts of the gradients; None where this one has all of them.
     """
+    # A process without gradients takes part with 0, for the others wait for it.
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if group is None:
@@ -54,6 +55,8 @@ def total_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, d
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scales gradients of this norm down to the limit, in place, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scale gradients of this norm down to the limit, in place, as `torch.nn.utils.clip_grad_norm_` does."""
+    # The host does not know whether the norm is above the limit, or finite: the factor is at most 1, and where it is no
+    # number the optimizer skips the step.
     if gradients:
         torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

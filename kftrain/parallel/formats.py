@@ -23,11 +23,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitting: bool = False) -> list[Any]:
-    """From now on what enters the model or one of these modules is cast; the handles of that.
+    """Cast floating-point tensors that enter the model or one of these modules; return the handles of the hooks.
 
-    `fitting`: where a module's first call was given tensors only, also within tuples and the like, and none had to be
-    cast, nothing is looked at in the calls after it, which are given the same types: hooks cost a small model's step a
-    tenth of its time.
+    `fitting`: stop looking at a module's inputs once a call was given only tensors, also within tuples and the like, of
+    which none had to be cast; later ones are given the same types. Hooks cost a small model a tenth of its step.
     """
 
     def fits(value: Any) -> bool:
@@ -52,19 +51,22 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitt
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Where the model's parameters stand; a shared one has several."""
+    """List the places of the model's parameters; a shared one has several."""
     return [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
 
 
 class WorkingCopies:
-    """Copies of a model's parameters in the format of the computation; of a distributed one of this process's part."""
+    """Copies of a model's parameters in the format of the computation; of a distributed one of this process's part.
+
+    The copies stay the same objects from step to step, because their hooks take the gradients.
+    """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
         self._slots = slots_of(model)
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
-            parameter_like(each, local(each).detach().to(compute, copy=True)) for each in self._masters
+            parameter_like(master, local(master).detach().to(compute, copy=True)) for master in self._masters
         ]
         self._copy_of = dict(zip(self._masters, self._copies, strict=True))
         self._sums: dict[int, torch.Tensor] = {}
@@ -72,26 +74,28 @@ class WorkingCopies:
         for number, copy in enumerate(self._copies):
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda each, number=number: self._take(number, each)
+                    lambda changed, number=number: self._take_gradient(number, changed)
                 )
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the copies, as the masters are now."""
-        with torch.no_grad():
+        """Give the model the copies, with the values that the masters have now, within the block."""
+        with torch.no_grad():  # the optimizer has changed the masters since the last time
             torch._foreach_copy_(self._copies, list(map(local, self._masters)))
-        for master, copy in self._copy_of.items():
+        for master, copy in self._copy_of.items():  # the model may have frozen or thawed one
             copy.requires_grad_(master.requires_grad)
         with standing_in(self._slots, self._copy_of.__getitem__):
             yield
 
     def hand_over(self) -> None:
-        """Gives the masters the gradients of this step."""
+        """Give the masters the gradients of this step, in fp32; a parameter that was not used gets none."""
         for number, total in self._sums.items():
-            self._masters[number].grad = _like(self._masters[number], total.float())
+            self._masters[number].grad = _distribute_like(self._masters[number], total.float())
         self._sums.clear()
 
-    def _take(self, number: int, copy: torch.Tensor) -> None:
+    def _take_gradient(self, number: int, copy: torch.Tensor) -> None:
+        # After each micro batch: left in place, autograd would add the next one to it in the format of the computation,
+        # and small gradients would be lost in bf16.
         assert copy.grad is not None
         if number in self._sums:
             self._sums[number] += copy.grad
@@ -100,6 +104,6 @@ class WorkingCopies:
         copy.grad = None
 
 
-def _like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _distribute_like(master: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Make a tensor that is distributed as `master` is, and is `part` on this process."""
     return DTensor.from_local(part, master.device_mesh, master.placements) if isinstance(master, DTensor) else part

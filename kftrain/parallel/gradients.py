@@ -22,11 +22,11 @@ from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.world import World
 
 Gathered = dict[nn.Parameter, torch.Tensor]
-"""Parameter -> what stands in its place while its unit's forward runs: the same tensor in each of them."""
+"""Sharded parameter -> the whole one that stands in its place while its unit's forward runs, the same object always."""
 
 
 class UsedParameters:
-    """Which parameters of a sharded model have had a gradient since the last step."""
+    """The parameters of a sharded model that have had a gradient since the last step."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         assert isinstance(model, FSDPModule)
@@ -34,15 +34,15 @@ class UsedParameters:
         if self._brings_zeros:
             model.set_reduce_scatter_unused_params(True)
         self._num_processes = world.size
-        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._used: set[str] = set()
-        self._names = {each: name for name, each in model.named_parameters()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._gathered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Name -> a whole parameter, and its memory and version before the first forward."""
         watch_units(model, self._watch)
 
     def take(self) -> list[float]:
-        """1 for each parameter that this process has used since this was asked last, 0 for the others.
+        """Return 1 for each parameter that this process has used since the last call, 0 for the others.
 
         Raises UserCodeError for one that a forward has changed.
         """
@@ -59,7 +59,7 @@ class UsedParameters:
         return used
 
     def drop_unused(self, num_users: list[float]) -> None:
-        """Takes their zeros from the parameters that no process has used: `num_users` is the sum of what all `take`.
+        """Remove the zero gradients of parameters that no process has used. `num_users`: what all `take`, summed.
 
         Raises ConfigError where only some processes have used one, and this torch cannot bring zeros for the others.
         """
@@ -79,8 +79,10 @@ class UsedParameters:
             name = self._names[parameter]
             self._gathered[name] = whole, _memory(whole)
             if whole.requires_grad:
-                whole.register_post_accumulate_grad_hook(lambda _each, name=name: self._used.add(name))  # type: ignore[no-untyped-call]
+                # On the whole one: the sharded one is given zeros too where this process has not used it.
+                whole.register_post_accumulate_grad_hook(lambda _whole, name=name: self._used.add(name))  # type: ignore[no-untyped-call]
 
+        # Before FSDP's own hook after the forward, which puts the sharded parameters back.
         def keep_flags(*_inputs: object) -> None:
             for parameter, whole in gathered.items():  # what is gathered the next time is as this one is
                 parameter.requires_grad_(whole.requires_grad)
@@ -95,13 +97,15 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def watch_units(model: nn.Module, work: Callable[[nn.Module, Gathered], object]) -> None:
-    """Calls `work` for each unit of FSDP2 once: when its first forward begins, and its parameters are whole."""
+    """Call `work` for each unit of FSDP2 once: when its first forward begins, and its parameters are whole."""
 
+    # This hook is younger than FSDP's, so it runs after FSDP has put the whole parameters in place. It pairs them with
+    # the sharded ones by their order, which is the same before and after.
     def begin(unit: nn.Module, _inputs: object) -> None:
         handles.pop(unit).remove()
         pairs = zip(sharded.pop(unit), unit.parameters(), strict=True)
         work(unit, {own: whole for own, whole in pairs if whole is not own})
 
-    units: list[nn.Module] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    units: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     sharded = {unit: list(unit.parameters()) for unit in units}
     handles = {unit: unit.register_forward_pre_hook(begin) for unit in units}

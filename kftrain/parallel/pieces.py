@@ -16,11 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 MIN_PIECE_BYTES = 4 << 20
-"""Modules with less stay in their unit: an exchange for each would cost more time than memory."""
+"""Least size of a piece. An exchange for each smaller module would cost more time than it saves memory."""
 
 
 def fully_shard_in_pieces(model: nn.Module, blocks: Sequence[str], options: dict[str, Any]) -> None:
-    """`fully_shard` of the blocks and the root, each after its pieces. `options`: of it. Collective."""
+    """Shard the blocks and the root, each after its pieces. `options`: arguments of `fully_shard`. Collective."""
+    # Inner modules first: fully_shard leaves out of a unit what already belongs to another one. Pieces are not freed
+    # after their own forward, since the unit may still read their weights: _gather_with frees them.
     units = [*(model.get_submodule(name) for name in blocks), model]
     pieces = [pieces_of(model, unit, [other for other in units if other is not unit]) for unit in units]
     for unit, parts in zip(units, pieces, strict=True):
@@ -32,11 +34,11 @@ def fully_shard_in_pieces(model: nn.Module, blocks: Sequence[str], options: dict
 
 
 def pieces_of(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules below a unit, inner ones first, whose own parameters are large and of no other module.
+    """List the modules below a unit, inner ones first, whose own parameters are large and of no other module.
 
-    `others`: units; what is in one within this one is not this one's.
+    `others`: The other units; the modules of those that are nested in this one are skipped.
     """
-    numbers = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    numbers = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     inner = {id(part) for other in others if other in set(unit.modules()) for part in other.modules()}
 
     def is_piece(module: nn.Module) -> bool:
@@ -46,24 +48,24 @@ def pieces_of(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) ->
             and id(module) not in inner
             and not isinstance(module, nn.ModuleList | nn.ModuleDict)
             and type(module).forward is not nn.Module.forward
-            and all(numbers[id(each)] == 1 for each in module.parameters())
-            and sum(each.nbytes for each in own) >= MIN_PIECE_BYTES
+            and all(numbers[id(parameter)] == 1 for parameter in module.parameters())  # a tied one has two homes
+            and sum(parameter.nbytes for parameter in own) >= MIN_PIECE_BYTES
         )
 
     return [module for module in unit.modules() if is_piece(module)][::-1]
 
 
 def _gather_with(unit: nn.Module, pieces: Sequence[nn.Module]) -> None:
-    """From now on the pieces are whole from the beginning of the unit's forward to its end."""
-    parts = [each for each in pieces if isinstance(each, FSDPModule)]
+    """Keep the pieces whole from the beginning of the unit's forward to its end."""
+    parts = [piece for piece in pieces if isinstance(piece, FSDPModule)]
 
     def gather(*_: Any) -> None:
-        for each in parts:
-            each.unshard()
+        for part in parts:
+            part.unshard()
 
     def free(*_: Any) -> None:
-        for each in parts:
-            each.reshard()
+        for part in parts:
+            part.reshard()
 
     unit.register_forward_pre_hook(gather)
     unit.register_forward_hook(free)

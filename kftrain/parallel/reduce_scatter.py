@@ -21,10 +21,10 @@ class ExchangedSums:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        """What was received; it stays, since fresh memory costs as much time as the exchange. As large as a unit."""
+        """Memory for received parts, as large as the largest unit; fresh memory costs as much time as the exchange."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for what is reduced, and for the result."""
+        """Allocate memory for what is reduced, or for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -35,20 +35,22 @@ class ExchangedSums:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`[W * n]` -> `[n]`: the sum of this process's part. Collective."""
+        """Sum this process's part of a vector over all: `[W * n]` -> `[n]`, written to `output_tensor`. Collective."""
+        # All units share the buffer: it is free again when this returns, because nothing here is asynchronous.
         assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
-        received = self._received(input_tensor)
+        received = self._take_buffer(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(sum_of(received.view(group.size(), -1)))
 
-    def _received(self, like: torch.Tensor) -> torch.Tensor:
+    def _take_buffer(self, like: torch.Tensor) -> torch.Tensor:
         if self._buffer.numel() < like.nbytes:
             self._buffer = torch.empty(like.nbytes, dtype=torch.uint8)
         return self._buffer[: like.nbytes].view(like.dtype)
 
 
 def sum_of(parts: torch.Tensor) -> torch.Tensor:
-    """`[W, n]` -> `[n]`, in fp32 at least: the rows one after the other. Changes the first row."""
+    """Sum rows one after the other, `[W, n]` -> `[n]`, in fp32 at least. Changes the first row."""
+    # In bf16 each of the W - 1 sums would be rounded; so it is rounded once, when the caller copies the result.
     first, *others = parts.unbind()
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first
     for part in others:
@@ -57,7 +59,7 @@ def sum_of(parts: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_by_exchange(model: nn.Module) -> None:
-    """From now on all units of a sharded model reduce their gradients so."""
+    """Let all units of a sharded model on the CPU reduce their gradients by `ExchangedSums`."""
     reduce_scatter = ExchangedSums()
     for unit in model.modules():
         if isinstance(unit, FSDPModule):

@@ -54,24 +54,28 @@ class Replicas:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside, the model has its parameters in the format of the computation."""
-        if not self._has_begun:  # with the parameters themselves, which have their values now
+        """Give the model its parameters in the format of the computation, within the block."""
+        # torch's replicas hang their hooks on the parameters that they find. That must be the masters, with their
+        # memory: not earlier, when they have none, and not below, where casts stand in for them.
+        if not self._has_begun:
             self._has_begun = True
             contract: Any = replicate
             contract.state(self._model).lazy_init()
         if self._compute == torch.float32:
             yield
             return
+        # The cast is recorded, so gradients go back through it to the masters and their hooks. One cast serves all
+        # micro batches of the block: it keeps no tensors for its gradient, so each backward pass may go through it.
         with standing_in(slots_of(self._model), lambda master: master.to(self._compute)):
             yield
 
     def exchange(self, does: bool) -> None:
-        """Whether the next backward pass exchanges gradients, and those of before that were not."""
+        """Say whether the next backward pass exchanges gradients, with those of before that were not exchanged."""
         cast(Any, self._model).set_requires_gradient_sync(does)
 
 
 def _summed(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """A bucket of gradients, summed over the group in this format."""
+    """Sum a bucket of gradients over the group in this format, while the backward pass goes on."""
     buffer: torch.Tensor = bucket.buffer()
     small = buffer.to(dtype)
     work = cast(dist.Work, dist.all_reduce(small, group=group, async_op=True))

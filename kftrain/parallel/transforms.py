@@ -40,27 +40,27 @@ from kftrain.parallel.tensor import SplitTensors
 
 
 class Distributed:
-    """A model that is ready to train, and what its transforms want done around each computation."""
+    """A model that is ready to train, and the work that its transforms want done around each computation."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model = model
         self.mesh = mesh
         self.formats: tuple[torch.dtype, torch.dtype] | None = None
-        """Where it is not computed with the parameters themselves: formats of the computation and of the reduction."""
+        """Formats of the computation and the reduction where copies stand in for the parameters; else None."""
         self.sharding: Sharding | None = None
-        """For how long a step has the whole of what is sharded, where something is."""
+        """How long a step keeps sharded parameters and gradients whole; None where nothing is sharded."""
         self.after_backward: list[Callable[[], None]] = []
-        """What is done to the gradients of a step, once the parameters have them. Collective."""
+        """Work on the gradients of a step, once the parameters have them, in this order. Collective."""
         self.norms: GlobalBatchNorms | None = None
-        """Of modules that must know which rows count."""
+        """The model's batch norms, which must be told which rows count; None until somebody sets them."""
         self.replicas: Replicas | None = None
-        """Where each process has all of it."""
+        """torch's replicas where each process has the whole model; else None."""
         self._copies: WorkingCopies | None = None
         self._is_last: bool | None = None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the processes must compute the same blocks in the same order: each has a part of them only."""
+        """True where each process has a part of the blocks only, so that all must call them in the same order."""
         return isinstance(self.model, FSDPModule)
 
     @property
@@ -69,7 +69,7 @@ class Distributed:
         return Team((self.mesh.group(["replicate"]),)) if self.replicas else ALONE
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Around all forward and backward passes of a step, or an evaluation."""
+        """Prepare the parameters for all forward and backward passes of a step, or an evaluation, within the block."""
         if self.replicas is not None:
             return self.replicas.computing()
         if self.formats is None:
@@ -79,7 +79,7 @@ class Distributed:
         return self._copies.in_place()
 
     def accumulate(self, last: bool) -> None:
-        """Before each micro batch; `last`: of a step."""
+        """Say before each micro batch whether it is the `last` of its step: then gradients are exchanged."""
         model, sharding = self.model, self.sharding
         if last == self._is_last:
             return
@@ -89,16 +89,16 @@ class Distributed:
         if sharding is None:
             return
         assert isinstance(model, FSDPModule)
-        if sharding.exchange == "step":
+        if sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
             model.set_requires_gradient_sync(last)
-        else:  # copies of the state sum their shares once, at the end
+        else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
             model.set_requires_all_reduce(last)
-        if sharding.keep_gathered:
+        if sharding.keep_gathered:  # freed after the last: the optimizer changes the parts, and a kept whole is stale
             model.set_reshard_after_backward(last)
 
     def hand_over(self) -> None:
-        """After the last backward pass: the parameters have their gradients."""
-        if self._copies is not None:
+        """Give the parameters the gradients of the step, after its last backward pass. Collective."""
+        if self._copies is not None:  # first: what comes after reads the gradients of the masters
             self._copies.hand_over()
         for work in self.after_backward:
             work()
@@ -108,7 +108,7 @@ class Transform(Protocol):
     """One thing that is done to a model, in its place in a strategy's list."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Changes the model in place. `blocks`: names of what is a unit of its own. Collective."""
+        """Change the model in place. `blocks`: names of the modules that are units of their own. Collective."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Recompute:
     """Activations of the blocks are computed again in the backward pass, instead of being kept."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Raises ConfigError where there are no blocks."""
+        """Wrap the blocks. Raises ConfigError where there are none."""
         if not blocks:
             raise ConfigError(
                 "the model has no blocks that could be recomputed",
@@ -133,10 +133,10 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ToDevice:
-    """The whole model on this process's device."""
+    """Moves the whole model to this process's device."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Moves parameters and buffers; what has no memory yet is given it there."""
+        """Move parameters and buffers; what has no memory yet is given it there later (initialize.py)."""
         device = distributed.mesh.world.device
         distributed.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
@@ -149,7 +149,7 @@ class Formats:
     reduce: str
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Without copies where fp32 is computed and summed."""
+        """Cast what enters the blocks, and ask for copies of the parameters unless fp32 is computed and summed."""
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
         cast_inputs(distributed.model, blocks, compute, fitting=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
@@ -164,7 +164,7 @@ class Replicate:
     reduce: str
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """After `ToDevice`."""
+        """Cast what enters the blocks, and let torch replicate the model; it must be on its device."""
         model, mesh = distributed.model, distributed.mesh
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
         cast_inputs(model, blocks, compute, fitting=compute == torch.float32)
@@ -180,10 +180,10 @@ class FullyShard:
     sharding: Sharding
     offload: bool = False
     forward_only: bool = False
-    """Whether there will be no backward pass: on CPUs a unit is then gathered in pieces, which takes less memory."""
+    """True where there will be no backward pass: on CPUs a unit is then gathered in pieces, which takes less memory."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Parameters become distributed tensors; offloaded, they are on the host."""
+        """Make the parameters distributed tensors; offloaded, they are on the host. Raises ConfigError."""
         distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         for name, parameter in model.named_parameters():
@@ -201,10 +201,10 @@ class FullyShard:
         if self.forward_only and on_cpu:
             fully_shard_in_pieces(model, blocks, options)
             return
-        for name in blocks:
+        for name in blocks:  # before the root, which takes the parameters that are left
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
-        for unit in [each for each in model.modules() if isinstance(each, FSDPModule)]:
+        for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
         if shape.shard > 1 and on_cpu:
@@ -219,10 +219,10 @@ def strategy_of(
     split_logits: bool = False,
     forward_only: bool = False,
 ) -> list[Transform]:
-    """The transforms of a configuration on a mesh, in their order.
+    """List the transforms of a configuration on a mesh, in their order.
 
-    `split_logits`: whether what computes the loss takes logits that are split over the axis `tensor`.
-    `forward_only`: whether there will be no backward pass.
+    `split_logits`: the code that computes the loss takes logits that are split over the axis `tensor`.
+    `forward_only`: there will be no backward pass.
     """
     first: list[Transform] = [SplitTensors(parallel.sequence_parallel, split_logits)] if shape.tensor > 1 else []
     first += [Recompute()] if recompute_blocks else []
@@ -236,10 +236,12 @@ def strategy_of(
 
 
 def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, blocks: Sequence[str]) -> Distributed:
-    """The module, ready to train when its parameters have values.
+    """Apply a strategy to a model, which is then ready to train when its parameters have values.
 
     `model` is in fp32, and has the same parts on all processes. Collective. Raises ConfigError.
     """
+    # Hooks are taken off first, or what parameters turn into would have them too, and call them with parts. They run
+    # last: by then gradients are those of all samples, summed over every axis.
     distributed, hooks = Distributed(model, mesh), ParameterHooks(places_of(model))
     for transform in strategy:
         transform.apply(distributed, blocks)
