@@ -29,27 +29,27 @@ KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class GlobalBatchNorms:
-    """The batch norms of a model that are trained. Until it is connected each process counts its own rows."""
+    """The batch norms of a model that are trained. Until `connect` each process counts its own rows."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        """Modules that are kept in evaluation mode are left alone. Raises ConfigError for what cannot be computed."""
+        """Replace the forwards of the norms in training mode. Raises ConfigError for what cannot be computed."""
         self._group: dist.ProcessGroup | None = None
         self._weight: torch.Tensor | None = None
         self._mesh = mesh
-        norms = [(name, each) for name, each in model.named_modules() if isinstance(each, _BatchNorm)]
+        norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
         if mesh.num_data_ranks > 1:
             for name, module in norms:
                 _require_known(name, module)
-        self._norms = {name: each for name, each in norms if each.training and type(each).forward in KNOWN_FORWARDS}
-        self.buffer_names = {f"{name}.{key}".lstrip(".") for name, each in self._norms.items() for key in each._buffers}
-        """What a forward pass changes, in the same way on all processes once they are connected."""
-        self.are_trained = any(each.training for _, each in norms)
-        """Whether samples share statistics at all."""
+        self._norms = {name: norm for name, norm in norms if norm.training and type(norm).forward in KNOWN_FORWARDS}
+        self.buffer_names = {f"{name}.{key}".lstrip(".") for name, norm in self._norms.items() for key in norm._buffers}
+        """Names of the buffers that a forward pass changes: alike on all processes once they are connected."""
+        self.are_trained = any(norm.training for _, norm in norms)
+        """True where samples share statistics at all."""
         for module in self._norms.values():
             module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
 
     def connect(self, num_micro_batches: int, recomputed: bool) -> None:
-        """From now on statistics are those of all processes. Collective.
+        """Take the statistics over all processes from now on. Collective.
 
         Raises ConfigError where the samples that share them would depend on the layout, or count twice.
         """
@@ -74,12 +74,12 @@ class GlobalBatchNorms:
         self._group = dist.new_group(ranks, timeout=self._mesh.world.timeout, use_local_synchronization=True)
 
     def begin(self, weight: torch.Tensor) -> None:
-        """Before a forward pass: `[rows]` on the device, 0 for those that do not count."""
+        """Say before a forward pass which rows count: `[rows]` on the device, 0 for those that do not."""
         self._weight = weight
 
     def _forward(self, module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         if not module.training:
-            return _evaluated(module, x)
+            return _evaluate(module, x)
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         if self._weight is not None and self._group is None and x.numel() == x.size(1):  # the probe may look at one row
             raise ConfigError(
@@ -91,19 +91,21 @@ class GlobalBatchNorms:
         rows = self._weights_of(x).view(-1, *[1] * (x.dim() - 1))
         values = x.float()
         count = rows.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
-        sums = self._over_all(torch.cat([(values * rows).sum(dims), count.view(1)]))
+        # Two exchanges, the mean first: the variance from sums of values and squares in one would be the difference of
+        # two large numbers. The count travels with the sums, since the host does not know which rows count elsewhere.
+        sums = self._sum_over_all(torch.cat([(values * rows).sum(dims), count.view(1)]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
-        variance = self._over_all((centred.square() * rows).sum(dims)) / count
-        _keep(module, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        variance = self._sum_over_all((centred.square() * rows).sum(dims)) / count
+        _move_running(module, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         out = centred * torch.rsqrt(variance + module.eps).view(shape)
         if module.affine:
             out = out * module.weight.float().view(shape) + module.bias.float().view(shape)
         return out.to(x.dtype)
 
     def _weights_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each entry of the first dim, which may be rows with their places one after the other."""
+        """Return the weight of each entry of the first dim, which may be rows with their places one after the other."""
         weight = self._weight
         if weight is None:
             return torch.ones(len(x), device=x.device)
@@ -114,14 +116,14 @@ class GlobalBatchNorms:
             )
         return weight.repeat_interleave(len(x) // len(weight))
 
-    def _over_all(self, local: torch.Tensor) -> torch.Tensor:
+    def _sum_over_all(self, local: torch.Tensor) -> torch.Tensor:
         if self._group is None:
             return local
         return cast(torch.Tensor, _Sum.apply(local, self._group))  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over processes; each has a loss of its own that depends on it, and theirs are added."""
+    """The sum over processes. Each has a loss of its own that depends on it, so the gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -137,16 +139,19 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
-def _evaluated(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """As torch does; in bf16, too, where buffers are fp32 and torch wants the weights to be so on the CPU."""
-    weight, bias = (None if each is None else each.float() for each in (module.weight, module.bias))
+def _evaluate(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Normalise by the running statistics as torch does; in bf16, too.
+
+    Buffers are fp32 then, and on the CPU torch wants the weights to be so as well.
+    """
+    weight, bias = (None if value is None else value.float() for value in (module.weight, module.bias))
     mean, variance = module.running_mean, module.running_var
     return F.batch_norm(x, mean, variance, weight, bias, mean is None, 0.0, module.eps)
 
 
 @torch.no_grad()
-def _keep(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Moves the running statistics towards those of the batch, as torch does."""
+def _move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Move the running statistics towards those of the batch, as torch does."""
     if module.running_mean is None or module.running_var is None or module.num_batches_tracked is None:
         return
     module.num_batches_tracked.add_(1)

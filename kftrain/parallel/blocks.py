@@ -28,35 +28,35 @@ class Candidates:
     """What may become the blocks of a model, by name."""
 
     declared: bool
-    """Whether the model names them itself: there is one list then."""
+    """True where the model names them itself: there is one list then."""
     lists: list[list[str]]
-    """The best first."""
+    """Lists of names of modules, the best one first."""
 
     @property
     def names(self) -> list[str]:
-        """Of all candidates."""
+        """Names of all candidates, each once."""
         return list(dict.fromkeys(name for names in self.lists for name in names))
 
 
 def candidates(model: nn.Module) -> Candidates:
-    """What the model's `blocks()` names; else its lists of modules, outer ones before those within, then long ones.
+    """Return what the model's `blocks()` names; else its lists of modules, outer before inner ones, then long ones.
 
     Raises ConfigError where `blocks()` names what cannot be sharded by itself.
     """
     declared: Any = getattr(model, "blocks", None)
     if callable(declared) and not isinstance(declared, nn.Module):
-        return Candidates(True, [_declared(model, list(declared()))])
-    found = [
+        return Candidates(True, [_name_declared(model, list(declared()))])
+    lists = [
         ((name != "blocks", name.count(".")), [f"{name}.{key}" for key, _ in module.named_children()])
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) or (name == "blocks" and isinstance(module, nn.Sequential))
     ]
-    ordered = sorted(found, key=lambda each: (each[0], -len(each[1])))
-    return Candidates(False, [names for _, names in ordered if names and not _obstacle(model, names)])
+    ordered = sorted(lists, key=lambda pair: (pair[0], -len(pair[1])))
+    return Candidates(False, [names for _, names in ordered if names and not _find_obstacle(model, names)])
 
 
 def choose(found: Candidates, seen: Sequence[Calls]) -> list[str]:
-    """The names of the blocks, in the order in which they are called. `seen`: each process's calls in a probe.
+    """Return the names of the blocks, in the order in which they are called. `seen`: each process's calls in a probe.
 
     Raises ConfigError where a model names blocks that the processes do not all call in the same way.
     """
@@ -67,7 +67,7 @@ def choose(found: Candidates, seen: Sequence[Calls]) -> list[str]:
 
 
 class CallLog:
-    """Writes down which modules of a model are called."""
+    """A log of the calls of a model's modules."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._calls: Calls = []
@@ -78,12 +78,12 @@ class CallLog:
         ]
 
     def take(self) -> Calls:
-        """The calls since this was asked last."""
+        """Return the calls since the last `take`, and forget them."""
         calls, self._calls[:] = list(self._calls), []
         return calls
 
     def close(self) -> None:
-        """Ends the log."""
+        """End the log: the modules lose its hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -101,21 +101,21 @@ def require_same_calls(expected: Calls, calls: Calls) -> None:
     )
 
 
-def _declared(model: nn.Module, modules: list[Any]) -> list[str]:
-    """The names of the modules. Raises ConfigError."""
+def _name_declared(model: nn.Module, modules: list[Any]) -> list[str]:
+    """Return the names of the modules that `blocks()` has given. Raises ConfigError for what cannot be sharded."""
     name_of = {id(module): name for name, module in model.named_modules()}
     strange = next((module for module in modules if id(module) not in name_of or module is model), None)
     if strange is not None:
         raise ConfigError("names what is no part of the model", where="model.blocks", value=type(strange).__name__)
     names = list(dict.fromkeys(name_of[id(module)] for module in modules))
-    problem = _obstacle(model, names)
+    problem = _find_obstacle(model, names)
     if problem:
         raise ConfigError(problem, where="model.blocks", value=names, fix="leave one of them out of blocks()")
     return names
 
 
-def _obstacle(model: nn.Module, names: list[str]) -> str:
-    """Why these modules cannot each be sharded by itself; empty where they can."""
+def _find_obstacle(model: nn.Module, names: list[str]) -> str:
+    """Say why these modules cannot each be sharded by itself; empty where they can."""
     owner: dict[int, str] = {}
     modules = {name: model.get_submodule(name) for name in names}
     for name, module in modules.items():
@@ -128,13 +128,13 @@ def _obstacle(model: nn.Module, names: list[str]) -> str:
         for key, parameter in module.named_parameters(recurse=False):
             other = owner.setdefault(id(parameter), home)
             if other != home:
-                one, two = (each or "the rest of the model" for each in (home, other))
+                one, two = (name or "the rest of the model" for name in (home, other))
                 return f"{one} and {two} have the parameter {module_name}.{key} in common"
     return ""
 
 
 def _are_called_once(names: list[str], seen: Sequence[Calls]) -> bool:
-    """Whether each call of the model is followed by one of each, in the order of the first process."""
+    """Tell whether each call of the model is followed by one of each, in the order of the first process."""
     order = [name for name in seen[0] if name in names][: len(names)]
     if sorted(order) != sorted(names):
         return False

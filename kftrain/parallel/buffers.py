@@ -36,7 +36,7 @@ MAX_DIFFERENCE = 1e-4
 
 
 def declared(model: nn.Module) -> dict[str, Reduction]:
-    """Names of the buffers that are combined -> how; of two patterns that fit, the first counts.
+    """Map the names of the buffers that are combined to how; of two patterns that fit, the first counts.
 
     Raises ConfigError where the declaration is none, or names what the model does not have.
     """
@@ -49,13 +49,13 @@ def declared(model: nn.Module) -> dict[str, Reduction]:
         if not any(fnmatchcase(name, pattern) for name in buffers):
             raise _error("names no buffer of the model", pattern, "see model.named_buffers()")
     chosen = {name: next((how for p, how in patterns.items() if fnmatchcase(name, p)), None) for name in buffers}
-    found = {name: cast(Reduction, how) for name, how in chosen.items() if how is not None}
-    for name, how in found.items():
+    reductions = {name: cast(Reduction, how) for name, how in chosen.items() if how is not None}
+    for name, how in reductions.items():
         if buffers[name].is_complex():
             raise _error("names a buffer of complex numbers", name, "keep its two parts in two buffers")
         if how == "mean" and not buffers[name].is_floating_point():
             raise _error("takes the mean of a buffer that holds no floating-point numbers", name, "use sum or max")
-    return found
+    return reductions
 
 
 class CombinedBuffers:
@@ -69,24 +69,28 @@ class CombinedBuffers:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to combine."""
+        """True where there is something to combine."""
         return self._world.size > 1 and bool(self._slots)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before a step: notes what sums start from."""
+        """Note before a step the values that sums start from."""
         if self.is_needed:
             sums = {name: slot for name, slot in self._slots.items() if slot[2] == "sum"}
             self._before = {name: _copy(module._buffers[key]) for name, (module, key, _) in sums.items()}
 
     @torch.no_grad()
     def combine(self, num_samples: float, counts: bool = True) -> None:
-        """After the forward passes of a step: makes the buffers the same on all processes, on the device. Collective.
+        """Make the buffers the same on all processes after the forward passes of a step, on the device. Collective.
 
-        `num_samples`: of this process in this step. `counts`: of processes that have seen the same ones one does.
+        Args:
+            num_samples: Samples of this process in this step.
+            counts: Whether they count here; of processes that have seen the same ones, one counts them.
         """
         if not self.is_needed:
             return
+        # Shares are computed on the device, so that the host does not wait for the forward passes. Where nobody has
+        # samples all weigh the same.
         share = torch.full((), num_samples if counts else 0.0, dtype=torch.float64, device=self._world.device)
         total = share.clone()
         dist.all_reduce(total)
@@ -100,12 +104,13 @@ class CombinedBuffers:
                 buffer.copy_(content.view(buffer.dtype).view_as(buffer))
             else:
                 before = self._before.get(name)
-                now = _copy(buffer) if counts or before is None else before
-                buffer.copy_(_combined(how, now, before, weight))
+                now = _copy(buffer) if counts or before is None else before  # who does not count brings no change
+                buffer.copy_(_combine(how, now, before, weight))
 
 
-def _combined(how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-    """Over all processes. Collective. `own`: is changed; `weight`: of this process's in a mean."""
+def _combine(how: Reduction, own: torch.Tensor, before: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    """Combine a buffer over all processes. Collective. `own`: is changed; `weight`: its share in a mean."""
+    # Of a sum the changes are added, not the buffers: all start from the same value, which must count once.
     if how == "max":
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own
@@ -133,7 +138,10 @@ def require_equal(model: nn.Module, world: World) -> None:
 
 
 def _checksum(buffer: torch.Tensor) -> torch.Tensor:
-    """A number that changes by about as much as the buffer does, wherever it does; and the size of the whole."""
+    """Return a number that changes by about as much as the buffer does, wherever it does, and the size of the whole.
+
+    A plain sum would not notice two numbers that have changed places.
+    """
     wide = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).flatten().double()
     return torch.stack((wide @ torch.arange(len(wide), device=wide.device).double().cos(), wide.norm()))
 

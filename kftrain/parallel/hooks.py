@@ -17,7 +17,10 @@ from kftrain.plugins import user_code
 
 
 class ParameterHooks:
-    """Takes the hooks from parameters. Made before they are spread: what becomes of them has no hooks."""
+    """The hooks of a model's parameters, taken from them before they are spread, and called by us once a step.
+
+    What a parameter becomes has no hooks, so that torch does not call them with the gradients of parts.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -38,7 +41,8 @@ class ParameterHooks:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Once parameters have the gradients of a step. Collective where they are spread. Raises UserCodeError."""
+        """Call the hooks with the gradients of a step. Collective where they are spread. Raises UserCodeError."""
+        # All processes skip the same ones: by now a parameter has a gradient on all of them, or on none.
         for name, (of_gradient, of_parameter) in self._hooks.items():
             parameter = stored_parameter(self._places[name][0])
             if parameter.grad is None or not (of_gradient or of_parameter):

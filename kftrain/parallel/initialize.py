@@ -6,6 +6,9 @@ neither on the number of processes nor on the layout.
 
 Only parameters are without memory: what a constructor computes for buffers and attributes (rotary tables, masks) is
 there, and after `share_tensors` it is the first process's on all of them.
+
+The order is: build without memory, wrap, fill. Wrapping replaces parameters, so `Places` remembers where each stood, by
+module and key; filled before wrapping, a process would need memory for the whole model.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Places(dict[str, list[Slot]]):
     """Name of a parameter -> the modules that have it, and what each calls it: several for a tied one."""
 
     attributes: dict[str, dict[str, Any]]
-    """Read what others have set on each parameter."""
+    """Attributes that others have set on each parameter, by its name."""
 
 
 HOST = torch.device("cpu")
@@ -53,21 +56,21 @@ _DTensor: Any = DTensor
 
 
 class Weights(Protocol):
-    """What fills a model."""
+    """A source of a model's initial weights."""
 
     places: Places
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can tell the whole of a parameter."""
+        """True where this process can tell the whole of a parameter."""
         ...
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
-        """A copy of the whole of a parameter, fp32; before `fill`, and where `is_here`."""
+        """Return a copy of the whole of a parameter, fp32; before `fill`, and where `is_here`."""
         ...
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
-        """Gives this process's parts memory and values; `model` is what became of the one that has the places.
+        """Give this process's parts memory and values; `model` is what became of the one that has the places.
 
         `on_host`: in the host's memory, whatever the device.
         """
@@ -86,10 +89,14 @@ class Drawn:
         self._device = device
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
-        """Numbers of other devices are other ones: the weights themselves are always drawn on the CPU."""
+        """Draw a parameter on the device. Raises UserCodeError where `init_weights` leaves a part of it without value.
+
+        Devices draw different numbers: the weights of a training are always drawn on the CPU (`fill`).
+        """
         shape = stored_parameter(self.places[name][0]).shape
         parameter = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
         with torch.no_grad(), user_code("model.init_weights"):
+            # Seeded by the name: what a parameter gets depends on no other one, so neither on order nor on layout.
             digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
             self._init(name, parameter, seed_all(int.from_bytes(digest[:8], "little") >> 1, device))
         if parameter.sum().isnan():
@@ -99,21 +106,21 @@ class Drawn:
         return parameter
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
-        """One parameter at a time: the whole of it is there until its part is cut out."""
+        """Draw one parameter at a time; the whole of it is there until this process's part is cut out."""
 
         def cut(name: str, part: Part) -> torch.Tensor:
             whole = self.whole(name, torch.device("cpu"))
-            return whole if whole.shape == part[1] else whole[index_in(part)].clone()
+            return whole if whole.shape == part[1] else whole[index_in(part)].clone()  # a view would keep the whole
 
         with isolated():
             fill_parts(model, self.places, cut, HOST if on_host else self._device)
 
 
 class Scattered:
-    """The first process has all of it, on its CPU: it has built it, or read it."""
+    """Weights that the first process has on its CPU, because it has built or read them; it sends the others theirs."""
 
     def __init__(self, places: Places, world: World, values: dict[str, torch.Tensor] | None = None) -> None:
-        """`values`: of the first process, fp32, by the names of `places`; None: those of its parameters are taken."""
+        """Take `values` of the first process, fp32, by the names of `places`; None takes those of its parameters."""
         self.places = places
         self._world = world
         self._values: dict[str, torch.Tensor] = {}
@@ -124,25 +131,28 @@ class Scattered:
 
     @property
     def is_here(self) -> bool:
-        """Only on the first process."""
+        """True on the first process."""
         return self._world.is_main
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
-        """As the constructor has left it."""
+        """Copy a parameter as the constructor has left it."""
         return self._values[name].to(device, copy=True)
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
-        """One parameter after the other, from the first process to each its part. Collective."""
+        """Send each process its part, one parameter after the other, from the first process. Collective."""
         own = {name: part_of(stored_parameter(slots[0])) for name, slots in self.places.items()}
         everyones = self._world.gather(own) if self._world.size > 1 else [own]
 
         def receive(name: str, part: Part) -> torch.Tensor:
-            return self._exchange(self._values.pop(name, None), [each[name] for each in everyones])
+            # Popped: the first process frees each whole as soon as it is sent.
+            return self._exchange(self._values.pop(name, None), [parts[name] for parts in everyones])
 
         fill_parts(model, self.places, receive, HOST if on_host else self._world.device)
 
     def _exchange(self, whole: torch.Tensor | None, parts: list[Part]) -> torch.Tensor:
-        """This process's part; `whole` on the first one."""
+        """Return this process's part. `whole`: the parameter on the first process, None on the others."""
+        # Every process knows all parts, so sender and receiver agree on what is sent: an empty part is not, and what
+        # all have in common is broadcast. Sends go by rank, and each other process waits for exactly one.
         rank, group = self._world.rank, self._world.control
         own = torch.empty(parts[rank][1], dtype=torch.float32) if whole is None else whole[index_in(parts[0])]
         if len(parts) > 1 and all(part == parts[0] for part in parts):  # all have all of it
@@ -160,8 +170,8 @@ class Scattered:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Within it, what this thread builds loses the memory of its parameters at once; they stay the same objects."""
-    thread = threading.get_ident()
+    """Take the memory of the parameters that this thread builds within the block; they stay the same objects."""
+    thread = threading.get_ident()  # the hook is for the whole process: another thread's models keep theirs
 
     def empty(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or parameter.is_meta or is_lazy(parameter):
@@ -177,7 +187,7 @@ def without_memory() -> Iterator[None]:
 
 
 def places_of(model: nn.Module) -> Places:
-    """Where each parameter stands, in the order of `named_parameters`."""
+    """List where each parameter stands, in the order of `named_parameters`."""
     names: dict[int, str] = {}
     places = Places()
     for module_name, module in model.named_modules():
@@ -190,7 +200,7 @@ def places_of(model: nn.Module) -> Places:
 
 
 def empty_parameters(places: Places) -> None:
-    """Takes their memory from parameters."""
+    """Take the memory of all parameters that have some."""
     for slots in places.values():
         parameter = stored_parameter(slots[0])
         if not parameter.is_meta:
@@ -198,14 +208,14 @@ def empty_parameters(places: Places) -> None:
 
 
 def give_memory(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter other memory; it stays the same object, with its hooks, its attributes and its type."""
+    """Give a parameter other memory; it stays the same object, with its hooks, its attributes and its type."""
     hooks = set_hooks(parameter, None, None)  # they would go with the old memory
     torch._C._swap_tensor_impl(parameter, parameter_like(parameter, value))
     set_hooks(parameter, *hooks)
 
 
 def set_hooks(parameter: Any, of_gradient: Any, of_parameter: Any) -> tuple[Any, Any]:
-    """Gives a parameter hooks of torch's two kinds: with the gradient, and after it was added. Those of before."""
+    """Set a parameter's hooks of torch's two kinds, with the gradient and after its sum; return those of before."""
     before = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     parameter._backward_hooks = of_gradient
     parameter._post_accumulate_grad_hooks = of_parameter
@@ -213,7 +223,7 @@ def set_hooks(parameter: Any, of_gradient: Any, of_parameter: Any) -> tuple[Any,
 
 
 def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with this value that is trained where `old` is, with its attributes, and its type if that is own."""
+    """Make a parameter with this value that is trained where `old` is, with its attributes and its own type, if any."""
     if type(old) in (nn.Parameter, DTensor):
         parameter = nn.Parameter(value, old.requires_grad)
     else:
@@ -224,28 +234,29 @@ def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 @contextlib.contextmanager
 def standing_in(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """Inside, what comes of parameters stands in their places, with their attributes, and types that are own."""
+    """Put `value_of` each parameter in its places within the block, with its attributes and its own type, if any."""
+    # One value for each parameter, not for each place: a tied one stays tied, and its gradients meet in one tensor.
     before: list[Any] = [(*slot, stored_parameter(slot)) for slot in slots]
-    values = {each: value_of(each) for _, _, each in before}
-    flags = {each: value.requires_grad for each, value in values.items()}
-    for each, value in values.items():
-        vars(value).update(vars(each))
-        if type(each) not in (nn.Parameter, DTensor):
-            value.__class__ = type(each)
+    values = {parameter: value_of(parameter) for _, _, parameter in before}
+    flags = {parameter: value.requires_grad for parameter, value in values.items()}
+    for parameter, value in values.items():
+        vars(value).update(vars(parameter))
+        if type(parameter) not in (nn.Parameter, DTensor):
+            value.__class__ = type(parameter)
     try:
-        for module, key, each in before:
-            module._parameters[key] = values[each]
+        for module, key, parameter in before:
+            module._parameters[key] = values[parameter]
         yield
     finally:
-        for module, key, each in before:
-            module._parameters[key] = each
-            each._backward_hooks = each._backward_hooks or values[each]._backward_hooks  # the engine refuses it
-            if values[each].requires_grad != flags[each]:  # a model that freezes or thaws it means the parameter
-                each.requires_grad_(not flags[each])
+        for module, key, parameter in before:
+            value, module._parameters[key] = values[parameter], parameter
+            parameter._backward_hooks = parameter._backward_hooks or value._backward_hooks  # the engine refuses it
+            if value.requires_grad != flags[parameter]:  # a model that freezes or thaws it means the parameter
+                parameter.requires_grad_(not flags[parameter])
 
 
 def put_all(slots: list[Slot], parameter: nn.Parameter) -> None:
-    """Puts a parameter wherever it stands."""
+    """Put a parameter in all its places."""
     for module, key in slots:
         module._parameters[key] = parameter
 
@@ -274,14 +285,17 @@ def require_buffers(model: nn.Module) -> None:
 
 
 def share_tensors(model: nn.Module, world: World) -> None:
-    """Gives all processes the buffers of the first one, and what tensors its modules keep as attributes. Collective."""
+    """Give all processes the buffers of the first one, and the tensors that its modules keep as attributes.
+
+    Collective. Raises ConfigError where the models do not keep the same ones.
+    """
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
                 module._buffers[key] = torch.empty_like(buffer, device="cpu")
     attributes = kept_tensors(model)
-    shapes = world.gather([(tuple(each.shape), str(each.dtype), each.is_meta) for each in attributes])
-    if any(each != shapes[0] for each in shapes):
+    shapes = world.gather([(tuple(tensor.shape), str(tensor.dtype), tensor.is_meta) for tensor in attributes])
+    if any(others != shapes[0] for others in shapes):
         raise ConfigError(
             "the model does not keep the same tensors on all processes",
             where="model",
@@ -293,7 +307,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> torch.Generator:
-    """Seeds every generator that initial weights may be drawn from; returns torch's own of the device (the CPU)."""
+    """Seed every generator that initial weights may be drawn from; return torch's own of the device (the CPU)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -304,7 +318,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> torch.Generator:
 
 @contextlib.contextmanager
 def isolated(device: torch.device | None = None) -> Iterator[None]:
-    """After the block all generators go on as if it had not been."""
+    """Let all generators go on after the block as if it had not been."""
     before = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
@@ -318,13 +332,13 @@ def isolated(device: torch.device | None = None) -> Iterator[None]:
 def fill_parts(
     model: nn.Module, places: Places, local: Callable[[str, Part], torch.Tensor], device: torch.device
 ) -> None:
-    """Gives each parameter its local part, in memory of its own."""
+    """Give each parameter its local part, in memory of its own. `local`: returns it, by name and part."""
     for name, slots in places.items():
         empty = stored_parameter(slots[0])
         value = local(name, part_of(empty)).to(device)
         if isinstance(empty, DTensor):
             put_all(slots, parameter_like(empty, _DTensor(value, empty._spec, requires_grad=False)))
-        else:
+        else:  # the same object: torch's replicas have it already
             give_memory(empty, value)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP looks for its parameters again
     for name, slots in places.items():  # of distributed ones torch has made new ones meanwhile
@@ -333,16 +347,15 @@ def fill_parts(
 
 
 def stored_parameter(slot: Slot) -> nn.Parameter:
-    """What stands in a place."""
+    """Return the parameter that stands in a place now."""
     parameter = slot[0]._parameters[slot[1]]
     assert parameter is not None
     return parameter
 
 
 def kept_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """What modules keep as attributes, or in containers, beside what torch knows of."""
+    """List the tensors that modules keep as attributes, or in containers, beside those that torch knows of."""
     known = ("_parameters", "_buffers", "_modules")
     others = [value for module in model.modules() for name, value in vars(module).items() if name not in known]
-    return [
-        each for each in tree_leaves(others) if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
-    ]
+    leaves = tree_leaves(others)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
