@@ -25,7 +25,7 @@ Agree = Callable[[list[float]], list[float]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured: scalars on the device, which nobody has waited for."""
+    """The numbers that one step measured: scalars on the device, which nobody has waited for."""
 
     local_loss_sum: torch.Tensor
     """Sum of this process's loss terms divided by the global count; the sum over processes is the mean loss."""
@@ -38,21 +38,21 @@ class Engine(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """Which samples this process reads, and who shares what."""
+        """Layout of the processes: who reads which samples, and who shares what."""
 
     @property
     def task(self) -> Task:
-        """What is trained for."""
+        """The task that is trained."""
 
     @property
     def state(self) -> Parts:
-        """All that a checkpoint must hold."""
+        """Parts that a checkpoint must hold."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """Of the steps that follow."""
+        """Set the learning rate of the steps that follow."""
 
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
-        """Takes one step. `num_terms`: its loss terms over all processes.
+        """Take one step. `num_terms`: its loss terms over all processes.
 
         `agree` is called once, while the device computes: what else must be known of the others may travel with it.
         """
@@ -60,18 +60,20 @@ class Engine(Protocol):
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
     ) -> Statistics | None:
-        """Statistics of the first `max_samples` samples of a dataset (0: all); None but on the first process."""
+        """Return statistics of the first `max_samples` samples of a dataset (0: all); None but on the first process."""
 
 
 class Measured:
     """The numbers of one step on their way to the host."""
 
     def __init__(self, result: StepResult) -> None:
-        """Asks for the copy, and does not wait for it."""
+        """Ask for the copy, and do not wait for it."""
+        # Into pinned memory, or the copy would wait; the event is behind it, so that `read` waits for this step only
+        # and not for the next one, which was asked for meanwhile.
         scalars = [result.local_loss_sum, result.gradient_norm]
         self._event: torch.cuda.Event | None = None
         if scalars[1].device.type == "cuda":
-            numbers = torch.stack([each.double() for each in scalars])
+            numbers = torch.stack([scalar.double() for scalar in scalars])
             host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
             scalars = list(host.copy_(numbers, non_blocking=True).unbind())
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -79,8 +81,8 @@ class Measured:
         self._scalars = scalars
 
     def read(self) -> tuple[float, float]:
-        """Local sum of the loss, and the gradient norm; waits for their step, not for what was asked for after it."""
+        """Return the local sum of the loss and the gradient norm; wait for their step, not for what came after it."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm = (float(each.numpy()) for each in self._scalars)
+        loss, norm = (float(scalar.numpy()) for scalar in self._scalars)
         return loss, norm

@@ -24,29 +24,29 @@ class Optimizer:
     """Optimizers of torch's kind as one, each with parameters of its own."""
 
     def __init__(self, members: Mapping[SkippingOptimizer, list[float]]) -> None:
-        """`members`: with the learning rates of their groups as multiples of the training's."""
+        """Join `members`: each with the learning rates of its groups as multiples of the training's."""
         self.members = list(members)
         self._scales = list(members.values())
-        self._parameters = [each for group in self.param_groups for each in group["params"]]
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def param_groups(self) -> list[Group]:
-        """Of all members."""
-        return [group for each in self.members for group in each.param_groups]
+        """Groups of all members."""
+        return [group for member in self.members for group in member.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:
-        """What is kept of each parameter."""
-        return {parameter: kept for each in self.members for parameter, kept in each.state.items()}
+        """State of each parameter, whichever member has it."""
+        return {parameter: kept for member in self.members for parameter, kept in member.state.items()}
 
     def set_learning_rate(self, rate: float) -> None:
-        """Of the steps that follow."""
+        """Set the learning rate of the steps that follow."""
         for member, scales in zip(self.members, self._scales, strict=True):
             for group, scale in zip(member.param_groups, scales, strict=True):
                 group["lr"] = rate * scale
 
     def step(self, found_inf: torch.Tensor) -> None:
-        """Updates the parameters and forgets the gradients; only the latter where `found_inf` is 1. Collective."""
+        """Update the parameters and forget the gradients; only the latter where `found_inf` is 1. Collective."""
         with torch.no_grad():
             for member in self.members:
                 member.found_inf = found_inf
@@ -62,7 +62,7 @@ def build_optimizer(
     compute: torch.dtype = torch.float32,
     replicas: Team = ALONE,
 ) -> Optimizer:
-    """The optimizer of the model's parameters that have a gradient.
+    """Build the optimizer of the model's parameters that are trained.
 
     Weight decay is on tensors of two and more dims only, where a group of the configuration does not say otherwise.
     `blocks`: names of the modules whose matrices are Muon's; `compute`: the format of the computation;
@@ -71,14 +71,14 @@ def build_optimizer(
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError("sparse gradients are not trained with", where=f"model {name}", fix="leave sparse out")
-    groups = {each: group for each, group in assigned(model, config.groups).items() if each.requires_grad}
+    groups = {weight: group for weight, group in assigned(model, config.groups).items() if weight.requires_grad}
     if config.kind != "muon":
-        return Optimizer(dict([_member(config.kind, groups, config, compute, replicas)]))
-    hidden = _hidden(model, blocks)
+        return Optimizer(dict([_build_member(config.kind, groups, config, compute, replicas)]))
+    hidden = _list_hidden(model, blocks)
     chosen = {
-        each: group
-        for each, group in groups.items()
-        if each.dim() == 2 and (each in hidden if group.muon is None else group.muon)
+        weight: group
+        for weight, group in groups.items()
+        if weight.dim() == 2 and (weight in hidden if group.muon is None else group.muon)
     }
     if not chosen:
         raise ConfigError(
@@ -87,49 +87,49 @@ def build_optimizer(
             value="muon",
             fix="name blocks in a method blocks() of the model, or set muon in optimizer.groups",
         )
-    others = {each: group for each, group in groups.items() if each not in chosen}
+    others = {weight: group for weight, group in groups.items() if weight not in chosen}
     kinds = {"muon": chosen, "adamw": others}
-    return Optimizer(dict(_member(kind, each, config, compute, replicas) for kind, each in kinds.items() if each))
+    return Optimizer(dict(_build_member(kind, of, config, compute, replicas) for kind, of in kinds.items() if of))
 
 
-def _hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
-    """The parameters of blocks, but for embeddings."""
+def _list_hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]:
+    """Return the parameters of blocks, but for embeddings."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     begins = tuple(f"{name}." for name in blocks)
     return {
-        each
-        for each, names in names_of(model).items()
-        if each not in embeddings and any(name.startswith(begins) for name in names)
+        weight
+        for weight, names in names_of(model).items()
+        if weight not in embeddings and any(name.startswith(begins) for name in names)
     }
 
 
-def _member(
+def _build_member(
     kind: str, of: Mapping[nn.Parameter, ParameterGroup], config: OptimizerConfig, compute: torch.dtype, replicas: Team
 ) -> tuple[SkippingOptimizer, list[float]]:
-    """An optimizer of these parameters, and the multiples of the learning rate of its groups."""
+    """Build an optimizer of these parameters; return it with the multiples of the learning rate of its groups."""
     groups: list[Group] = []
     scales: list[float] = []
     for group in [*config.groups, OTHERS]:
-        found = [each for each, its in of.items() if its is group]
-        for decay, members in _by_decay(found, group, config):
+        parameters = [parameter for parameter, its in of.items() if its is group]
+        for decay, members in _split_by_decay(parameters, group, config):
             if members:
                 groups.append({"params": members, "weight_decay": decay, "lr": config.learning_rate})
                 scales.append(group.learning_rate_scale)
-    return _of_kind(kind, groups, config, compute, replicas), scales
+    return _build_kind(kind, groups, config, compute, replicas), scales
 
 
-def _by_decay(
+def _split_by_decay(
     parameters: list[nn.Parameter], group: ParameterGroup, config: OptimizerConfig
 ) -> Iterable[tuple[float, list[nn.Parameter]]]:
     if group.weight_decay is not None:
         return [(group.weight_decay, parameters)]
     return [
-        (config.weight_decay, [each for each in parameters if each.dim() >= 2]),
-        (0.0, [each for each in parameters if each.dim() < 2]),
+        (config.weight_decay, [parameter for parameter in parameters if parameter.dim() >= 2]),
+        (0.0, [parameter for parameter in parameters if parameter.dim() < 2]),
     ]
 
 
-def _of_kind(
+def _build_kind(
     kind: str, groups: list[Group], config: OptimizerConfig, compute: torch.dtype, replicas: Team
 ) -> SkippingOptimizer:
     rate = config.learning_rate

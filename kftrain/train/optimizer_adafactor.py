@@ -39,14 +39,14 @@ class _Part:
 
 
 class Adafactor(SkippingOptimizer):
-    """With decoupled weight decay; the learning rate is the largest step relative to a parameter's size."""
+    """Adafactor with decoupled weight decay; the learning rate is the largest step relative to a parameter's size."""
 
     def __init__(self, groups: list[Group], learning_rate: float) -> None:
         super().__init__(groups, {"lr": learning_rate, "weight_decay": 0.0})
-        self._indices = {each: index_of(each) for group in self.param_groups for each in group["params"]}
+        self._indices = {member: index_of(member) for group in self.param_groups for member in group["params"]}
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its count, and the second moments: of a matrix of each row and of each column."""
+        """Start with a count of 0 and second moments of 0: for a matrix one for each row and one for each column."""
         if parameter.dim() < 2:
             return {"step": zero(parameter), "variance": zeros(parameter)}
         *stack, rows, columns = parameter.shape
@@ -57,14 +57,16 @@ class Adafactor(SkippingOptimizer):
         }
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Sums over each parameter, then its update, then the update's size, then the weights."""
+        """Sum over each parameter, then make its update, then measure the update, then change the weights."""
+        # Each of the two sums is one exchange for all parameters. The second cannot join the first: the size of an
+        # update is known only when the moments, which come of the first, are whole.
         counts = self.counts(gradients[0].device)
         parts = [
-            _Part(each, gradient.masked_fill_(counts == 0, 0.0), local(each), self.state[each], self._indices[each])
-            for each, gradient in zip(parameters, gradients, strict=True)
+            _Part(owner, gradient.masked_fill_(counts == 0, 0.0), local(owner), self.state[owner], self._indices[owner])
+            for owner, gradient in zip(parameters, gradients, strict=True)
         ]
-        sums = sum_over_parts([_sums(part) for part in parts], parameters)
-        rates = [_take(part, found, group["lr"], counts) for part, found in zip(parts, sums, strict=True)]
+        sums = sum_over_parts([_sum_squares(part) for part in parts], parameters)
+        rates = [_make_update(part, own, group["lr"], counts) for part, own in zip(parts, sums, strict=True)]
         squares = sum_over_parts([part.gradient.square().sum() for part in parts], parameters)
         for part, rate, square in zip(parts, rates, squares, strict=True):
             size = (square / part.parameter.numel()).sqrt()
@@ -73,8 +75,10 @@ class Adafactor(SkippingOptimizer):
             part.state["step"].add_(counts)
 
 
-def _sums(part: _Part) -> torch.Tensor:
-    """Of this part: the square of the weights, and for a matrix those of the gradient along its rows and columns."""
+def _sum_squares(part: _Part) -> torch.Tensor:
+    """Sum this part's squares: of the weights, and for a matrix of the gradient along its rows and columns."""
+    # Rows and columns of the whole matrix, with 0 where others have parts: so the sum over processes puts them
+    # together, whichever way the matrix is cut.
     size = part.weights.square().sum().reshape(1)
     if not part.is_matrix:
         return size
@@ -85,8 +89,8 @@ def _sums(part: _Part) -> torch.Tensor:
     return torch.cat([size, rows.reshape(-1), columns.reshape(-1)])
 
 
-def _take(part: _Part, sums: torch.Tensor, largest_rate: float, counts: torch.Tensor) -> torch.Tensor:
-    """Moves the second moments, and makes the gradient the update of rate 1; returns its rate."""
+def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: torch.Tensor) -> torch.Tensor:
+    """Move the second moments, make the gradient the update of rate 1, and return its rate."""
     step, state, gradient = part.state["step"] + 1, part.state, part.gradient
     moved = step**BETA2_DECAY * counts
     if part.is_matrix:

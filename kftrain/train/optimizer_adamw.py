@@ -13,17 +13,17 @@ from kftrain.train.optimizer_base import Group, SkippingOptimizer, zero, zeros
 
 
 class AdamW(SkippingOptimizer):
-    """Its state has torch's names."""
+    """AdamW whose state has torch's names."""
 
     def __init__(self, groups: list[Group], learning_rate: float, betas: tuple[float, float], epsilon: float) -> None:
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its count and its two moments."""
+        """Start with a count of 0 and two moments of 0."""
         return {"step": zero(parameter), "exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """One kernel for all."""
+        """Update all parameters of a group by one kernel."""
         counts, device = self.local_states(parameters, "step"), gradients[0].device
         # the kernel divides by powers of the counts, and does nothing where the step is skipped
         torch._foreach_add_(counts, [self.counts(device)] * len(counts))

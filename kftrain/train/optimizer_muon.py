@@ -17,7 +17,7 @@ from kftrain.parallel.sharded import ALONE, Team, local, on_whole
 from kftrain.train.optimizer_base import Group, SkippingOptimizer, zero, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic: as steep at 0 as can be; it brings singular values to about 0.7 … 1.2."""
+"""Coefficients of the quintic: as steep at 0 as can be; it brings singular values to about 0.7 … 1.2."""
 
 NUM_ITERATIONS = 5
 EPSILON = 1e-7
@@ -27,7 +27,7 @@ MATCHING: Scale = "match_rms_adamw"
 
 
 class Muon(SkippingOptimizer):
-    """Of matrices. `compute`: the format of the iteration; `replicas`: who has the same plain tensors."""
+    """Muon for matrices. `compute`: the format of the iteration; `replicas`: processes with the same plain tensors."""
 
     def __init__(
         self,
@@ -51,23 +51,25 @@ class Muon(SkippingOptimizer):
         self._replicas = replicas
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its count and its momentum."""
+        """Start with a count of 0 and a momentum of 0."""
         assert parameter.dim() == 2, parameter.shape
         return {"step": zero(parameter), "momentum_buffer": zeros(parameter)}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Momentum and weights part by part, the iteration matrix by matrix."""
+        """Move momentum and weights part by part; make whole matrices orthogonal, one process each."""
         counts, momentum = self.counts(gradients[0].device), group["momentum"]
         buffers = self.local_states(parameters, "momentum_buffer")
         torch._foreach_add_(self.local_states(parameters, "step"), [counts] * len(parameters))
         for gradient, buffer in zip(gradients, buffers, strict=True):
-            gradient.copy_(torch.where(counts > 0, gradient, buffer))  # which leaves the momentum as it is
+            # In a skipped step the momentum stands in for the gradient: moved towards itself it stays as it is.
+            gradient.copy_(torch.where(counts > 0, gradient, buffer))
             buffer.lerp_(gradient, 1 - momentum)
             if group["nesterov"]:
                 gradient.lerp_(buffer, momentum)
             else:
                 gradient.copy_(buffer)
-        casts = [each.to(self._compute) for each in gradients]
+        # Cast before the exchange: it moves all matrices there and back, so half as much in bf16.
+        casts = [gradient.to(self._compute) for gradient in gradients]
         directions = on_whole(casts, parameters, orthogonal, self._replicas)
         for parameter, direction in zip(parameters, directions, strict=True):
             weights, rate = local(parameter), group["lr"] * _factor(group["scale"], parameter.shape)
@@ -76,19 +78,22 @@ class Muon(SkippingOptimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """About the nearest matrix with orthonormal rows or columns, by a Newton-Schulz iteration, in its own format."""
+    """Return about the nearest matrix with orthonormal rows or columns, by Newton-Schulz, in the matrix's format."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=EPSILON)
+    wide = matrix.T if is_tall else matrix  # the products with its transpose are then the smaller ones
+    wide = wide / wide.norm().clamp(min=EPSILON)  # no singular value is above 1: else the iteration diverges
     for _ in range(NUM_ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
 
 
 @functools.cache
 def _factor(scale: Scale, shape: tuple[int, ...]) -> float:
-    """Of the learning rate; updates of any shape may be as large as AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
+    """Return the factor of the learning rate for a shape: the original one, or that of Liu et al. 2025.
+
+    The latter makes updates of any shape as large as AdamW's (arXiv:2502.16982).
+    """
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if scale == MATCHING else math.sqrt(max(1.0, rows / columns))

@@ -12,18 +12,18 @@ from kftrain.train.optimizer_base import Group, SkippingOptimizer, zero, zeros
 
 
 class Sgd(SkippingOptimizer):
-    """With weight decay added to the gradient."""
+    """SGD with weight decay added to the gradient."""
 
     def __init__(self, groups: list[Group], learning_rate: float, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
 
     def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its count, and its momentum, where there is one."""
+        """Start with a count of 0, and a momentum of 0 where there is one."""
         momentum = {"momentum_buffer": zeros(parameter)} if self.defaults["momentum"] else {}
         return {"step": zero(parameter), **momentum}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """One kernel for all."""
+        """Update all parameters of a group by one kernel."""
         torch._fused_sgd_(
             [local(each) for each in parameters],
             gradients,

@@ -33,7 +33,7 @@ from kftrain.train.step import after_step, has_hook, loss_of, receive_tensors
 
 
 class SpmdEngine:
-    """Holds what every step needs: the distributed model, its optimizer, the task."""
+    """An engine for the distributed model, its optimizer and the task: every process computes the same step."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class SpmdEngine:
         clip_norm: float,
         buffers: CombinedBuffers,
     ) -> None:
-        """`calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary."""
+        """Build the parts of a checkpoint, and the watches that a sharded model needs.
+
+        `calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
+        """
         model = distributed.model
         self.model = model
         self.optimizer = optimizer
@@ -58,8 +61,8 @@ class SpmdEngine:
         self._buffers = buffers if buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters = list(model.parameters())
-        self._names = {each: names[0] for each, names in names_of(model).items()}
-        self._frozen = {each for each in self._names if not each.requires_grad}
+        self._names = {parameter: names[0] for parameter, names in names_of(model).items()}
+        self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._has_copies = clip.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
@@ -72,11 +75,14 @@ class SpmdEngine:
         return self._distributed.norms
 
     def set_learning_rate(self, rate: float) -> None:
-        """Of the steps that follow."""
+        """Set the learning rate of the steps that follow."""
         self.optimizer.set_learning_rate(rate)
 
     def step(self, batch: StepBatch, num_terms: int, agree: Agree) -> StepResult:
-        """Takes one step; see `Engine.step`."""
+        """Take one step; see `Engine.step`."""
+        # The order: all forward and backward passes, buffers, `agree` (the host waits for the others while the device
+        # still computes), then norm, clipping and update. From `agree` on nothing but a model's own after_step needs a
+        # number on the host, so the device is asked for a whole step without a wait.
         modes.restore(self._modes)
         if self._buffers is not None:
             self._buffers.begin()
@@ -86,7 +92,7 @@ class SpmdEngine:
             self._buffers.combine(num_samples, self.mesh.counts_loss)
         if self._used is None:
             agree([])
-        else:
+        else:  # before gradients are collected: a parameter that nobody has used has none, and does not decay
             self._used.drop_unused(agree(self._used.take()))
         gradients = clip.local_gradients(self._parameters)
         counted = clip.counted_gradients(self._parameters) if self._has_copies else gradients
@@ -101,23 +107,23 @@ class SpmdEngine:
     def evaluate(
         self, dataset: ValidationRows, batch_size: int, max_samples: int, on_batch: Callable[[], None]
     ) -> Statistics | None:
-        """Statistics of the first samples of a dataset; see `Engine.evaluate`."""
+        """Return statistics of the first samples of a dataset; see `Engine.evaluate`."""
         with self._distributed.computing():
             scores = score(self.model, self.task, dataset, self.mesh, batch_size, max_samples, on_batch)
         return None if scores is None else scores.statistics
 
     def _backward(self, micro_batches: list[MicroBatch], num_terms: int) -> torch.Tensor:
-        """Leaves the gradients of all micro batches; returns the sum of their losses, float64."""
+        """Leave the gradients of all micro batches; return the sum of their losses, float64 on the device."""
         total: torch.Tensor | None = None
         last = len(micro_batches) - 1
         with self._distributed.computing():
             for index, micro in enumerate(micro_batches):
                 self._distributed.accumulate(last=index == last)
-                loss = self._loss(micro) / max(num_terms, 1)
+                loss = self._compute_loss(micro) / max(num_terms, 1)
                 self._require_as_built()
                 loss.backward()  # type: ignore[no-untyped-call]
-                found = loss.detach().double()
-                total = found if total is None else total + found
+                value = loss.detach().double()
+                total = value if total is None else total + value
         self._require_as_built()  # where others have stood in for the parameters, these know it now
         self._distributed.hand_over()
         assert total is not None, "a step has micro batches"
@@ -139,13 +145,13 @@ class SpmdEngine:
                     fix="register it in the constructor",
                 )
 
-    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+    def _compute_loss(self, micro: MicroBatch) -> torch.Tensor:
         tensors = receive_tensors(self.task, micro, self.mesh.world.device)
         if self.norms is not None:
             self.norms.begin(tensors.weight)
         if self._log is not None:
             self._log.take()  # what a validation has called
         loss = loss_of(self.model, self.task, tensors)
-        if self._log is not None:
+        if self._log is not None:  # before the backward pass, which would wait for the others' blocks
             blocks.require_same_calls(self._calls, self._log.take())
         return loss

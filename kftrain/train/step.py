@@ -21,7 +21,7 @@ from kftrain.train.carrier import Tensors, built, to_device
 
 
 def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
-    """Loss terms of each row, `[rows]`; none for padding. Raises UserCodeError for another shape."""
+    """Count the loss terms of each row, `[rows]`; 0 for padding. Raises UserCodeError for another shape."""
     with user_code("task.count_terms"):
         counts = np.asarray(task.count_terms(micro.arrays))
     if counts.shape != micro.weight.shape:
@@ -34,7 +34,7 @@ def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
 
 
 def receive_tensors(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
-    """The tensors that were sent to the device, or else are made now."""
+    """Return the tensors that were sent to the device; build and copy them now if none were."""
     if micro.sent is None:
         return to_device(built(task, micro, terms_of(task, micro)), device)
     sent: Tensors = micro.sent.receive()
@@ -42,32 +42,35 @@ def receive_tensors(task: Task, micro: MicroBatch, device: torch.device) -> Tens
 
 
 def loss_of(model: nn.Module, task: Task, tensors: Tensors) -> torch.Tensor:
-    """The sum of the loss terms, fp32, auxiliary ones among them.
+    """Compute the sum of the loss terms, fp32, auxiliary ones among them.
 
     Raises UserCodeError for what is no scalar with a gradient.
     """
     inputs = arguments_of(task, tensors.batch)
     with user_code("model.forward"):
-        found = split_output(model(*inputs), len(tensors.weight))
+        answer = split_output(model(*inputs), len(tensors.weight))
     with user_code("task.loss"):
-        loss = task.loss(found.output, tensors.batch, tensors.weight)
+        loss = task.loss(answer.output, tensors.batch, tensors.weight)
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
     if not loss.requires_grad:
         raise UserCodeError("depends on no parameter that is trained", where="task.loss")
-    if found.auxiliary is None:
+    if answer.auxiliary is None:
         return loss.float()
-    return loss.float() + (found.auxiliary.float() * tensors.terms).sum()
+    # Per row, times the row's terms: the step divides by the count of all terms, so it comes to a mean over terms, and
+    # padding, which has none, adds nothing.
+    return loss.float() + (answer.auxiliary.float() * tensors.terms).sum()
 
 
 def has_hook(model: nn.Module) -> bool:
-    """Whether the model has an `after_step` of its own."""
+    """Tell whether the model has an `after_step` of its own."""
     return callable(getattr(model, "after_step", None))
 
 
 def after_step(model: nn.Module) -> None:
-    """Calls the model's own `after_step`, where it has one."""
+    """Call the model's own `after_step`, where it has one. Raises UserCodeError where it replaces a parameter."""
+    # The optimizer keeps the parameters that it was built with: it would go on with the old one.
     hook = getattr(model, "after_step", None)
     if callable(hook):
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -81,7 +84,7 @@ def after_step(model: nn.Module) -> None:
 
 
 class _DataIntoParts(TorchFunctionMode):
-    """`parameter.data = …` changes a distributed parameter, whose memory is that of its part."""
+    """Lets `parameter.data = …` copy into a distributed parameter: its memory is that of its part, and must stay."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function == _SET_DATA and isinstance(arguments[0], DTensor):
@@ -93,10 +96,11 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
-    """Seeds torch for one step of one process: dropout after a resume equals dropout without, no state is saved.
+    """Seed torch for one step of one process: dropout after a resume equals dropout without, and no state is saved.
 
     Only the generators that the process uses: `torch.manual_seed` takes as long as a small model's forward pass.
     """
+    # By the data rank: processes that share samples (tensor) compute alike, and must draw alike.
     digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 1
     torch.default_generator.manual_seed(number)
