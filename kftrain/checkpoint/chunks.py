@@ -57,18 +57,19 @@ class StoredChunks:
             return
         starts = sorted({0, *(int(chunk.offsets[0]) for chunk in chunks)})
         for first, last in zip(starts, [*starts[1:], form.shape[0]], strict=True):
-            found = [each for each in chunks if each.offsets[0] < last and first < each.offsets[0] + each.sizes[0]]
-            if len(found) == 1 and tuple(found[0].sizes) == (last - first, *form.shape[1:]):
-                yield self._read(name, found[0])
+            touching = [c for c in chunks if c.offsets[0] < last and first < c.offsets[0] + c.sizes[0]]
+            if len(touching) == 1 and tuple(touching[0].sizes) == (last - first, *form.shape[1:]):
+                yield self._read(name, touching[0])
             else:
-                yield from self._joined(name, found, range(first, last))
+                yield from self._join_chunks(name, touching, range(first, last))
 
-    def _joined(self, name: str, chunks: Sequence[ChunkStorageMetadata], rows: range) -> Iterator[torch.Tensor]:
+    def _join_chunks(self, name: str, chunks: Sequence[ChunkStorageMetadata], rows: range) -> Iterator[torch.Tensor]:
+        # A chunk is read anew for each block that it touches: time is spent so that only one is in memory at a time.
         form = self.forms[name]
         row_bytes = form.num_bytes // form.shape[0]
         for block in _blocks(rows, max(1, BLOCK_BYTES // max(1, row_bytes))):
             whole = torch.empty((len(block), *form.shape[1:]), dtype=form.dtype)
-            num_missing = whole.numel()
+            num_missing = whole.numel()  # a hole would hand out memory that nobody has written
             for chunk in chunks:
                 first = max(block.start, chunk.offsets[0])
                 last = min(block.stop, chunk.offsets[0] + chunk.sizes[0])
@@ -86,17 +87,17 @@ class StoredChunks:
             yield whole
 
     def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        """One chunk. What stands in the file is unpickled in torch's safe way, as DCP does it."""
+        """Read one chunk. What stands in the file is unpickled in torch's safe way, as DCP does it."""
         index = MetadataIndex(self._prefix + name, chunk.offsets)
         place: Any = (self._metadata.storage_data or {}).get(index)
         if place is None or place.transform_descriptors:
             raise CheckpointError("the checkpoint does not say where a tensor lies", where=self._uri, value=name)
         with storage.open_read(storage.join(self._uri, place.relative_path)) as stream:
             content: Any = _create_file_view(stream, place.offset, place.length)  # type: ignore[arg-type]
-            found: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
-        if tuple(found.shape) != tuple(chunk.sizes) or found.dtype != self.forms[name].dtype:
+            tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        if tuple(tensor.shape) != tuple(chunk.sizes) or tensor.dtype != self.forms[name].dtype:
             raise CheckpointError("a tensor is not the one that the metadata describes", where=self._uri, value=name)
-        return found
+        return tensor
 
 
 def _blocks(rows: range, size: int) -> Iterator[range]:

@@ -19,20 +19,20 @@ from kftrain import storage
 from kftrain.run.commit import FileEntry
 
 TEMPORARY_SUFFIX = ".tmp"
-"""How DCP calls the metadata before it renames it. Object stores cannot rename: until then it is held in memory."""
+"""Suffix of the metadata before DCP renames it. Object stores cannot rename: until then it is held in memory."""
 
 
 class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
-    """In place of DCP's own file systems. Raises OSError and StorageError."""
+    """A file system for DCP over our storage. Raises OSError and StorageError."""
 
     def __init__(self) -> None:
         self.entries: dict[str, FileEntry] = {}
-        """What was written: name -> size and digest."""
+        """Files that were written: name -> size and digest."""
         self._held: dict[str, bytes] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Opens a file for reading (`rb`) or a new one for writing (`wb`)."""
+        """Open a file for reading (`rb`) or a new one for writing (`wb`)."""
         uri = os.fspath(path)
         with _plain_errors(uri):
             if mode == "rb":
@@ -43,21 +43,21 @@ class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
                     yield held
                     self._held[uri] = held.getvalue()
             else:
-                with self._written(uri) as hashing:
+                with self._open_hashing(uri) as hashing:
                     yield hashing
 
     @contextlib.contextmanager
-    def _written(self, uri: str) -> Iterator[HashingStream]:
+    def _open_hashing(self, uri: str) -> Iterator[HashingStream]:
         with storage.open_write(uri) as stream:
             hashing = HashingStream(stream)
             try:
                 yield hashing
             except RuntimeError as error:  # torch's own, which says "unexpected pos", where a write has failed
                 raise (hashing.error or error) from None
-        self._add(uri, hashing.entry)
+        self._add(uri, hashing.entry)  # after the stream is closed: until then the file is not durable
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Publishes what was held in memory."""
+        """Publish what was held in memory, whole or not at all."""
         content = self._held.pop(os.fspath(path))
         uri = os.fspath(new_path)
         with _plain_errors(uri):
@@ -65,15 +65,15 @@ class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
         self._add(uri, FileEntry(bytes=len(content), sha256=storage.sha256_bytes(content)))
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """The URI of a file."""
+        """Join the folder's URI and a file's name."""
         return storage.join(os.fspath(path), suffix)
 
     def init_path(self, path: str | os.PathLike[str]) -> str:
-        """The URI of the folder."""
+        """Return the URI of the folder as a string."""
         return os.fspath(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Makes the folder; object stores have none."""
+        """Make the folder; object stores have none."""
         uri = os.fspath(path)
         with _plain_errors(uri):
             if storage.is_local(uri):
@@ -81,16 +81,16 @@ class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the URI can be one of a checkpoint."""
+        """Accept every URI: storage itself says which it knows."""
         return True
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a file is there."""
+        """Tell whether a file is there."""
         with _plain_errors(os.fspath(path)):
             return storage.exists(os.fspath(path))
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a file."""
+        """Delete a file."""
         with _plain_errors(os.fspath(path)):
             storage.remove(os.fspath(path))
 
@@ -106,15 +106,15 @@ class HashingStream:
         self._digest = hashlib.sha256()
         self._num_bytes = 0
         self.error: Exception | None = None
-        """What the first write that failed was answered with: torch raises something else."""
+        """Error of the first write that failed; torch raises another one in its place."""
 
     @property
     def entry(self) -> FileEntry:
-        """Of what was written so far."""
+        """Size and digest of the bytes written so far."""
         return FileEntry(bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
     def write(self, content: bytes | memoryview) -> int:
-        """Writes all of it; returns its length in bytes."""
+        """Write all of it; return its length in bytes."""
         try:
             self._stream.write(content)
         except Exception as error:  # of any driver: torch raises another one in its place
@@ -138,7 +138,7 @@ class HashingStream:
 
 @contextlib.contextmanager
 def _plain_errors(uri: str) -> Iterator[None]:
-    """Errors that survive being pickled for another process, which those of drivers do not all."""
+    """Turn errors into ones that survive being pickled for another process; those of drivers do not all."""
     try:
         with storage.plain_errors(uri):
             yield

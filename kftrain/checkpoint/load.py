@@ -35,7 +35,7 @@ from kftrain.run.paths import RunPaths
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where training goes on."""
+    """The checkpoint from which training goes on."""
 
     uri: str
     digest: str
@@ -44,20 +44,21 @@ class Loaded:
 
 
 def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | None:
-    """The newest committed checkpoint of the run that verifies; None if none was ever committed.
+    """Choose the newest committed checkpoint of the run that verifies; None if none was ever committed.
 
     Collective. Call it only with the run claimed: checkpoints that are passed over lose their markers. Raises
     CheckpointError if one belongs to another training, if every committed checkpoint is damaged, or if all that were
     committed are gone.
     """
+    # Rank 0 names each candidate: listings that each process made for itself could differ while somebody writes.
     damaged: list[str] = []
-    while uri := world.from_main(_newest(paths, damaged) if world.is_main else None):
-        problem = next(filter(None, world.gather_slowly(_problem(uri, identity, world))), None)
+    while uri := world.from_main(_find_newest(paths, damaged) if world.is_main else None):
+        problem = next(filter(None, world.gather_slowly(_find_problem(uri, identity, world))), None)
         if problem is None:
             manifest, digest = commit.read_checkpoint_manifest(uri)
             history = storage.read_json(storage.join(uri, commit.HISTORY))
-            if world.is_main:
-                _pass_over(damaged)
+            if world.is_main:  # only now that another one is sound: if all are damaged, all are left as they are
+                _remove_markers(damaged)
             if not world.from_main(_has_best(paths, manifest) if world.is_main else None):
                 manifest = manifest.model_copy(update={"selection": None})
             return Loaded(uri, digest, manifest, history)
@@ -73,7 +74,7 @@ def choose(paths: RunPaths, world: World, identity: dict[str, Any]) -> Loaded | 
         raise CheckpointError(
             f"all {len(damaged)} committed checkpoints are damaged", where=paths.checkpoints, fix="start a new run"
         )
-    _agree_on(world, _lost(paths) if world.is_main else None)
+    _raise_on_all(world, _find_lost(paths) if world.is_main else None)
     return None
 
 
@@ -82,11 +83,11 @@ def refuse_another_training(paths: RunPaths, world: World, identity: dict[str, A
 
     Collective, and cheap: it reads one manifest, so that a job with other settings is refused before it claims the run.
     """
-    _agree_on(world, _foreign(paths, identity) if world.is_main else None)
+    _raise_on_all(world, _find_foreign(paths, identity) if world.is_main else None)
 
 
 def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
-    """Fills the tensors of `state` in place from the checkpoint, resharding as needed.
+    """Fill the tensors of `state` in place from the checkpoint, resharding as needed.
 
     `files`: of its manifest; no other is read. Collective. Raises CheckpointError, and RetryableError where storage is
     away: that says nothing about the checkpoint.
@@ -102,14 +103,17 @@ def load_into(state: State, uri: str, files: Mapping[str, FileEntry]) -> None:
         raise CheckpointError(f"cannot be loaded: {str(cause).splitlines()[0]}", where=uri) from error
 
 
-def _newest(paths: RunPaths, damaged: list[str]) -> str | None:
-    """URI of the newest committed checkpoint that is not known to be damaged; None if there is none."""
+def _find_newest(paths: RunPaths, damaged: list[str]) -> str | None:
+    """Return the URI of the newest committed checkpoint that is not known to be damaged; None if there is none."""
     uris = (storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths))
     return next((uri for uri in uris if uri not in damaged), None)
 
 
 def _has_best(paths: RunPaths, manifest: CheckpointManifest) -> bool:
-    """Whether the best checkpoint that one speaks of is there; a later best one, now damaged, has taken its place."""
+    """Tell whether the best checkpoint that a manifest names is there; warn where it is gone.
+
+    A later best one took its place, and is now damaged.
+    """
     best = manifest.selection
     if best is None or best.value is None or any(name.step == best.step for name in commit.committed(paths)):
         return True
@@ -117,22 +121,22 @@ def _has_best(paths: RunPaths, manifest: CheckpointManifest) -> bool:
     return False
 
 
-def _pass_over(damaged: list[str]) -> None:
-    """Takes the markers of damaged checkpoints away: what is trained anew from here on must be the newest."""
+def _remove_markers(damaged: list[str]) -> None:
+    """Take the markers of damaged checkpoints away: what is trained anew from here on must be the newest."""
     for uri in damaged:
         storage.remove(storage.join(uri, commit.COMMITTED))
 
 
-def _agree_on(world: World, problem: dict[str, Any] | None) -> None:
-    """Raises what rank 0 has found, on all processes."""
+def _raise_on_all(world: World, problem: dict[str, Any] | None) -> None:
+    """Raise on all processes the problem that rank 0 has, if any. Collective."""
     agreed = world.from_main(problem)
     if agreed:
         raise error_from_dict(agreed)
 
 
-def _foreign(paths: RunPaths, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Why this training may not go on with the newest checkpoint, as plain data; None if it may, or if none is read."""
-    uri = _newest(paths, [])
+def _find_foreign(paths: RunPaths, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Say why this training may not go on with the newest checkpoint, as plain data; None if it may."""
+    uri = _find_newest(paths, [])
     if uri is None:
         return None
     try:
@@ -146,10 +150,10 @@ def _foreign(paths: RunPaths, identity: dict[str, Any]) -> dict[str, Any] | None
     return None
 
 
-def _lost(paths: RunPaths) -> dict[str, Any] | None:
-    """Why a run without a committed checkpoint may not start from scratch, as plain data; None if it may.
+def _find_lost(paths: RunPaths) -> dict[str, Any] | None:
+    """Say why a run without a committed checkpoint may not start from scratch, as plain data; None if it may.
 
-    Who deletes the folder of checkpoints as a whole wants just that.
+    Who deletes the folder of checkpoints as a whole wants it to start from scratch.
     """
     if not any(CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)):
         return None
@@ -164,8 +168,8 @@ def _lost(paths: RunPaths) -> dict[str, Any] | None:
     ).to_dict()
 
 
-def _problem(uri: str, identity: dict[str, Any], world: World) -> dict[str, Any] | None:
-    """Why this process cannot accept the checkpoint, as plain data; None if it can."""
+def _find_problem(uri: str, identity: dict[str, Any], world: World) -> dict[str, Any] | None:
+    """Say why this process cannot accept the checkpoint, as plain data; None if it can. Verifies its share of files."""
     try:
         manifest, _ = commit.read_checkpoint_manifest(uri)
         commit.require_same_training(manifest, identity, uri)

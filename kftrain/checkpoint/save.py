@@ -43,7 +43,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.run.selection import BestEvaluation
 
 METADATA = ".metadata"
-"""DCP's name of the file that it writes last."""
+"""Name of the file that DCP writes last."""
 
 Problem = dict[str, Any]
 """An error as plain data."""
@@ -51,7 +51,7 @@ Problem = dict[str, Any]
 
 @dataclass(frozen=True)
 class Identity:
-    """What every checkpoint of an attempt has in common."""
+    """The fields that all checkpoints of an attempt have in common."""
 
     attempt: int
     dataset_digest: str
@@ -65,7 +65,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A save whose end was not yet asked for."""
+    """A save that was begun and not yet waited for."""
 
     step: int
     start: float
@@ -89,9 +89,10 @@ class CheckpointWriter:
         timeout_seconds: float = math.inf,
         sound_so_far: Callable[[], Callable[[], None]] = lambda: lambda: None,
     ) -> None:
-        """`sound_so_far` gives what raises, perhaps after a while, where nothing may be made of the data read by now.
+        """Prepare for the attempt's saves; nothing is written yet.
 
-        It is asked when a save begins, and called by every process before it is committed.
+        `sound_so_far` is called when a save begins. What it returns is called by every process before the commit, and
+        raises, perhaps after a while, where nothing may be made of the data read by then.
         """
         self._paths = paths
         self._world = world
@@ -104,11 +105,11 @@ class CheckpointWriter:
         self.committed_step = committed_step
         """Step of the newest committed checkpoint; at first the one that the attempt began with."""
         self.bad_samples: Collection[int] = ()
-        """Numbers of the samples that were left out so far; whoever counts them goes on to."""
+        """Numbers of the samples that were left out so far: the counter's own set, which grows."""
         self.keep_every = 0
         """Checkpoints at multiples of this step are kept for good; 0: none."""
         self.selected: Callable[[], BestEvaluation | None] = lambda: None
-        """Tells the best evaluation so far, whose checkpoint is kept."""
+        """Returns the best evaluation so far, whose checkpoint is kept."""
 
     @property
     def step(self) -> int | None:
@@ -117,23 +118,26 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether this process's thread is still writing. Processes may differ: agree before acting on it."""
+        """True while this process's thread is writing. Processes may differ: agree before acting on it."""
         return self._flight is not None and not self._flight.future.done()
 
     @property
     def overdue(self) -> bool:
-        """Whether the save in flight takes longer than it may, on this process."""
+        """True where the save in flight takes longer than it may, on this process."""
         return self.busy and self._left_seconds() <= 0
 
     def save(self, state: State, history: list[dict[str, Any]], step: int, samples_consumed: int) -> None:
-        """Starts a save; returns when the state has been copied, and may be changed again.
+        """Start a save; return when the state has been copied, and may be changed again.
 
         The save before must have been waited for.
         """
+        # All that training goes on to change is copied here, before the thread starts: the state, the history, and in
+        # the manifest the samples left out and the best evaluation. One save at a time: the staging memory is the
+        # thread's until then, and its collectives would mix with those of a second one.
         assert self._flight is None, self._flight
         name = CheckpointName(step, self._identity.attempt)
         staged = self._staging.copy_of(state)
-        manifest = self._manifest(name, samples_consumed)
+        manifest = self._build_manifest(name, samples_consumed)
         start, rows = time.monotonic(), list(history)
         context = contextvars.copy_context()  # how long the caller waits for storage
         sound = self._sound_so_far()
@@ -141,7 +145,7 @@ class CheckpointWriter:
         self._flight = _Flight(step, start, future)
 
     def wait(self) -> None:
-        """Returns when the save in flight is committed.
+        """Wait until the save in flight is committed.
 
         Raises what it failed with, on all processes the same: FencedError, or RetryableError, after which nothing of
         it is left and another one may be begun; anything else is a bug. Raises RetryableError, too, where it is
@@ -153,11 +157,11 @@ class CheckpointWriter:
         if self.busy:
             raise self.overdue_error()
         flight = self._flight
-        self._flight = None
+        self._flight = None  # before the result, which may raise: a failed save has ended, and another may follow
         self.committed_step = flight.future.result()
 
     def overdue_error(self) -> StorageError:
-        """What to raise where the save in flight is overdue."""
+        """Build the error to raise where the save in flight is overdue."""
         assert self._flight is not None
         return StorageError(
             f"the checkpoint at step {self._flight.step} was not written within {self._timeout_seconds:g} s",
@@ -166,7 +170,7 @@ class CheckpointWriter:
         )
 
     def close(self) -> None:
-        """Lets a save in flight finish, for as long as it may take."""
+        """Let a save in flight finish, for as long as it may take."""
         if self._flight is not None:
             futures.wait([self._flight.future], timeout=min(max(0.0, self._left_seconds()), threading.TIMEOUT_MAX))
 
@@ -174,7 +178,7 @@ class CheckpointWriter:
         assert self._flight is not None
         return self._flight.start + self._timeout_seconds - time.monotonic()
 
-    def _manifest(self, name: CheckpointName, samples_consumed: int) -> CheckpointManifest:
+    def _build_manifest(self, name: CheckpointName, samples_consumed: int) -> CheckpointManifest:
         return CheckpointManifest(
             step=name.step,
             samples_consumed=samples_consumed,
@@ -198,14 +202,16 @@ class CheckpointWriter:
         manifest: CheckpointManifest,
         sound: Callable[[], None],
     ) -> int:
-        """Writes and commits; returns the step. In the thread."""
+        """Write the files and commit them; return the step. Runs in the thread."""
+        # Every process takes the same branches: each collective ends with the same problem, or none, on all of them.
+        # An error that one process raised on its own in between would leave the others waiting for it.
         uri = storage.join(self._paths.checkpoints, str(name))
         written, problem = self._write_files(staged, uri)
-        if problem is None:
+        if problem is None:  # all files are durable; now all digests come together, and whether the data was sound
             gathered: list[Any] = [None] * self._world.size
-            dist.all_gather_object(gathered, (written, _problem_of(sound)), group=self._world.background)
-            problem = next((found for _, found in gathered if found), None)
-        if problem is None:
+            dist.all_gather_object(gathered, (written, _run_check(sound)), group=self._world.background)
+            problem = next((objection for _, objection in gathered if objection), None)
+        if problem is None:  # rank 0 alone writes the marker, and the others wait for its word
             entries = {key: entry for part, _ in gathered for key, entry in part.items()}
             outcome = [self._try_to_commit(name, manifest, history, entries) if self._world.is_main else None]
             dist.broadcast_object_list(outcome, src=0, group=self._world.background)
@@ -219,13 +225,13 @@ class CheckpointWriter:
         raise error
 
     def _write_files(self, staged: State, uri: str) -> tuple[dict[str, FileEntry], Problem | None]:
-        """Writes this process's share; what it wrote, or on all processes the same problem."""
+        """Write this process's share; return what it wrote, or on all processes the same problem."""
         writer = _Writer(uri)
         try:
             dcp.state_dict_saver.save(staged, storage_writer=writer, process_group=self._world.background)
         except CheckpointException as error:  # a BaseException
             causes = [cause for cause, _ in error.failures.values()]
-            return {}, _problem(causes[0] if causes else error, uri, "written")
+            return {}, _describe_failure(causes[0] if causes else error, uri, "written")
         return writer.files.entries, None
 
     def _try_to_commit(
@@ -235,7 +241,9 @@ class CheckpointWriter:
         history: list[dict[str, Any]],
         files: dict[str, FileEntry],
     ) -> Problem | None:
-        """Commits, and tidies up. On rank 0."""
+        """Commit, and tidy up; return what went wrong. On rank 0."""
+        # The run must still be this attempt's: a successor may have claimed it while the files were written. The marker
+        # comes last, with the digests of all files: whoever sees it finds them whole.
         uri = storage.join(self._paths.checkpoints, str(name))
         try:
             with storage.plain_errors(uri, "the checkpoint could not be committed"):
@@ -246,11 +254,11 @@ class CheckpointWriter:
                 commit.commit(self._paths, name, manifest.model_copy(update={"files": files}))
             self._tidy_up(name, history, manifest.selection)
         except Exception as error:  # noqa: BLE001 - the others wait for this answer, whatever went wrong
-            return _problem(error, uri, "committed")
+            return _describe_failure(error, uri, "committed")
         return None
 
     def _tidy_up(self, name: CheckpointName, history: list[dict[str, Any]], selection: BestEvaluation | None) -> None:
-        """After a commit, which counts whatever becomes of this: the next one does it again."""
+        """Retire old checkpoints and publish the history. A failure is told only: the next commit does it again."""
         try:
             with storage.plain_errors(self._paths.uri):
                 best_step = selection.step if selection else 0
@@ -258,7 +266,7 @@ class CheckpointWriter:
                 commit.retire(self._paths, self._keep_last, name.attempt, best_step, self.keep_every)
                 storage.publish_json(self._paths.history, history)
         except (OSError, RetryableError) as error:
-            to_log(f"warning: after the commit of step {name.step}: {_cause(error)}")
+            to_log(f"warning: after the commit of step {name.step}: {_in_words(error)}")
 
 
 class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
@@ -273,43 +281,46 @@ class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
         self.path = uri
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Refuses to write over a checkpoint, as DCP does, but by an error of storage."""
+        """Refuse to write over a checkpoint, as DCP does, but by an error of storage."""
         if self.files.exists(self.files.concat_path(self.path, METADATA)):
             raise FileExistsError(errno.EEXIST, "there is one already", self.path)
         return super().prepare_local_plan(plan)
 
 
-def _problem_of(work: Callable[[], None]) -> Problem | None:
+def _run_check(check: Callable[[], None]) -> Problem | None:
     try:
-        work()
+        check()
     except KftrainError as error:
         return error.to_dict()
     return None
 
 
-def _problem(error: BaseException, uri: str, what: str) -> Problem:
-    """Why a save failed, as plain data for all processes to raise."""
+def _describe_failure(error: BaseException, uri: str, what: str) -> Problem:
+    """Describe why a save failed, as plain data for all processes to raise."""
     if isinstance(error, KftrainError):
         return error.to_dict()
     if isinstance(error, OSError):
         fix = "free some space" if storage.is_full(error) else ""
-        return StorageError(f"the checkpoint could not be {what}: {_cause(error)}", where=uri, fix=fix).to_dict()
+        return StorageError(f"the checkpoint could not be {what}: {_in_words(error)}", where=uri, fix=fix).to_dict()
     print_traceback(error)  # a bug: the other processes only get its last frame
     return error_to_dict(error)
 
 
-def _cause(error: BaseException) -> str:
-    """In words; a path is named already."""
+def _in_words(error: BaseException) -> str:
+    """Put an error in words, without its path, which the message names already."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
 
 
 def _remove(uri: str) -> None:
-    """Deletes what a failed save has left, unless it is a whole checkpoint all the same."""
+    """Delete what a failed save has left, unless it is a whole checkpoint all the same.
+
+    The marker may have been written although its answer was an error.
+    """
     try:
         with storage.plain_errors(uri):
             if not storage.exists(storage.join(uri, commit.COMMITTED)):
                 storage.remove(uri)
     except (OSError, RetryableError) as error:
-        to_log(f"warning: {uri} could not be deleted: {_cause(error)}")
+        to_log(f"warning: {uri} could not be deleted: {_in_words(error)}")

@@ -22,32 +22,34 @@ Place = tuple[Any, ...]
 
 
 class Staging:
-    """The memory of one process's copies; one copy at a time is valid."""
+    """The memory of one process's copies; the next copy overwrites the one before, which must be written by then."""
 
     def __init__(self) -> None:
         self._buffers: dict[Place, torch.Tensor] = {}
 
     @torch.no_grad()
     def copy_of(self, state: State) -> State:
-        """The state as it is now: tensors on the CPU, in the memory of the copy before; nothing else is shared."""
-        copied: State = self._copied(state, ())
+        """Copy the state as it is now: tensors to the CPU, into the memory of the copy before; nothing is shared."""
+        copied: State = self._copy(state, ())
         return copied
 
-    def _copied(self, value: Any, place: Place) -> Any:
+    def _copy(self, value: Any, place: Place) -> Any:
         if isinstance(value, DTensor):
-            local = self._copied(value.to_local(), place)
+            local = self._copy(value.to_local(), place)
             return _DTensor(local, value._spec, requires_grad=False)  # from_local would bring it back to the mesh's GPU
         if isinstance(value, torch.Tensor):
-            return self._buffer(place, value).copy_(value)
+            # Blocking: from a GPU this waits for all work asked for so far. When it returns, the optimizer may go on
+            # to change the tensor, and the thread may read the copy.
+            return self._take_buffer(place, value).copy_(value)
         if isinstance(value, dict):
-            return {key: self._copied(item, (*place, key)) for key, item in value.items()}
+            return {key: self._copy(item, (*place, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            items = [self._copied(item, (*place, number)) for number, item in enumerate(value)]
+            items = [self._copy(item, (*place, number)) for number, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         return copy.deepcopy(value)
 
-    def _buffer(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        found = self._buffers.get(place)
-        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-            found = self._buffers[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return found
+    def _take_buffer(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(place)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = self._buffers[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffer
