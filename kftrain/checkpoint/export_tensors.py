@@ -56,7 +56,7 @@ class ExportTensors:
         self._uri = uri
         self._files = files
         self.forms: dict[str, TensorForm] = {}
-        """Name -> dtype and shape. Nothing but the headers was read, and they are not checked yet."""
+        """Name -> dtype and shape, from the headers, whose digests are not checked yet."""
         for file in files:
             for name, stored in file.tensors.items():
                 if name in self.forms:
@@ -64,7 +64,7 @@ class ExportTensors:
                 self.forms[name] = stored.form
 
     def load(self, wanted: Mapping[str, WantedPart], world: World | None = None) -> None:
-        """Fills the targets; they are good only when this has returned.
+        """Fill the targets; they are good only when this has returned.
 
         `world`: the processes that load the same export, and call this together. Raises CheckpointError.
         """
@@ -72,9 +72,11 @@ class ExportTensors:
             for file in self._files:
                 file.load_all(wanted)
             return
+        # Versions, digests, parts, versions again: who reads a file is not who has hashed it, so equal versions before
+        # and after are what says that it was the same file. Each phase ends on all processes before the next begins.
         versions: dict[str, tuple[int, str]] = {}
-        world.agree(lambda: versions.update(self._versions()))
-        are_shared = all(found == versions for found in world.gather_slowly(versions))
+        world.agree(lambda: versions.update(self._read_versions()))
+        are_shared = all(others == versions for others in world.gather_slowly(versions))
         share = (world.rank, world.size) if are_shared else (0, 1)
         entries = {file.name: file.entry for file in self._files}
         world.agree(lambda: commit.verify_files(self._uri, entries, share))
@@ -83,13 +85,13 @@ class ExportTensors:
     def _load_parts(self, wanted: Mapping[str, WantedPart], versions: dict[str, tuple[int, str]]) -> None:
         for file in self._files:
             file.load_parts(wanted)
-        now = self._versions()
+        now = self._read_versions()
         changed = next((name for name in versions if now[name] != versions[name]), None)
         if changed is not None:
             where = storage.join(self._uri, changed)
             raise CheckpointError("a file of the export was changed while it was read", where=where)
 
-    def _versions(self) -> dict[str, tuple[int, str]]:
+    def _read_versions(self) -> dict[str, tuple[int, str]]:
         try:
             return {file.name: storage.size_and_version(file.uri) for file in self._files}
         except FileNotFoundError as error:
@@ -98,17 +100,17 @@ class ExportTensors:
 
 @contextlib.contextmanager
 def opened(uri: str, manifest: ExportManifest, world: World | None = None) -> Iterator[ExportTensors]:
-    """The tensors of an export. Raises CheckpointError where a file is missing, or is not what its header says.
+    """Open the tensors of an export. Raises CheckpointError where a file is missing, or is not what its header says.
 
     `world`: of processes that call this together, and fail together.
     """
     with contextlib.ExitStack() as stack:
-        found: list[ExportTensors] = []
+        exports: list[ExportTensors] = []
         if world is None:
-            found.append(_open(uri, manifest, stack))
+            exports.append(_open(uri, manifest, stack))
         else:
-            world.agree(lambda: found.append(_open(uri, manifest, stack)))
-        yield found[0]
+            world.agree(lambda: exports.append(_open(uri, manifest, stack)))
+        yield exports[0]
 
 
 def _open(uri: str, manifest: ExportManifest, stack: contextlib.ExitStack) -> ExportTensors:
@@ -134,15 +136,16 @@ class _OpenFile:
         self.tensors: dict[str, StoredTensor] = read_header(self._read, entry.bytes, self.uri)
 
     def load_all(self, wanted: Mapping[str, WantedPart]) -> None:
-        """Reads all that is left of the file. Raises CheckpointError where it is not the one of the manifest."""
+        """Read all that is left of the file. Raises CheckpointError where it is not the one of the manifest."""
+        # From the first byte to the last, without seeking, also what nobody wants: the digest is of all of it.
         for name, stored in self.tensors.items():
-            num_bytes, found = stored.form.num_bytes, wanted.get(name)
-            if found is None:
+            num_bytes, own = stored.form.num_bytes, wanted.get(name)
+            if own is None:
                 pass_over(num_bytes, self._read)
                 continue
-            row_bytes, rows = row_range(stored.form, found.part)
+            row_bytes, rows = row_range(stored.form, own.part)
             pass_over(rows.start * row_bytes, self._read)
-            copy_part(stored.form, found.part, self._read, found.target)
+            copy_part(stored.form, own.part, self._read, own.target)
             pass_over(num_bytes - rows.stop * row_bytes, self._read)
         if (digest := self._digest.hexdigest()) != self.entry.sha256:
             raise CheckpointError(
@@ -150,14 +153,14 @@ class _OpenFile:
             )
 
     def load_parts(self, wanted: Mapping[str, WantedPart]) -> None:
-        """Reads what is wanted, and no more."""
+        """Read what is wanted, and no more; the digest was checked before, by some process."""
         self._is_hashed = False
         for name, stored in self.tensors.items():
-            if found := wanted.get(name):
-                row_bytes, rows = row_range(stored.form, found.part)
+            if own := wanted.get(name):
+                row_bytes, rows = row_range(stored.form, own.part)
                 with storage.plain_errors(self.uri, READ_FAILED):
                     self._stream.seek(stored.start + rows.start * row_bytes)
-                copy_part(stored.form, found.part, self._read, found.target)
+                copy_part(stored.form, own.part, self._read, own.target)
 
     def _read(self, num_bytes: int) -> memoryview:
         view, done = self._buffer[:num_bytes], 0

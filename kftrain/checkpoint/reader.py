@@ -38,7 +38,7 @@ ALLOWED = frozenset(
         ("torch", "Size"),
     }
 )
-"""(module, name) of what DCP's metadata is made of, beside dtypes and paths."""
+"""Pairs (module, name) that DCP's metadata is made of, beside dtypes and paths."""
 
 PATHS = frozenset((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows"))
 """The folder that it was written to, as the writer's Python and system name it: not looked at, and so only text."""
@@ -68,14 +68,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _SafeMetadata:
-    """Over a DCP reader: reads the same metadata, in a safe way."""
+    """A mixin over a DCP reader that reads the same metadata in a safe way."""
 
     files: Mapping[str, FileEntry]
 
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
-            content = stream.read()
+            content = stream.read()  # once: the bytes that are hashed are the ones that are unpickled
         expected = self.files.get(PurePosixPath(path).name)
         if expected is None or storage.sha256_bytes(content) != expected.sha256:
             raise CheckpointError("the metadata is not the one of the checkpoint's manifest", where=str(path))
@@ -97,11 +97,11 @@ def _require_own_files(metadata: Metadata, files: Mapping[str, FileEntry]) -> No
 
 
 class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
-    """Of a folder on this machine."""
+    """A reader of a folder on this machine."""
 
 
 class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
-    """Of a folder in object storage, by streams that have deadlines and ride an outage out."""
+    """A reader of a folder in object storage, by streams that have deadlines and ride an outage out."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
@@ -115,9 +115,9 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         """Puts one entry that is no tensor into the state."""
-        found = torch.load(value, weights_only=True)
+        entry = torch.load(value, weights_only=True)
         keys = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, keys, found)
+        set_element(self.original_state_dict, keys, entry)
 
 
 def require_readable(model: nn.Module) -> None:
@@ -145,11 +145,11 @@ def reader(uri: str, files: Mapping[str, FileEntry]) -> Any:
     Its errors are CheckpointErrors where the metadata is not DCP's or not of these files.
     """
     if storage.is_local(uri):
-        found: Any = _LocalReader(storage.local_path(uri))
+        result: Any = _LocalReader(storage.local_path(uri))
     else:
-        found = _RemoteReader(uri)
-    found.files = files
-    return found
+        result = _RemoteReader(uri)
+    result.files = files
+    return result
 
 
 def load(state: dict[str, Any], uri: str, files: Mapping[str, FileEntry], *, alone: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How a batch comes to the device: its tensors are built in the loader's thread, and copied while a step is computed.
+"""The way of a batch to the device: tensors are built in the loader's thread, and copied while a step is computed.
 
 On a GPU the copy runs on a stream of its own, from pinned memory, so that neither the host nor the step before waits
 for it; the step that needs it waits on the device for the copy's end. On the CPU a batch is where it is needed.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a loss is computed from, on the device."""
+    """The tensors that a loss is computed from, on the device."""
 
     batch: Batch
     weight: torch.Tensor
@@ -33,31 +33,35 @@ class Tensors:
 
 
 class Streams(Protocol):
-    """What a device must know for copies beside the computation. A seam for tests: there is no GPU among them."""
+    """A device's means to copy beside the computation. A seam for tests: there is no GPU among them."""
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Within the block this thread's work goes to the side stream."""
+        """Send this thread's work to the side stream within the block."""
         ...
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, through pinned memory; does not wait. Within `aside`."""
+        """Copy the tensor to the device, through pinned memory; do not wait. Within `aside`."""
         ...
 
     def mark(self) -> Any:
-        """An event after all copies so far. Within `aside`."""
+        """Return an event after all copies so far. Within `aside`."""
         ...
 
     def wait(self, event: Any) -> None:
-        """What the calling thread asks of the device from here on begins after the event; the host does not wait."""
+        """Let the device begin what the calling thread asks from here on after the event; the host does not wait."""
         ...
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """The memory of a tensor is not given away before what the calling thread has asked so far is done with it."""
+        """Keep the memory of a tensor until the device has done what the calling thread has asked and will ask of it.
+
+        It was taken on the side stream, which may use it for the next copy as soon as Python forgets the tensor; the
+        computation that reads it is on another stream, and may not have begun by then.
+        """
         ...
 
 
 class CudaStreams:
-    """Of one GPU, by PyTorch."""
+    """The streams of one GPU, by PyTorch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,14 +92,14 @@ class CudaStreams:
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors on their way."""
+    """Tensors on their way to the device."""
 
     tensors: Tensors
     streams: Streams | None = None
     event: Any = None
 
     def receive(self) -> Tensors:
-        """The tensors, for the calling thread's work on the device."""
+        """Return the tensors, for the calling thread's work on the device."""
         if self.streams is not None:
             self.streams.wait(self.event)
             for tensor in (*self.tensors.batch.values(), self.tensors.weight, self.tensors.terms):
@@ -107,36 +111,36 @@ class Carrier:
     """Builds the tensors of micro batches and sends them to the device."""
 
     def __init__(self, task: Task, streams: Streams | None) -> None:
-        """`streams`: None where batches are needed on the CPU."""
+        """Build for a task. `streams`: None where batches are needed on the CPU."""
         self._task = task
         self._streams = streams
 
     @classmethod
     def to(cls, device: torch.device, task: Task) -> Carrier:
-        """For the batches of a process with this device."""
+        """Make the carrier for the batches of a process with this device."""
         return cls(task, CudaStreams(device) if device.type == "cuda" else None)
 
     def send(self, micro: MicroBatch, terms: np.ndarray) -> Sent:
-        """Called in the loader's thread. `terms`: of each row. Raises UserCodeError."""
+        """Build a micro batch and send it, in the loader's thread. `terms`: of each row. Raises UserCodeError."""
         if self._streams is None:
             return Sent(built(self._task, micro, terms))
         streams = self._streams
         with streams.aside():
-            found = built(self._task, micro, terms)
-            batch = {name: streams.copy(tensor) for name, tensor in found.batch.items()}
-            tensors = Tensors(batch, streams.copy(found.weight), streams.copy(found.terms))
-            return Sent(tensors, streams, streams.mark())
+            host = built(self._task, micro, terms)
+            batch = {name: streams.copy(tensor) for name, tensor in host.batch.items()}
+            tensors = Tensors(batch, streams.copy(host.weight), streams.copy(host.terms))
+            return Sent(tensors, streams, streams.mark())  # marked last: the event stands for all of the copies
 
 
 def built(task: Task, micro: MicroBatch, terms: np.ndarray) -> Tensors:
-    """The tensors of a micro batch on the CPU. Raises UserCodeError."""
+    """Build the tensors of a micro batch on the CPU. Raises UserCodeError."""
     return Tensors(
         tensors_of(task, micro.arrays), torch.from_numpy(micro.weight), torch.from_numpy(terms.astype(np.float32))
     )
 
 
 def to_device(tensors: Tensors, device: torch.device) -> Tensors:
-    """The same on the device, by the calling thread."""
+    """Copy the tensors to the device, by the calling thread."""
     if device.type == "cpu":
         return tensors
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.batch.items()}

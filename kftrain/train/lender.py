@@ -15,16 +15,16 @@ from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_a
 
 @dataclass(frozen=True)
 class Lender:
-    """Who lends `weights` to the model that they are of. `units`: names of the blocks that get theirs when called."""
+    """Lends `weights` to the model that they are of. `units`: names of the blocks that get theirs when called."""
 
     weights: Weights
     units: Sequence[str]
     tell: Callable[[str, nn.Parameter], object] = lambda *_: None
-    """Is told the name of each parameter that is lent, each time, and what is lent."""
+    """Callback for each parameter that is lent, each time, with its name."""
 
     @contextlib.contextmanager
     def lending(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-        """Within it the model can be called; parameters are in `dtype`, on the device."""
+        """Let the model be called within the block; parameters are in `dtype`, on the device."""
         loans = _Loans(self, device, dtype)
         handles = []
         with contextlib.ExitStack() as stack:
@@ -33,6 +33,7 @@ class Lender:
                 module = model.get_submodule(unit)
                 own = [name for name in self.weights.places if name in left and self._is_within(name, module)]
                 left -= set(own)
+                # always_call: a block that raises gives its weights back, too.
                 handles.append(module.register_forward_pre_hook(lambda *_, own=own: loans.lend(own)))
                 handles.append(module.register_forward_hook(lambda *_, own=own: loans.take_back(own), always_call=True))
             for handle in handles:
@@ -48,7 +49,12 @@ class Lender:
 
 
 class _Loans:
-    """What is lent at the moment. Autograd keeps the name of a weight, not the weight: nobody may ask for it again."""
+    """The weights that are lent at the moment.
+
+    Autograd keeps the name of a weight instead of the weight, which would hold its memory to the end of the backward
+    pass. There it is made anew, with the same values. A weight is known by the address of its memory, since what
+    autograd saves may be a view of it, such as the transpose.
+    """
 
     def __init__(self, lender: Lender, device: torch.device, dtype: torch.dtype) -> None:
         self._weights = lender.weights
@@ -76,7 +82,7 @@ class _Loans:
                 continue
             slots = self._weights.places[name]
             lent = stored_parameter(slots[0])
-            self._name_of.pop(_address(lent), None)
+            self._name_of.pop(_address(lent), None)  # the next tensor there would be taken for this weight
             put_all(slots, self._empty.pop(name))
             lent.data = lent.data.new_empty(0)  # the graph of the loss keeps the parameter, but not its memory
 

@@ -38,23 +38,23 @@ from kftrain.train.step import seed_step
 
 @dataclass(frozen=True)
 class Control:
-    """What all processes have agreed on."""
+    """The decisions that all processes have agreed on: a flag is set where it is set on any of them."""
 
     num_terms: int
     """Loss terms of the next step."""
     stop: bool
-    """Whether to end before it."""
+    """True where the attempt ends before it."""
     busy: bool
-    """Whether a checkpoint is being written."""
+    """True while a checkpoint is being written."""
     overdue: bool
-    """Whether that takes longer than it may."""
+    """True where that takes longer than it may."""
     due: bool
-    """Whether it is time for a checkpoint."""
+    """True when it is time for a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is known of the next step."""
+    """The next step's batch, and what was agreed for it."""
 
     batch: StepBatch | None
     """None after the last one."""
@@ -95,14 +95,16 @@ class Loop:
         self._num_nonfinite = 0
         self._last_recorded = 0
         self._pending: tuple[int, Measured] | None = None
-        """Steps that were done, and what the last of them measured, until it was looked at."""
+        """Number of the last step, and its numbers on their way to the host; None once they were looked at."""
         self._local_loss = 0.0
         self._gradient_norm = 0.0
 
     def resume(self, loaded: load.Loaded | None) -> int:
-        """Restores the engine's state; returns the number of steps that are done. Raises CheckpointError."""
+        """Restore the engine's state; return the number of steps that are done. Raises CheckpointError."""
         if loaded is None:
             return 0
+        # Parts first: reading would fill what both have and leave the rest as it was. Tensors are filled in place, in
+        # the layout of now, so that the checkpoint may come from any other one.
         self._engine.state.require_same(loaded.manifest.parts, loaded.uri)
         state = self._engine.state.save()
         load.load_into(state, loaded.uri, loaded.manifest.files)
@@ -113,11 +115,11 @@ class Loop:
 
     @property
     def best(self) -> BestCheckpoint:
-        """Which checkpoint counts."""
+        """The best checkpoint so far."""
         return self._best
 
     def run(self, first_step: int) -> int:
-        """Takes all steps from `first_step` on; returns the number of steps that are done, the last one committed.
+        """Take all steps from `first_step` on; return the number of steps that are done, the last one committed.
 
         Fewer than all of them where there was no improvement for long enough (`best.is_enough`).
 
@@ -125,9 +127,9 @@ class Loop:
         RetryableError when too many checkpoints in a row cannot be written.
         """
         with self._liveness.watched():
-            return self._run(first_step)
+            return self._take_steps(first_step)
 
-    def _run(self, first_step: int) -> int:
+    def _take_steps(self, first_step: int) -> int:
         self._last_recorded = done = first_step
         if self._best.is_enough:
             self._best.tell(done)
@@ -138,7 +140,7 @@ class Loop:
                 if ahead.control.stop:
                     with self._liveness.resting():
                         self._stop_after_commit(done)
-                ahead = self._take(done, ahead.batch, ahead.control.num_terms, batches)
+                ahead = self._take_step(done, ahead.batch, ahead.control.num_terms, batches)
                 done += 1
                 if ahead.batch is not None:  # the last save of the attempt settles the one before by itself
                     self._saves.go_on(ahead.control.busy, ahead.control.overdue)
@@ -149,7 +151,9 @@ class Loop:
         return done
 
     def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[Ahead, list[float]]:
-        """The next step, agreed on by all processes; and the sums of `values` over them."""
+        """Agree on the next step with all processes; return it, and the sums of `values` over them."""
+        # One exchange for everything: as a sum a flag is set for all where one has set it. Every decision that could
+        # differ (a signal, a clock, a thread's end) is read here once, and nowhere else in the step.
         batch, saves = next(batches, None), self._saves
         own = batch.num_terms if batch is not None and self._engine.mesh.counts_loss else 0
         bad_samples = [] if batch is None else batch.bad_samples
@@ -160,12 +164,13 @@ class Loop:
             self._left_out.take(bad_samples)
         return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0, due > 0)), sums
 
-    def _take(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
-        found: list[Ahead] = []
+    def _take_step(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
+        """Ask for one step, look at the numbers of the one before, and return what was agreed for the next."""
+        answers: list[Ahead] = []
 
         def agree(values: list[float]) -> list[float]:
             ahead, sums = self._look_ahead(batches, values)
-            found.append(ahead)
+            answers.append(ahead)
             return sums
 
         mesh = self._engine.mesh
@@ -173,13 +178,13 @@ class Loop:
         rate = learning_rate(self._config.optimizer, step, self._config.train.steps)
         self._engine.set_learning_rate(rate)
         result = self._engine.step(batch, num_terms, agree)
-        self._look_at_last()  # the step before this one
+        self._look_at_last()  # the step before this one: the device has this one to go on with while the host reads
         self._pending = step + 1, Measured(result)
-        (ahead,) = found
+        (ahead,) = answers
         return ahead
 
     def _look_at_last(self) -> None:
-        """Reads what the last step has measured. Raises DivergedError."""
+        """Read what the last step has measured. Raises DivergedError, on all processes: they share the norm."""
         if self._pending is None:
             return
         done, measured = self._pending
@@ -227,7 +232,7 @@ class Loop:
         self._last_recorded = done
 
     def _validate(self, done: int) -> bool:
-        """Whether it is the best so far, and its checkpoint to be kept; then none is in flight."""
+        """Evaluate; tell whether it is the best so far and its checkpoint to be kept: then no save is in flight."""
         evaluate = self._config.evaluate
         statistics = self._engine.evaluate(
             self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
@@ -264,6 +269,6 @@ class Loop:
         raise Preempted(f"stopped at step {done} of {self._config.train.steps}; everything up to it is committed")
 
     def _commit(self, done: int) -> None:
-        """Commits what is done since the last checkpoint, if anything."""
+        """Commit what is done since the last checkpoint, if anything."""
         if done > self._saves.settle():
             self._saves.finish(self._engine.state.save(), self._recorder.history, done)

@@ -1,4 +1,4 @@
-"""What becomes of the checkpoints of an attempt: told to people, counted where they fail, given up after too many.
+"""The saves of an attempt: told to people, counted where they fail, given up after too many failures.
 
 A checkpoint that cannot be written (a full disk, a storage that is away) costs nothing yet: training goes on, and the
 next interval brings the next one. Only the last one of an attempt has to succeed.
@@ -28,7 +28,7 @@ class Saves:
         tells: bool,
         lost: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`lost` is told the step of a checkpoint that could not be written, on all processes."""
+        """Follow the saves of `writer`. `lost` is told the step of each that failed; `tells`: this process prints."""
         self._writer = writer
         self._lost = lost
         self._max_failed = config.max_failed_saves
@@ -41,35 +41,37 @@ class Saves:
 
     @property
     def busy(self) -> bool:
-        """Whether this process is still writing one. Processes may differ: agree before acting on it."""
+        """True while this process is writing one. Processes may differ: agree before acting on it."""
         return self._writer.busy
 
     @property
     def overdue(self) -> bool:
-        """Whether the one that is being written takes longer than it may, on this process."""
+        """True where the one that is being written takes longer than it may, on this process."""
         return self._writer.overdue
 
     @property
     def due(self) -> bool:
-        """Whether it is time for one. The clock of the process that tells decides: agree before acting on it."""
+        """True when it is time for one. Only the clock of the process that tells counts: agree before acting on it."""
         return self._tells and 0 < self._interval_seconds <= monotonic() - self._last_start
 
     def go_on(self, busy: bool, overdue: bool) -> None:
-        """Takes note of how the save in flight has ended, if it has; what is given is what all have agreed on.
+        """Take note of how the save in flight has ended, if it has; both flags are what all have agreed on.
 
         Raises RetryableError where one is overdue or too many in a row have failed, and FencedError.
         """
+        # Not this process's own `busy`: where one process settles and another does not, they save at other steps and
+        # wait for each other. Once none is busy, settling waits for nobody.
         if overdue:
             raise self._writer.overdue_error()
         if not busy:
             self._settle(self._max_failed)
 
     def skip(self, step: int) -> None:
-        """Says that there is none after `step` steps: the one before is still being written."""
+        """Say that there is none after `step` steps: the one before is still being written."""
         self._tell(f"warning: checkpoint at step {step} skipped: the one before is still being written")
 
     def save(self, state: State, history: list[dict[str, Any]], step: int) -> None:
-        """Begins a save, or makes it, where saves are not asynchronous; none is in flight. Raises as `go_on` does."""
+        """Begin a save, or make it, where saves are not asynchronous; none is in flight. Raises as `go_on` does."""
         self._start(state, history, step)
         if not self._asynchronous:
             self._settle(self._max_failed)
@@ -77,12 +79,12 @@ class Saves:
             self._tell(f"checkpoint at step {step} started")
 
     def settle(self) -> int:
-        """Waits for the save in flight, which may have failed; the step of the newest commit. Raises FencedError."""
+        """Wait for the save in flight, which may have failed; return the newest commit's step. Raises FencedError."""
         self._settle(None)
         return self._writer.committed_step
 
     def finish(self, state: State, history: list[dict[str, Any]], step: int) -> None:
-        """Makes the last save of the attempt; none is in flight. Raises RetryableError or FencedError."""
+        """Make the last save, which must succeed; none is in flight. Raises RetryableError or FencedError."""
         self._start(state, history, step)
         self._settle(0)
 
@@ -91,7 +93,8 @@ class Saves:
         self._writer.save(state, history, step, step * self._samples_per_step)
 
     def _settle(self, max_failed: int | None) -> None:
-        """Waits for the save in flight; a failed one is raised if more than so many in a row have failed."""
+        """Wait for the save in flight; raise a failed one if more than so many in a row have failed (None: never)."""
+        # The writer raises the same on all processes, so their counts stay equal and they give up together.
         step = self._writer.step
         if step is None:
             return
