@@ -904,7 +904,7 @@ MUTANTS = [
     Mutant(
         "who applies a schedule waits for nobody",
         "kftrain/schedule/turn.py",
-        "if found is None or found.given_back or silence.seconds >= SILENT_SECONDS:",
+        "if holder is None or holder.given_back or silence.seconds >= SILENT_SECONDS:",
         "if True:",
         "tests/unit/schedule",
     ),
@@ -1632,7 +1632,7 @@ MUTANTS = [
     Mutant(
         "moments may lie at the end of the calendar",
         "kftrain/schedule/settings.py",
-        "and 1970 <= found.year < 9000",
+        "and 1970 <= moment.year < 9000",
         "",
         "tests/unit/cli/test_schedule.py -k end_of_the_calendar",
     ),

@@ -1,4 +1,4 @@
-"""Kubeflow Pipelines as `kftrain submit` sees it, through kfp's own client. Only this talks to its API server.
+"""Requests to Kubeflow Pipelines through kfp's own client. Only this module and `recurring` talk to its API server.
 
 Of the client we take how it connects (tokens, cookies, Google's proxies, namespaces) and the API that it carries;
 its convenience methods have no timeouts, print to stdout, and wait for ever on a run that was canceled.
@@ -23,36 +23,36 @@ from kftrain.kubeflow.submission import RunState, Submission, run_state
 
 READ_TIMEOUT_SECONDS = (10, 30)
 WRITE_TIMEOUT_SECONDS = (10, 120)
-"""To connect, and to wait for the answer."""
+"""Seconds to connect, and seconds to wait for the answer."""
 
 NOT_FOUND, CONFLICT, TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 404, 409, 429, 500
 EQUALS = 1
 
 TOKEN_ENV = "KFP_EXISTING_TOKEN"
-"""Where kfp's own command line takes a bearer token from."""
+"""Variable from which kfp's own command line takes a bearer token."""
 
 ENDPOINT_ENV = "KF_PIPELINES_ENDPOINT"
-"""Where kfp's own command line takes the host from."""
+"""Variable from which kfp's own command line takes the host."""
 
 IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 """The API server as pods of a stock installation reach it; kfp's client takes it, too, where none is named."""
 
 NO_NAMESPACE = "kubeflow"
-"""What kfp's client takes for "none given": then the one in ~/.config/kfp/context.json counts."""
+"""Namespace that kfp's client takes for "none given": then the one in ~/.config/kfp/context.json counts."""
 
 UI_ENDPOINT_ENV = "KF_PIPELINES_UI_ENDPOINT"
-"""Where the UI is, if not at the API's address: kfp's own variable."""
+"""Variable of kfp's own with the address of the UI, where that is not the API's address."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the API server is, and as whom to talk to it."""
+    """The address of an API server, and as whom to talk to it."""
 
     host: str
     namespace: str
-    """Of the user; a multi-user installation wants one."""
+    """Namespace of the user; a multi-user installation wants one, any other refuses it."""
     existing_token_env: str
-    """The environment variable that holds a bearer token, if there is one."""
+    """Name of the environment variable that holds a bearer token; `TOKEN_ENV` need not be set, any other must."""
     ca_file: str | None
     """Certificates to trust; None: the public ones."""
 
@@ -67,10 +67,10 @@ class Pipelines:
             self._client = _connect(connection)
             self._models = self._client.api_models
             health = self._client.get_kfp_healthz()
-        self._namespace = self._own_namespace(connection.namespace, bool(health.multi_user))
+        self._namespace = self._choose_namespace(connection.namespace, bool(health.multi_user))
 
     def ensure_pipeline(self, name: str, description: str) -> str:
-        """Id of the pipeline; one is created if there is none of this name."""
+        """Return the id of the pipeline; create one if there is none of this name."""
         pipeline = self._models.V2beta1Pipeline(
             name=name, display_name=name, description=description, namespace=self._namespace
         )
@@ -78,7 +78,7 @@ class Pipelines:
         return str(self._find_or_create(lambda: self._find_pipeline(name), create)[0].pipeline_id)
 
     def ensure_version(self, pipeline_id: str, name: str, text: str) -> tuple[str, bool]:
-        """Id of a version, and whether it was uploaded now; one that is there already has the same content."""
+        """Return a version's id, and whether it was uploaded now; one that is there already has the same content."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "pipeline.yaml"
             path.write_text(text)
@@ -89,13 +89,13 @@ class Pipelines:
         return str(version.pipeline_version_id), created
 
     def ensure_experiment(self, name: str) -> str:
-        """Id of the experiment; one is created if there is none of this name."""
+        """Return the id of the experiment; create one if there is none of this name."""
         experiment = self._models.V2beta1Experiment(display_name=name, namespace=self._namespace)
         create = functools.partial(self._client.experiments.experiment_service_create_experiment, experiment=experiment)
         return str(self._find_or_create(lambda: self._find_experiment(name), create)[0].experiment_id)
 
     def start_run(self, submission: Submission, pipeline_id: str, version_id: str, experiment_id: str) -> str:
-        """Starts a run of a version; returns its id."""
+        """Start a run of a version; return its id. A lost answer is a LaunchError that names the run to look for."""
         run = self._models.V2beta1Run(
             display_name=submission.run_name,
             experiment_id=experiment_id,
@@ -115,7 +115,7 @@ class Pipelines:
         return str(started.run_id)
 
     def read_run(self, run_id: str, steps: frozenset[str]) -> RunState:
-        """A run as it is now. Raises UnavailableError where another try may succeed."""
+        """Read a run as it is now. Raises UnavailableError where another try may succeed."""
         with asked(self._host, "the run was deleted"):
             run = self._client.runs.run_service_get_run(run_id=run_id, _request_timeout=READ_TIMEOUT_SECONDS)
         details = run.run_details.task_details if run.run_details else None
@@ -124,15 +124,15 @@ class Pipelines:
         return run_state(run.state or "PENDING", history, rows, steps)
 
     def run_url(self, run_id: str) -> str:
-        """Where the UI shows a run."""
+        """Return the address at which the UI shows a run."""
         return f"{ui_url(self._host)}/#/runs/details/{run_id}"
 
     def terminate_url(self, run_id: str) -> str:
-        """Where a POST ends a run."""
+        """Return the address to which a POST ends a run."""
         return f"{self._host}/apis/v2beta1/runs/{run_id}:terminate"
 
-    def _own_namespace(self, asked: str, multi_user: bool) -> str | None:
-        """The namespace to name in requests; None where there is one only, because there it is refused."""
+    def _choose_namespace(self, asked: str, multi_user: bool) -> str | None:
+        """Choose the namespace to name in requests; None where there is only one, because there it is refused."""
         if not multi_user and asked:
             raise ConfigError(
                 "this installation is not multi-user", where="--namespace", value=asked, fix="leave it out"
@@ -142,25 +142,26 @@ class Pipelines:
         return (asked or str(self._client.get_user_namespace())) if multi_user else None
 
     def _find_or_create(self, find: Callable[[], Any], create: Callable[..., Any]) -> tuple[Any, bool]:
-        """What is there, or what we create; another one who creates it at the same time is as good."""
+        """Find a thing or create it; return it, and whether it was created. Whoever creates it first is as good."""
         with asked(self._host):
-            found = find()
-            if found is not None:
-                return found, False
+            existing = find()
+            if existing is not None:
+                return existing, False
             try:
                 return create(_request_timeout=WRITE_TIMEOUT_SECONDS), True
-            except _api_exception() as error:
-                found = find() if error.status == CONFLICT else None
-                if found is None:
+            except _import_api_exception() as error:
+                # Somebody created it between our look and our request.
+                existing = find() if error.status == CONFLICT else None
+                if existing is None:
                     raise
-                return found, False
+                return existing, False
 
     def _find_pipeline(self, name: str) -> Any:
         try:
             return self._client.pipelines.pipeline_service_get_pipeline_by_name(
                 name, **self._scope(), _request_timeout=READ_TIMEOUT_SECONDS
             )
-        except _api_exception() as error:
+        except _import_api_exception() as error:
             if error.status == NOT_FOUND:
                 return None
             raise
@@ -182,14 +183,14 @@ class Pipelines:
 
 
 def in_cluster_host() -> str:
-    """The API server of the cluster that this process is a pod of. Raises ConfigError where it is none."""
+    """Return the API server of the cluster in which this process is a pod. Raises ConfigError where it is none."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         raise ConfigError("which Kubeflow Pipelines?", where="host", fix=f"name its URL, or set {ENDPOINT_ENV}")
     return IN_CLUSTER_HOST
 
 
 def ui_url(host: str) -> str:
-    """Where people open the UI of the installation at `host`."""
+    """Return the address at which people open the UI of the installation at `host`."""
     return os.environ.get(UI_ENDPOINT_ENV, host).rstrip("/")
 
 
@@ -206,7 +207,7 @@ def _require_url(host: str) -> None:
 
 
 def _connect(connection: Connection) -> Any:
-    """The client of kfp. It asks the API server for its health while it is made, so this can fail like a request."""
+    """Build kfp's client. It asks the API server for its health on the way, so this can fail like a request."""
     import kfp
 
     class Client(kfp.Client):  # type: ignore[misc]
@@ -216,37 +217,37 @@ def _connect(connection: Connection) -> Any:
             answer = self.healthzs.healthz_service_get_healthz(
                 _preload_content=False, _request_timeout=READ_TIMEOUT_SECONDS
             )
-            return self.api_models.V2beta1GetHealthzResponse(multi_user=_multi_user(answer.data, connection.host))
+            return self.api_models.V2beta1GetHealthzResponse(multi_user=_is_multi_user(answer.data, connection.host))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipelines v2"
         return Client(
             host=connection.host,
             namespace=connection.namespace or NO_NAMESPACE,
-            existing_token=_token(connection.existing_token_env),
-            credentials=_volume_credentials(),
+            existing_token=_read_token(connection.existing_token_env),
+            credentials=_find_volume_credentials(),
             ssl_ca_cert=connection.ca_file,
         )
 
 
-def _token(variable: str) -> str | None:
-    """The bearer token in a variable. Raises ConfigError where one was named that is not set."""
+def _read_token(variable: str) -> str | None:
+    """Read the bearer token in a variable. Raises ConfigError where one was named that is not set."""
     token = os.environ.get(variable)
     if not token and variable != TOKEN_ENV:
         raise ConfigError("this environment variable is not set", where="--existing-token-env", value=variable)
     return token
 
 
-def _volume_credentials() -> Any:
-    """The token that Kubernetes mounts into a pod for Kubeflow Pipelines and renews; None where there is none."""
+def _find_volume_credentials() -> Any:
+    """Find the token that Kubernetes mounts into a pod for Kubeflow Pipelines and renews; None where there is none."""
     from kfp import client
 
     path = os.environ.get(client.KF_PIPELINES_SA_TOKEN_ENV, client.KF_PIPELINES_SA_TOKEN_PATH)
     return client.ServiceAccountTokenVolumeCredentials(path) if os.path.exists(path) else None
 
 
-def _multi_user(answer: bytes, host: str) -> bool:
-    """What the API server says of itself. Raises LaunchError where something else answers, such as a login page."""
+def _is_multi_user(answer: bytes, host: str) -> bool:
+    """Parse the API server's health for whether it is multi-user. Raises LaunchError where a login page answers."""
     try:
         return bool(json.loads(answer).get("multi_user"))
     except (ValueError, AttributeError) as error:
@@ -259,15 +260,19 @@ def _multi_user(answer: bytes, host: str) -> bool:
 
 @contextlib.contextmanager
 def asked(host: str, deleted: str = "") -> Iterator[None]:
-    """Makes a LaunchError of what API server or network have against a request. `deleted`: what a 404 means."""
+    """Run a block of requests; an error of the API server or the network becomes a LaunchError.
+
+    `deleted`: message for a 404, where that means that the thing is gone. What another try may mend is an
+    UnavailableError.
+    """
     from urllib3.exceptions import HTTPError
 
     try:
         yield
-    except _api_exception() as error:
+    except _import_api_exception() as error:
         if deleted and error.status == NOT_FOUND:
             raise LaunchError(deleted, where=host, fix="submit it again, or go on with it: --resume RUN") from error
-        raise _refusal(host, error) from error
+        raise _build_refusal(host, error) from error
     except HTTPError as error:
         reason = getattr(error, "reason", None) or error
         raise UnavailableError(
@@ -275,15 +280,15 @@ def asked(host: str, deleted: str = "") -> Iterator[None]:
         ) from error
 
 
-def _api_exception() -> Any:
-    """What the client raises for an answer that is an error."""
+def _import_api_exception() -> Any:
+    """Import the exception that kfp's client raises for an answer that is an error."""
     import kfp_server_api  # type: ignore[import-untyped]
 
     return kfp_server_api.ApiException
 
 
-def _refusal(host: str, error: Any) -> LaunchError:
-    what = f"Kubeflow Pipelines answered {error.status} {error.reason}: {_message(error.body)}".rstrip(": ")
+def _build_refusal(host: str, error: Any) -> LaunchError:
+    what = f"Kubeflow Pipelines answered {error.status} {error.reason}: {_parse_message(error.body)}".rstrip(": ")
     if error.status >= FIRST_SERVER_ERROR or error.status == TOO_MANY_REQUESTS:
         return UnavailableError(what, where=host, fix="try again, or look at the log of ml-pipeline")
     fixes = {
@@ -294,8 +299,8 @@ def _refusal(host: str, error: Any) -> LaunchError:
     return LaunchError(what, where=host, fix=fixes.get(error.status, ""))
 
 
-def _message(body: str | bytes | None) -> str:
-    """The API server's own words, of an error's body."""
+def _parse_message(body: str | bytes | None) -> str:
+    """Read the API server's own words from an error's body; empty for a page of HTML."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body or ""
     try:
         document = json.loads(text)
@@ -307,5 +312,5 @@ def _message(body: str | bytes | None) -> str:
 
 
 def named(name: str) -> str:
-    """The filter for things of this name, as the API takes it."""
+    """Build the filter for things of this name, as the API takes it."""
     return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})

@@ -1,6 +1,7 @@
-"""Kubeflow's recurring runs through kfp's client: listed, created disabled, enabled, disabled, deleted.
+"""Requests about Kubeflow's recurring runs through kfp's client: to list, create, enable, disable and delete them.
 
-By pipeline id without a version, which kfp's own convenience methods refuse: each run has the newest version then.
+A recurring run names its pipeline by id without a version, which kfp's own convenience methods refuse: then each run
+has the newest version.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RecurringPipelines(Pipelines):
     """A Kubeflow Pipelines installation with its recurring runs. Every method raises LaunchError."""
 
     def list_recurring(self, name: str = "") -> list[Recurring]:
-        """The recurring runs of a name; without one all of them."""
+        """List the recurring runs of a name; without one, all of them."""
         service, filters = self._client.recurring_runs, {"filter": named(name)} if name else {}
 
         def page(token: str) -> tuple[list[Any], str]:
@@ -47,10 +48,10 @@ class RecurringPipelines(Pipelines):
             )
             return answer.recurring_runs or [], answer.next_page_token or ""
 
-        return [recurring(found) for found in self._pages(page)]
+        return [recurring(listed) for listed in self._iterate_pages(page)]
 
     def create(self, content: Content) -> None:
-        """A new one, disabled."""
+        """Create a recurring run, disabled: whoever calls looks at it before it may start anything."""
         models = self._models
         reference = models.V2beta1PipelineVersionReference(pipeline_id=content.pipeline_id)
         document = models.V2beta1RecurringRun(
@@ -72,19 +73,19 @@ class RecurringPipelines(Pipelines):
             )
 
     def enable(self, recurring_id: str) -> None:
-        """From now on it starts runs."""
-        self._of_one(self._client.recurring_runs.recurring_run_service_enable_recurring_run, recurring_id)
+        """Let a recurring run start runs from now on."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_enable_recurring_run, recurring_id)
 
     def disable(self, recurring_id: str) -> None:
-        """From now on it starts none."""
-        self._of_one(self._client.recurring_runs.recurring_run_service_disable_recurring_run, recurring_id)
+        """Let a recurring run start no more runs; those that it has started go on."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_disable_recurring_run, recurring_id)
 
     def delete(self, recurring_id: str) -> None:
-        """Kubernetes kills what it has started and has not ended."""
-        self._of_one(self._client.recurring_runs.recurring_run_service_delete_recurring_run, recurring_id)
+        """Delete a recurring run; Kubernetes kills its runs that have not ended."""
+        self._call_for_one(self._client.recurring_runs.recurring_run_service_delete_recurring_run, recurring_id)
 
     def live_runs(self, recurring_id: str) -> list[str]:
-        """Names of its runs that have not ended."""
+        """List the names of its runs that have not ended."""
         predicate = {"operation": EQUALS, "key": "recurring_run_id", "stringValue": recurring_id}
         filters = {"filter": json.dumps({"predicates": [predicate]}), **self._scope()}
 
@@ -94,16 +95,16 @@ class RecurringPipelines(Pipelines):
             )
             return answer.runs or [], answer.next_page_token or ""
 
-        return [str(run.display_name) for run in self._pages(page) if run.state not in ENDED]
+        return [str(run.display_name) for run in self._iterate_pages(page) if run.state not in ENDED]
 
     def find_ids(self, pipeline: str, experiment: str) -> tuple[str, str]:
-        """Ids of a pipeline and of an experiment; empty where there is none of this name. Creates nothing."""
+        """Find the ids of a pipeline and of an experiment; empty where there is none of this name. Creates nothing."""
         with asked(self._host):
-            found, wanted = self._find_pipeline(pipeline), self._find_experiment(experiment)
-        return str(found.pipeline_id) if found else "", str(wanted.experiment_id) if wanted else ""
+            owner, group = self._find_pipeline(pipeline), self._find_experiment(experiment)
+        return str(owner.pipeline_id) if owner else "", str(group.experiment_id) if group else ""
 
     def latest_version(self, pipeline_id: str) -> str:
-        """Name of the version that a run without one would have; empty where the pipeline has none."""
+        """Read the name of the version that a run without one would have; empty where the pipeline has none."""
         with asked(self._host):
             answer = self._client.pipelines.pipeline_service_list_pipeline_versions(
                 pipeline_id, sort_by="created_at desc", page_size=1, _request_timeout=READ_TIMEOUT_SECONDS
@@ -111,16 +112,16 @@ class RecurringPipelines(Pipelines):
         newest = next(iter(answer.pipeline_versions or []), None)
         return str(newest.display_name) if newest is not None else ""
 
-    def _pages(self, page: Callable[[str], tuple[list[Any], str]]) -> Iterator[Any]:
+    def _iterate_pages(self, page: Callable[[str], tuple[list[Any], str]]) -> Iterator[Any]:
         token, more = "", True
         while more:
             with asked(self._host):
-                found, token = page(token)
-            yield from found
+                items, token = page(token)
+            yield from items
             more = bool(token)
 
-    def _of_one(self, method: Callable[..., Any], recurring_id: str) -> None:
-        """Calls a method of one recurring run; one that is gone is left alone: the next listing shows it."""
+    def _call_for_one(self, method: Callable[..., Any], recurring_id: str) -> None:
+        """Call a method of one recurring run; one that is gone is left alone: the next listing shows it."""
         import kfp_server_api  # type: ignore[import-untyped]
 
         with asked(self._host):
@@ -131,39 +132,38 @@ class RecurringPipelines(Pipelines):
                     raise
 
 
-def recurring(found: Any) -> Recurring:
-    """A recurring run as the API lists it."""
-    reference, cron = found.pipeline_version_reference, found.trigger.cron_schedule if found.trigger else None
+def recurring(listed: Any) -> Recurring:
+    """Convert a recurring run from the API's form into ours; fields that the API leaves out become empty."""
+    reference, cron = listed.pipeline_version_reference, listed.trigger.cron_schedule if listed.trigger else None
     content = Content(
-        name=found.display_name or "",
+        name=listed.display_name or "",
         cron=(cron.cron if cron else "") or "",
         pipeline_id=(reference.pipeline_id if reference else "") or "",
-        experiment_id=found.experiment_id or "",
-        parameters=dict((found.runtime_config.parameters if found.runtime_config else None) or {}),
-        service_account=found.service_account or "",
+        experiment_id=listed.experiment_id or "",
+        parameters=dict((listed.runtime_config.parameters if listed.runtime_config else None) or {}),
+        service_account=listed.service_account or "",
         version_id=(reference.pipeline_version_id if reference else "") or "",
-        no_catchup=bool(found.no_catchup),
-        max_runs=int(found.max_concurrency or 1),
+        no_catchup=bool(listed.no_catchup),
+        max_runs=int(listed.max_concurrency or 1),
     )
-    return Recurring(found.recurring_run_id, content, found.mode == ENABLE, str(found.created_at or ""))
+    return Recurring(listed.recurring_run_id, content, listed.mode == ENABLE, str(listed.created_at or ""))
 
 
 def disable_all(host: str, namespace: str, names: Iterable[str], dry_run: bool) -> list[str]:
-    """Disables what is enabled of these schedules, as whoever this pod is; what was done, in lines. Raises LaunchError.
+    """Disable what is enabled of these schedules, as this pod's account; return a line for each. Raises LaunchError.
 
-    `namespace` counts on a multi-user installation.
+    `namespace` counts on a multi-user installation. With `dry_run` nothing is disabled.
     """
-    pipelines = _of_pod(host, namespace)
-    enabled = [each for name in names for each in pipelines.list_recurring(name) if each.enabled]
-    for each in () if dry_run else enabled:
-        pipelines.disable(each.id)
+    pipelines = _connect_from_pod(host, namespace)
+    enabled = [run for name in names for run in pipelines.list_recurring(name) if run.enabled]
+    for run in () if dry_run else enabled:
+        pipelines.disable(run.id)
     return [
-        f"{'would disable' if dry_run else 'disabled'} {each.content.name} in Kubeflow: it is paused"
-        for each in enabled
+        f"{'would disable' if dry_run else 'disabled'} {run.content.name} in Kubeflow: it is paused" for run in enabled
     ]
 
 
-def _of_pod(host: str, namespace: str) -> RecurringPipelines:
+def _connect_from_pod(host: str, namespace: str) -> RecurringPipelines:
     try:
         return RecurringPipelines(Connection(host, "", TOKEN_ENV, None))
     except ConfigError:  # a multi-user installation wants to know whose

@@ -1,4 +1,4 @@
-"""What `kftrain submit` sends and what it makes of the answers: data, without a client.
+"""A run to submit, and the state of one that was submitted: data for `kftrain submit`, without a client.
 
 A run's task details have one row per pod and per group of pods ("train", "train-driver", "train(0)", "executor"), so a
 step is found by its name, and a driver counts only if it failed: then its step has no row of its own.
@@ -17,24 +17,24 @@ ENDED = {SUCCEEDED, FAILED, SKIPPED, CANCELED}
 """Final states, of runs and of tasks."""
 
 GRAVITY = (FAILED, "RUNNING", "PENDING", CANCELING, CANCELED, SUCCEEDED, SKIPPED)
-"""Of several rows of one step, the first of these is the step's state."""
+"""States by weight: of several rows of one step, the state that comes first here is the step's."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A pipeline's version, and a run of it."""
+    """A pipeline's version to upload, and a run of it to start."""
 
     pipeline: str
     version: str
     """Name of the version: the same for the same content."""
     text: str
-    """The compiled pipeline."""
+    """The compiled pipeline, as a text of YAML."""
     experiment: str
     run_name: str
     parameters: dict[str, str]
 
     def to_yaml(self) -> str:
-        """All of it but the compiled pipeline, for people."""
+        """Write everything but the compiled pipeline as YAML, for people."""
         names = {"pipeline": self.pipeline, "version": self.version, "experiment": self.experiment}
         document = {**names, "run": self.run_name, "parameters": self.parameters}
         return yaml.dump(document, Dumper=_BlockDumper, sort_keys=False)
@@ -46,22 +46,22 @@ class RunState:
 
     state: str
     canceled: bool = False
-    """Whether somebody terminated it. Its final state is FAILED nevertheless."""
+    """True where somebody terminated it; its final state is FAILED nevertheless."""
     steps: Mapping[str, str] = field(default_factory=dict)
     """Step -> state, for the steps that have one."""
 
     @property
     def ended(self) -> bool:
-        """Whether it is in a final state."""
+        """True where it is in a final state."""
         return self.state in ENDED
 
     def steps_in(self, state: str) -> str:
-        """Names of the steps in a state, as text."""
-        return ", ".join(sorted(name for name, found in self.steps.items() if found == state))
+        """Join the names of the steps in a state, sorted, with commas."""
+        return ", ".join(sorted(name for name, current in self.steps.items() if current == state))
 
 
 def steps_of(text: str) -> frozenset[str]:
-    """Names of the steps of a compiled pipeline: those of its tasks that have a container."""
+    """Read the names of a compiled pipeline's steps: those of its tasks that have a container."""
     spec = next(iter(yaml.safe_load_all(text)))
     with_container = {name for name, component in spec["components"].items() if "executorLabel" in component}
     dags: list[dict[str, Any]] = [part["dag"] for part in (spec["root"], *spec["components"].values()) if "dag" in part]
@@ -72,25 +72,25 @@ def steps_of(text: str) -> frozenset[str]:
 def run_state(
     state: str, history: Iterable[str], rows: Iterable[tuple[str, str | None]], steps: frozenset[str]
 ) -> RunState:
-    """The state of a run, out of its own state, the states it has had, and its rows of (name, state)."""
-    found: dict[str, set[str]] = {}
+    """Compute the state of a run from its own state, the states it has had, and its rows of (name, state)."""
+    states_of: dict[str, set[str]] = {}
     for name, row_state in rows:
         step = name.removesuffix("-driver")
         if row_state and step in steps and (step == name or row_state == FAILED):
-            found.setdefault(step, set()).add(row_state)
-    states = {step: min(seen, key=_gravity) for step, seen in found.items()}
+            states_of.setdefault(step, set()).add(row_state)
+    states = {step: min(seen, key=_rank_state) for step, seen in states_of.items()}
     return RunState(state, canceled=state == CANCELED or CANCELING in history, steps=states)
 
 
 def changes(before: RunState, now: RunState) -> list[str]:
-    """One line for each step whose state is another than before: those that have ended first."""
+    """Write a line for each step whose state is another than before, the ended steps first."""
     changed = [(name, state) for name, state in now.steps.items() if before.steps.get(name) != state]
     changed.sort(key=lambda item: (item[1] not in ENDED, item))
     return [f"{name}: {state.lower()}" for name, state in changed]
 
 
 def outcome(run: RunState) -> str:
-    """How a run has ended, in words. One that was terminated too late has succeeded all the same."""
+    """Describe how a run has ended. One that was terminated too late has succeeded all the same."""
     if run.state == SUCCEEDED:
         return "the run succeeded"
     if run.canceled:
@@ -102,12 +102,12 @@ def outcome(run: RunState) -> str:
     return f"the run failed in {failed}" if failed else "the run failed, but none of its steps"
 
 
-def _gravity(state: str) -> int:
+def _rank_state(state: str) -> int:
     return GRAVITY.index(state) if state in GRAVITY else len(GRAVITY)
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+    """Writes texts of several lines as YAML blocks, which people can read."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,4 +1,4 @@
-"""What a stage tells the `kftrain run` that it belongs to: a file that nobody prints to.
+"""Messages from a stage to the `kftrain run` that it belongs to, in a file that nobody prints to.
 
 Standard output is shared with kfp, with libraries and with a user's own code: whatever is read there may be anybody's.
 So which run this is, and why a stage failed, go into a file of a private folder, which the environment names: a JSON
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "KFTRAIN_CHANNEL"
-"""Path of the file."""
+"""Variable with the path of the file; not set where nobody reads messages."""
 
 RUN, ERROR = "run", "error"
 """Kinds of messages: the URI of the run's folder, and what error.json holds."""
 
 
 def tell(kind: str, content: Any) -> bool:
-    """Leaves a message; whether there is somebody who asked for it."""
+    """Leave a message; return whether it was written, which it is only where somebody asked for messages."""
     try:
         descriptor = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND)
     except (KeyError, OSError):
         return False
-    try:
+    try:  # one write to a file that is open to append: lines of several processes do not mix
         line = json.dumps({kind: content}).encode() + b"\n"
         return os.write(descriptor, line) == len(line)
     except OSError:  # a full disk: the caller says it elsewhere
@@ -37,29 +37,29 @@ def tell(kind: str, content: Any) -> bool:
 
 
 class Channel:
-    """The reading end."""
+    """The reading end of the file; remembers how far it has read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What has come since the last time: (kind, content). A line that is no message is passed over."""
+        """Yield the messages that came since the last call as (kind, content); pass over lines that are none."""
         with self._path.open("rb") as stream:
             stream.seek(self._position)
             content = stream.read()
-        whole, newline, _ = content.rpartition(b"\n")
+        whole, newline, _ = content.rpartition(b"\n")  # a line that is being written is left for the next call
         self._position += len(whole) + len(newline)
         for line in whole.splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)
                 if isinstance(message, dict):
-                    yield from ((kind, said) for kind, said in message.items() if _is_sound(kind, said))
+                    yield from ((kind, body) for kind, body in message.items() if _is_sound(kind, body))
 
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Channel]:
-    """Within the block, processes that this one starts tell what they have to say to the channel."""
+    """Open a channel for the processes that this one starts in the block: their environment names it."""
     path = folder / "channel"
     path.touch(mode=0o600)
     os.environ[VARIABLE] = str(path)

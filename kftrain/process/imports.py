@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def imports_for_good() -> Iterator[None]:
-    """What is imported within the block is not searched for garbage, neither now nor at the end of the process.
+    """Import within the block what is never searched for garbage, neither now nor at the end of the process.
 
     torch is a million objects: that takes a second of a core, on every rank.
     """
@@ -17,5 +17,5 @@ def imports_for_good() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        gc.freeze()  # before the collector may run again: else it searches all of it once
         gc.enable()

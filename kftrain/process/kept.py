@@ -1,8 +1,8 @@
-"""A process that does one task after another: what it has imported is there for the next.
+"""A process that does one task after another, so that the next task finds imported what the last one needed.
 
-What takes longest between a failure and the next step is reading torch. So a laptop's launcher keeps its worker, and a
-worker the agent that has read torch. The process reads a line from its standard input for each task, the environment
-of the task, and writes the exit code to a descriptor; the end of the input is the end of it.
+Importing torch takes longest between a failure and the next step. So a laptop's launcher keeps its worker, and a worker
+the agent that has imported torch. The process reads a line from its standard input for each task, the environment of
+the task, and writes the exit code to a descriptor; where the input ends, the process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TextIO
 from kftrain.process.parent_death import die_with_parent
 
 REPORT_ENV = "KFTRAIN_REPORT_DESCRIPTOR"
-"""Descriptor on which a kept process says how a task has ended, and the process that keeps it."""
+"""Variable with the descriptor on which a kept process reports exit codes, a comma, and its keeper's process id."""
 
 
 class Reporter:
@@ -37,7 +37,7 @@ class Reporter:
             os.set_inheritable(self._descriptor, False)
 
     def begin(self) -> bool:
-        """Waits for a task; its environment is set by then. False where there will be none any more."""
+        """Wait for a task and set its environment; False where no more tasks will come."""
         self._num_tasks += 1
         if not self.kept:
             return self._num_tasks == 1
@@ -47,19 +47,19 @@ class Reporter:
         return bool(line)
 
     def end(self, code: int) -> None:
-        """Says how the task has ended."""
+        """Report the task's exit code; does nothing where nobody keeps the process."""
         if self.kept:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._descriptor, f"{code}\n".encode())
 
     def close(self) -> None:
-        """In a fork, which is another process."""
+        """Close the descriptor; a fork calls this, because it must not report in the place of its parent."""
         if self.kept:
             os.close(self._descriptor)
 
 
 class KeptProcess:
-    """A process that is kept, from outside."""
+    """The keeper's side: starts the process, gives it tasks, and ends it."""
 
     def __init__(self, command: Sequence[str], new_session: bool = False) -> None:
         self._command = list(command)
@@ -69,11 +69,11 @@ class KeptProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Process id; None while no process lives."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Starts the process, unless it is there: it imports what it needs, and waits for a task."""
+        """Start the process, unless it is there: it imports what it needs, and waits for a task."""
         if self.pid is not None:
             return
         self.close()
@@ -86,11 +86,11 @@ class KeptProcess:
             text=True,
             start_new_session=self._new_session,
         )
-        os.close(writing)
+        os.close(writing)  # only the process has it now: when it dies, `wait` reads the end instead of waiting for ever
         self._report = os.fdopen(reading)
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Starts a task in this environment, in the process that is there already if one is."""
+        """Start a task in this environment, in the process that is there already if one is."""
         self.prepare(environment)
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has just died: `wait` says how
@@ -98,23 +98,23 @@ class KeptProcess:
             self._process.stdin.flush()
 
     def wait(self) -> int:
-        """Returns how the task has ended: its exit code; -N where signal N has ended the process itself."""
+        """Wait for the end of the task; return its exit code, or -N where signal N has ended the process itself."""
         assert self._process is not None and self._report is not None
         line = self._report.readline()
         return int(line) if line else self._process.wait()
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send the process SIGTERM; does nothing where there was none."""
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Send the process SIGKILL; does nothing where there was none."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """Ends the process at once: between tasks it has nothing to lose."""
+        """End the process at once: between tasks it has nothing to lose."""
         if self._process is None:
             return
         self._process.kill()

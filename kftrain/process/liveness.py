@@ -1,8 +1,8 @@
-"""What a training process says of itself to its supervisor, from outside of the training thread.
+"""The beats of a training process, by which its supervisor sees that it lives and whether it makes progress.
 
-A thread writes once a second how many collective operations the training has begun and ended: torch's flight recorder
-counts them, on gloo as on NCCL. That is written into a file of a few bytes which the supervisor reads, so a process
-that is stopped, or that holds the GIL for ever, is told from one that waits for another.
+A thread beside the training writes once a second how many collective operations the training has begun and ended:
+torch's flight recorder counts them, on gloo as on NCCL. The supervisor reads the numbers from a file of a few bytes. So
+it tells a process that is stopped, or that holds the GIL for ever, from one that waits for another.
 
 Nothing here imports torch before the process has joined its group.
 """
@@ -24,18 +24,18 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 LIVENESS_ENV = "KFTRAIN_LIVENESS_FOLDER"
-"""Folder of the files, each called by its process's local rank."""
+"""Variable with the folder of the files, each called by its process's local rank."""
 
 BEAT_SECONDS = 1.0
 
 MARGIN_SECONDS = 15.0
-"""How much later collective operations time out by themselves: the supervisor is to be first, and names the cause."""
+"""Seconds by which collective operations time out later than the supervisor, which is to name the cause first."""
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a process write the stacks of all its threads into its log, also while it holds the GIL."""
 
 RECORDERS = {"": "_dump_fr_trace_json", "nccl ": "_dump_nccl_trace_json"}
-"""How torch tells of the groups of its backends: prefix of their keys here -> function; the second on GPUs only."""
+"""Prefix of a backend's keys here -> torch's function that dumps its recorder; the second is there on GPUs only."""
 
 Statuses = dict[str, tuple[int, int]]
 """Key of a group -> numbers of the last operations that have begun and ended."""
@@ -43,7 +43,7 @@ Statuses = dict[str, tuple[int, int]]
 _OPERATION_BYTES = 32
 _FORMAT = struct.Struct(f"<dddqq??6x{_OPERATION_BYTES}s")
 _RECORDED = re.compile(rb'"process_group":\["(\d+)",[^]]*\],"profiling_name":"\w+:(\w+)"')
-"""An operation in what torch tells: the key of its group, and its name after the backend's."""
+"""Pattern of an operation in torch's dump: the key of its group, and its name after the backend's."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +51,30 @@ class Beat:
     """The state of one process. Times are seconds on the machine's monotonic clock."""
 
     alive_at: float = 0.0
-    """When this was written."""
+    """Time at which this beat was written."""
     progress_at: float = 0.0
-    """When a collective operation last began or ended, or when the last rest did."""
+    """Time of the last progress: a collective operation began or ended, or a rest did."""
     watched_at: float = 0.0
-    """When that last changed, or the process last said that it goes on; 0: it has not been watched yet."""
+    """Time at which `watched` last changed, or the process last said that it goes on; 0: never watched so far."""
     num_collectives: int = 0
-    """Begun by the training thread so far; the same on all processes that are at the same place."""
+    """Operations that the training thread has begun so far; equal on all processes that are at the same place."""
     num_ended: int = 0
-    """Not reliable to the last one: gloo's may end in another order than they began."""
+    """Operations that have ended; not reliable to the last one, as gloo's may end in another order than they began."""
     counted: bool = False
-    """Whether torch counts them at all."""
+    """True where torch counts operations at all."""
     watched: bool = False
-    """False before the first step, while a checkpoint is waited for, and after the last step."""
+    """True while the process must make progress: neither before the first step or after the last, nor in a rest."""
     operation: str = ""
     """The collective operation that was begun last; named only once the process stands still."""
 
     def pack(self) -> bytes:
-        """As it lies in the file."""
+        """Return the beat as the bytes of the file."""
         *numbers, operation = astuple(self)
         return _FORMAT.pack(*numbers, operation.encode()[:_OPERATION_BYTES])
 
     @classmethod
     def unpack(cls, content: bytes) -> Beat:
-        """The inverse of `pack`."""
+        """Read the bytes of the file, the inverse of `pack`. Raises struct.error for another length."""
         alive_at, progress_at, watched_at, begun, ended, counted, watched, name = _FORMAT.unpack(content)
         operation = name.rstrip(b"\0").decode(errors="replace")
         return cls(alive_at, progress_at, watched_at, begun, ended, counted, watched, operation)
@@ -84,10 +84,10 @@ SIZE_BYTES = _FORMAT.size
 
 
 class Liveness:
-    """Of this process; without a supervisor that wants it, it does nothing."""
+    """The beats of this process; without a supervisor that wants them, nothing is written."""
 
     def __init__(self, in_background: Callable[[], object], timeout_seconds: float) -> None:
-        """Collective.
+        """Start the thread that writes. Collective.
 
         Args:
             in_background: An operation in the group of the checkpoint thread, whose operations do not count.
@@ -114,24 +114,24 @@ class Liveness:
             threading.Thread(target=self._run, daemon=True, name="liveness").start()
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block the process has to make progress."""
-        return self._within(True)
+        """Mark a block in which the process has to make progress."""
+        return self._set_within(True)
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """A part of a `watched` block that may take as long as it takes."""
-        return self._within(False)
+        """Mark a part of a `watched` block that may take as long as it takes."""
+        return self._set_within(False)
 
     def goes_on(self) -> None:
-        """Says that the process has made progress, where no collective operation shows it."""
+        """Say that the process has made progress, where no collective operation shows it."""
         with self._lock:
             self._watched_at = time.monotonic()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread that writes; the last beat stays in the file."""
         self._closed.set()
 
     @contextlib.contextmanager
-    def _within(self, watched: bool) -> Iterator[None]:
+    def _set_within(self, watched: bool) -> Iterator[None]:
         self._set(watched)
         try:
             yield
@@ -142,6 +142,7 @@ class Liveness:
         with self._lock:
             self._watched = watched
             self._watched_at = time.monotonic()
+        # Written at once: the supervisor must know of a rest before it begins. `_write` takes the lock itself.
         self._write()
 
     def _run(self) -> None:
@@ -154,13 +155,14 @@ class Liveness:
         with self._lock:
             now = beat(self._last, _statuses(), self._background, self._watched, self._watched_at)
             if now.watched and now.alive_at - now.progress_at >= self._still_seconds:
+                # Asked once per stand, as this takes torch a moment; `beat` leaves the name out, so `_last` keeps it.
                 now = replace(now, operation=self._last.operation or last_operation(self._background))
             self._last = now
             self._map[:SIZE_BYTES] = now.pack()
 
 
 def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: bool, watched_at: float) -> Beat:
-    """What to write after `last`; groups whose keys are in `background` do not count."""
+    """Compute the beat to write after `last`; groups whose keys are in `background` do not count."""
     now = time.monotonic()
     counts = [numbers for key, numbers in statuses.items() if key not in background]
     begun, ended = (sum(max(0, numbers[place]) for numbers in counts) for place in (0, 1))
@@ -177,14 +179,14 @@ def beat(last: Beat, statuses: Statuses, background: Collection[str], watched: b
 
 
 def last_operation(background: Collection[str]) -> str:
-    """The name of the collective operation that was begun last, in groups other than these; empty if it is unknown."""
+    """Find the name of the collective operation that was begun last, in groups other than these; empty if unknown."""
     from torch._C import _distributed_c10d
 
     for prefix, name in reversed(RECORDERS.items()):
         dump = getattr(_distributed_c10d, name, None)
-        found = _RECORDED.findall(dump(True)) if dump else []
+        recorded = _RECORDED.findall(dump(True)) if dump else []
         names: list[str] = [
-            operation.decode() for key, operation in found if f"{prefix}{key.decode()}" not in background
+            operation.decode() for key, operation in recorded if f"{prefix}{key.decode()}" not in background
         ]
         if names:
             return names[-1]
@@ -192,7 +194,7 @@ def last_operation(background: Collection[str]) -> str:
 
 
 def read(path: Path) -> Beat:
-    """The beat of a process; of one that has not begun, one that is not watched."""
+    """Read the beat of a process; for one that has not begun, a beat that is not watched."""
     try:
         return Beat.unpack(path.read_bytes())
     except (FileNotFoundError, struct.error):
@@ -207,10 +209,13 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _statuses() -> Statuses:
-    """How many operations each group has begun and ended. It is not public: what is not understood is not counted."""
+    """Read the numbers of the last operations that each group has begun and ended.
+
+    torch's dumps are no public interface: a form that is not understood is not counted.
+    """
     from torch._C import _distributed_c10d
 
-    found = {}
+    statuses = {}
     for prefix, name in RECORDERS.items():
         dump = getattr(_distributed_c10d, name, None)
         if dump is None:
@@ -218,5 +223,5 @@ def _statuses() -> Statuses:
         with contextlib.suppress(TypeError, ValueError, KeyError):
             for key, status in json.loads(dump(False))["pg_status"].items():
                 numbers = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
-                found[f"{prefix}{key}"] = numbers
-    return found
+                statuses[f"{prefix}{key}"] = numbers
+    return statuses

@@ -1,9 +1,9 @@
-"""What several processes print: to the console, line by line and with their name, and complete into files.
+"""The output of several processes: to the console, line by line and with their names, and complete into files.
 
-Each process writes both its streams into one pipe, in the order in which it writes them, and who has started them reads
-all pipes in one thread. Nothing is torn or held back: torchrun's own `--tee` writes from a thread per stream into one
-buffer, which on two processes tears lines, and shows them seconds later wherever the console is no terminal. A full
-disk costs the files and a console that nobody reads costs its lines, never the training.
+Each process writes both its streams into one pipe, in the order in which it writes them, and the process that started
+them reads all pipes in one thread. No line is torn or held back: torchrun's own `--tee` writes from a thread per stream
+into one buffer, which on two processes tears lines, and shows them seconds later wherever the console is no terminal.
+A full disk costs the files and a console that nobody reads costs its lines, never the training.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kftrain.progress import to_log
 from kftrain.run.log_size import MAX_LOG_BYTES, shortened
 
 OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"
-"""Folder of the pipes, each called by its process's local rank."""
+"""Variable with the folder of the pipes, each called by its process's local rank."""
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
-"""What is longer without a newline goes to the console in pieces."""
+"""Bytes without a newline beyond which a line goes to the console in pieces."""
 
 MAX_WAITING_BYTES = 4 << 20
-"""What a console that is not read may owe; more is left out, and said to be."""
+"""Bytes that may wait for a console that is not read; later lines are left out, and a note says so."""
 
 LOOK_SECONDS = 0.1
-"""How long the end of the processes may go unnoticed by the reading thread."""
+"""Seconds for which the reading thread may not notice that the processes have ended."""
 
 DRAIN_SECONDS = 5.0
-"""How long a console has to take the last lines; counted in slices, so that a machine that pauses loses none."""
+"""Seconds that a console has to take the last lines; counted in slices, so that a machine that pauses loses none."""
 
 PIPE_BYTES = 1 << 16
-"""What a pipe holds, where the system does not say it."""
+"""Bytes that a pipe holds, where the system does not say it."""
 
 
 def redirect() -> None:
-    """Sends all that this process prints, from Python and from C, into its pipe, if somebody reads one."""
+    """Send everything that this process prints, from Python and from C, into its pipe, if somebody reads one."""
     folder = os.environ.get(OUTPUT_ENV)
     if not folder:
         return
@@ -59,11 +59,11 @@ def redirect() -> None:
 
 
 class Output:
-    """Within the block, what the processes print is shown and kept.
+    """A block in which the output of processes is shown on the console and kept in files.
 
     Args:
         folder: An empty folder for pipes and files.
-        names: Of the processes, such as `rank-3`, in the order of their local ranks.
+        names: Names of the processes, such as `rank-3`, in the order of their local ranks.
         named: Whether each line on the console begins with its process's name.
     """
 
@@ -74,7 +74,7 @@ class Output:
         self._console = _Console()
         self.folder = folder
         self.logs = {name: folder / f"{name}.log" for name in names}
-        """Name -> its file: bit by bit what the process printed."""
+        """Name -> the file that holds what the process printed, byte for byte."""
         self._sources = [
             _Source(folder / str(index), log, f"[{name.replace('-', ' ')}] ".encode() if named else b"", self._console)
             for index, (name, log) in enumerate(self.logs.items())
@@ -103,7 +103,7 @@ class Output:
 
 
 class _Source:
-    """One process's pipe, its file, and the line that it has begun."""
+    """The pipe of a process, its file, and the line that it has begun."""
 
     def __init__(self, pipe: Path, log: Path, prefix: bytes, console: _Console) -> None:
         os.mkfifo(pipe)
@@ -115,14 +115,14 @@ class _Source:
         self._begun = b""
 
     def drain(self) -> None:
-        """Takes what the process has left in the pipe; no more, as what outlives it may go on writing."""
+        """Take what the process has left in the pipe, and no more: a child that outlives it may go on writing."""
         left = fcntl.fcntl(self.pipe, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else PIPE_BYTES
         with contextlib.suppress(BlockingIOError):
             while left > 0:
                 left -= self.read()
 
     def read(self) -> int:
-        """Takes some of it; how many bytes. Raises BlockingIOError where there are none."""
+        """Take some bytes from the pipe; return their number. Raises BlockingIOError where there are none."""
         data = os.read(self.pipe, READ_BYTES)
         self._log.write(data)
         *lines, self._begun = (self._begun + data).split(b"\n")
@@ -139,9 +139,9 @@ class _Source:
             self._show([self._begun])
 
     def _show(self, lines: list[bytes]) -> None:
-        """What of each a terminal may show: user code and libraries print what they like."""
-        shown = (printable(line.decode(errors="replace")).encode() for line in lines)
-        self._console.show([self._prefix + line + b"\n" for line in shown])
+        """Show of the lines what a terminal may show: user code and libraries print what they like."""
+        harmless = (printable(line.decode(errors="replace")).encode() for line in lines)
+        self._console.show([self._prefix + line + b"\n" for line in harmless])
 
 
 class _Console:
@@ -157,7 +157,7 @@ class _Console:
         self._thread.start()
 
     def show(self, lines: list[bytes]) -> None:
-        """Has the lines written; never waits."""
+        """Hand lines to the thread that writes them; never waits for the console."""
         with self._changed:
             if self._num_bytes > MAX_WAITING_BYTES:
                 self._num_left_out += len(lines)
@@ -168,7 +168,7 @@ class _Console:
             self._changed.notify()
 
     def close(self) -> None:
-        """Waits until all is written, for a while."""
+        """Wait until everything is written, for `DRAIN_SECONDS` at most."""
         with self._changed:
             self._add_note()
             self._closed = True
@@ -189,13 +189,13 @@ class _Console:
                 self._waiting = []
             if not lines:
                 return
-            _to_console(b"".join(lines))
+            _write_to_console(b"".join(lines))  # without the lock: this may block for ever, and `show` must not
             with self._changed:
                 self._num_bytes = sum(map(len, self._waiting))
 
 
 class _Log:
-    """A file of bounded size."""
+    """A process's log file: it loses its middle where it grows too long, and ends at the first error of the disk."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("w+b", buffering=0)
@@ -227,8 +227,8 @@ class _Log:
         self._size = len(kept)
 
 
-def _to_console(data: bytes) -> None:
-    """Writes whole lines. A console that has gone away must not stop the processes: they would wait for a reader."""
+def _write_to_console(data: bytes) -> None:
+    """Write whole lines. A console that has gone away must not stop the processes: they would wait for a reader."""
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

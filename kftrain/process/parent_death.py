@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel send SIGKILL to this process when `parent`, who started it, dies (Linux; elsewhere nothing).
+    """Have the kernel send SIGKILL to this process when `parent`, who started it, dies (Linux; elsewhere nothing).
 
     The parent says its own process id: whoever is asked only here may have got another parent already.
 
@@ -30,7 +30,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def bind_command(command: Sequence[str]) -> list[str]:
-    """The command of a process that dies with this one, which starts it, whatever its program is."""
+    """Wrap a command for a child of this process that dies with it, whatever its program is."""
     return [sys.executable, "-m", "kftrain.process.parent_death", str(os.getpid()), *command]
 
 

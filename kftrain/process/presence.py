@@ -1,7 +1,7 @@
-"""Which processes of this user and machine work on something: shown in a folder of small files that are locked.
+"""The list of this user's processes on this machine and what they work on, in a folder of small locked files.
 
-A lock ends with its process, however that ends, so a number that was given to another process by now is never taken
-for the one that was meant.
+A lock ends with its process, however that ends, so a process id that another process has by now is never taken for the
+one that was meant.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Present:
-    """A process that works on something."""
+    """A process that works on something, as its file describes it."""
 
     subject: str
-    """What it works on, such as the URI of a run's folder."""
+    """Thing that it works on, such as the URI of a run's folder."""
     task: str
     process_id: int
     since: float
-    """Seconds since the epoch."""
+    """Start of the work, in seconds since the epoch."""
 
     def is_there(self) -> bool:
-        """Whether it still works on that."""
+        """Tell whether the process still works on that."""
         return _read(_folder() / f"{self.process_id}.json") == self
 
     def terminate(self) -> None:
-        """Sends SIGTERM, unless it has gone."""
+        """Send the process SIGTERM, unless it has gone."""
         if self.is_there():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process_id, signal.SIGTERM)
@@ -43,7 +43,7 @@ class Present:
 
 @contextlib.contextmanager
 def shown(subject: str, task: str) -> Iterator[None]:
-    """Within the block others find this process; where no file can be written they do not, and nothing else happens."""
+    """Let others find this process during the block; where no file can be written, they do not, and that is all."""
     path = _folder() / f"{os.getpid()}.json"
     try:
         stream = path.with_suffix(".new").open("w")
@@ -62,13 +62,13 @@ def shown(subject: str, task: str) -> Iterator[None]:
 
 
 def find(subject: str = "") -> list[Present]:
-    """Those that work on this, or on anything, the first one first."""
-    found = [present for path in _folder().glob("*.json") if (present := _read(path)) is not None]
-    return sorted((each for each in found if subject in ("", each.subject)), key=lambda each: each.since)
+    """Find the processes that work on a subject, or on anything, in the order in which they began."""
+    everyone = [present for path in _folder().glob("*.json") if (present := _read(path)) is not None]
+    return sorted((one for one in everyone if subject in ("", one.subject)), key=lambda one: one.since)
 
 
 def _read(path: Path) -> Present | None:
-    """None where the process has gone; its file goes, too."""
+    """Read a process's file; where the lock can be had, the process has gone: remove the file and return None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         with path.open() as stream:
             try:
@@ -80,7 +80,7 @@ def _read(path: Path) -> Present | None:
 
 
 def _folder() -> Path:
-    """Of this user alone, on this machine; what somebody else has made, a link of theirs too, is as good as none."""
+    """Return this user's own folder on this machine; one that somebody else made, or a link, is as good as none."""
     folder = Path(tempfile.gettempdir()) / f"kftrain-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Signals: what asks a process to stop, who answers it for a while, and how a death by one looks in an exit code."""
+"""Signals that ask a process to stop, handlers that answer them for a while, and exit codes of deaths by a signal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 INTERRUPT = signal.SIGINT
-"""Ctrl-C."""
+"""The signal that Ctrl-C sends to every process at the terminal."""
 
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
 """A terminal that was closed; None on systems without it."""
 
 STOP = (signal.SIGTERM,) if HANGUP is None else (signal.SIGTERM, HANGUP)
-"""What asks a process to stop, besides Ctrl-C."""
+"""Signals that ask a process to stop, besides Ctrl-C."""
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 @contextlib.contextmanager
 def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Within the block `handler` answers the signals; afterwards whoever answered them before.
+    """Let `handler` answer the signals during the block; afterwards the former handlers do again.
 
     - In another thread than the main one nothing happens: Python lets only the main thread set handlers, and a stage
       that is called in a thread belongs to somebody else's process, who decides there what a signal means.
@@ -48,12 +48,12 @@ def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
 
 
 def shell_code(returncode: int) -> int:
-    """A `subprocess` return code as a shell shows it: death by signal N is 128 + N."""
+    """Convert a return code of `subprocess` into a shell's: death by signal N is 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def named_end(returncode: int) -> str:
-    """How a process ended, in words: `SIGKILL`, or `exit code 3`."""
+    """Describe the end of a process: `SIGKILL`, or `exit code 3`."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

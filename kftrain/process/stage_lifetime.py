@@ -1,4 +1,4 @@
-"""A stage's process and the outside: it ends with the command that started it; a signal becomes an error.
+"""The life of a stage's process: it ends with the command that started it, and a signal becomes an error.
 
 `kftrain run` is three processes away from a stage (runner, shell, python), and a SIGKILL reaches only the
 process it is sent to. So every stage watches `kftrain run` itself. What a stage launches must die with the
@@ -20,17 +20,17 @@ from kftrain.errors import InterruptedByUser, KftrainError, Preempted
 from kftrain.process import signals
 
 PARENT_VARIABLE = "KFTRAIN_PARENT_PID"
-"""Process id of the `kftrain run` that a stage belongs to."""
+"""Variable with the process id of the `kftrain run` that a stage belongs to."""
 
 STOP_VARIABLE = "KFTRAIN_STOP"
 """Set by the runner once a stop was asked for: a stage that starts after the signal does not miss it."""
 
 POLL_SECONDS = 0.5
-"""Where the kernel has no process descriptors."""
+"""Seconds between two looks for the parent, where the kernel has no process descriptors."""
 
 
 def end_with_parent() -> None:
-    """Ends this process group when the `kftrain run` that it belongs to is gone, if there is one."""
+    """End this process group when the `kftrain run` that it belongs to is gone, if there is one."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if parent.isdigit():
         threading.Thread(target=_kill_group_after, args=(int(parent),), daemon=True, name="parent-watch").start()
@@ -38,7 +38,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def signals_as_errors() -> Iterator[None]:
-    """Within the block SIGTERM or SIGHUP raises Preempted, Ctrl-C InterruptedByUser, so that a stage can say so.
+    """Run a block in which SIGTERM or SIGHUP raises Preempted, Ctrl-C InterruptedByUser, so that a stage can say so.
 
     A block that starts after the stop was asked for does not run at all.
     """
@@ -52,7 +52,7 @@ def signals_as_errors() -> Iterator[None]:
 
 
 def stopped() -> KftrainError:
-    """What a stage ends with when it is asked to stop."""
+    """Build the error that a stage ends with when it is asked to stop."""
     return Preempted("stopped by a signal", fix="resume the run")
 
 

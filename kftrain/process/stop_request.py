@@ -17,14 +17,14 @@ from kftrain.process import signals
 
 
 class StopRequest:
-    """Whether this process was asked to stop."""
+    """A request to this process to stop; `requested` is True from the signal on."""
 
     def __init__(self) -> None:
         self.requested = False
 
     @contextlib.contextmanager
     def on_sigterm(self) -> Iterator[StopRequest]:
-        """SIGTERM sets `requested` inside the block; SIGINT is ignored: whoever started the job answers it."""
+        """Run a block in which SIGTERM sets `requested` and SIGINT is ignored: whoever started the job answers it."""
         _leave_forks_alone()
         with (
             signals.handled([signal.SIGTERM], self._note),
@@ -38,7 +38,10 @@ class StopRequest:
 
 @functools.cache
 def _leave_forks_alone() -> None:
-    """Once per process: it cannot be taken back. A signal on the way waits until the child can die of it."""
+    """Register handlers at forks, once per process, as they cannot be taken back.
+
+    A signal that comes during the fork waits until the child can die of it.
+    """
     held = {signal.SIGTERM}
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, held),

@@ -6,15 +6,15 @@ import os
 import socket
 
 STORE_ENV = "KFTRAIN_STORE_DESCRIPTOR"
-"""Its descriptor."""
+"""Variable with the descriptor of the socket."""
 
 
 def listen(num_processes: int) -> socket.socket:
-    """Made before rank 0 is started, on a free port of this machine, with room for so many processes."""
+    """Open the socket on a free port of this machine, before rank 0 starts, with room for so many processes."""
     return socket.create_server(("127.0.0.1", 0), backlog=max(128, num_processes))
 
 
 def take_descriptor() -> int | None:
-    """Rank 0's: the descriptor that it was started with, once. None on other ranks and on several nodes."""
+    """Take the descriptor that rank 0 was started with; only once. None on other ranks and on several nodes."""
     descriptor = os.environ.pop(STORE_ENV, "")
     return int(descriptor) if descriptor else None

@@ -8,19 +8,19 @@ import re
 from dataclasses import dataclass
 
 TERMINATION_LOG = "/dev/termination-log"
-"""The file that becomes the message; there only in a pod."""
+"""File whose content becomes the message; there only in a pod."""
 
 TERMINATION_BYTES = 1000
-"""Kubernetes keeps 4096 bytes per container, 12 KiB per pod."""
+"""Bytes of a message, at most. Kubernetes keeps 4096 per container and 12 KiB per pod."""
 
 
 _SIGN = re.compile(r"(?:\w+: )?(?:Error )?(?:\(exit code \d+\): )?kftrain exit code (\d+)(?: \((\w+)\))?: ")
-"""How a message of ours begins: Kubeflow keeps no exit codes, and no text of a user stands before it."""
+"""Beginning of every message of ours: Kubeflow keeps no exit codes, and no text of a user stands before it."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a message says of how its process ended."""
+    """The end of a process as its message tells it."""
 
     exit_code: int
     kind: str
@@ -29,9 +29,9 @@ class Said:
 
 
 def leave_message(line: str, exit_code: int, kind: str = "") -> None:
-    """Makes `line`, cut to what is kept, the message of this pod; elsewhere nothing happens.
+    """Make `line`, cut to TERMINATION_BYTES, the message of this pod; elsewhere nothing happens.
 
-    What decides something stands before it, for `said_in`: whoever reads the message goes by that, never by words.
+    The exit code and the error's type stand before it, for `said_in`: readers decide by those, never by words.
     """
     if os.access(TERMINATION_LOG, os.W_OK):
         text = f"kftrain exit code {exit_code}{f' ({kind})' if kind else ''}: {line}"
@@ -40,6 +40,6 @@ def leave_message(line: str, exit_code: int, kind: str = "") -> None:
 
 
 def said_in(message: str) -> Said | None:
-    """What a pod's message says, or Argo's about a step; None where the process could not say anything."""
-    found = _SIGN.match(message)
-    return Said(int(found[1]), found[2] or "", message[found.end() :]) if found else None
+    """Parse a pod's message, or Argo's about a step; None where the process could not leave one."""
+    match = _SIGN.match(message)
+    return Said(int(match[1]), match[2] or "", message[match.end() :]) if match else None

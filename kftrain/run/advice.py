@@ -2,7 +2,7 @@
 
 Pure, but for `Situation.from_environment`. The launcher, the failure report and `kftrain run` all ask here, so that
 they cannot disagree. A row says what is to be done about the cause and what comes next; how the next thing is done here
-(a command on a laptop, the form in the Kubeflow UI) is decided once for all rows, in `_next`.
+(a command on a laptop, the form in the Kubeflow UI) is decided once for all rows, in `_advise_next`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FORM_PARAMETERS = {
     "data.source": "source",
     "launch.kubernetes.trainer_image": "trainer_image",
 }
-"""Parameter of the pipeline that takes any setting, and those settings that have one of their own."""
+"""Setting -> the pipeline's parameter for it; `FORM_OBJECT` is the parameter that takes every other setting."""
 
 
 class Place(str, Enum):
-    """Where the reader is."""
+    """The place at which a person reads about a failure; it decides how the next thing is done."""
 
     LAPTOP = "laptop"
     """At a shell: `kftrain run`, or a stage's own command, whatever backend trains."""
     KUBEFLOW = "kubeflow"
-    """In the Kubeflow UI."""
+    """A step of a pipeline, whose person looks at the Kubeflow UI."""
 
 
 class Next(Enum):
-    """What comes next."""
+    """The next thing to do about a failure."""
 
     RESUME = "resume"
     RESUME_CHANGED = "resume with a setting changed"
@@ -59,20 +59,20 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What to do about a class of failures at one place."""
+    """The remedy and the next thing to do for a class of failures at one place."""
 
     remedy: str
     """About the cause; said where the error itself says no more."""
     next: Next = Next.RESUME
     setting: str = "KEY=VALUE"
-    """What is changed, where `next` changes something."""
+    """The setting to change, where `next` changes one."""
     note: str = ""
-    """What is to be known in any case."""
+    """A sentence that is said even where the error names its own fix."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a person reads."""
+    """A sentence for a person, with the command that carries it out."""
 
     text: str
     command: str = ""
@@ -81,7 +81,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a failure is read, and what is known there."""
+    """The place at which a failure is read, and the facts that are known there."""
 
     place: Place
     run_uri: str = ""
@@ -97,7 +97,7 @@ class Situation:
 
     @classmethod
     def from_environment(cls, run_uri: str = "") -> Situation:
-        """Of this process: a step of Kubeflow's, or something that was started at a shell."""
+        """Build the situation of this process: a step of Kubeflow's, or something that was started at a shell."""
         started_by = os.environ.get(STARTED_BY_ENV, "")
         in_kubeflow = bool(os.environ.get(STEP_POD_ENV)) and not started_by
         place = Place.KUBEFLOW if in_kubeflow else Place.LAPTOP
@@ -106,7 +106,7 @@ class Situation:
         return cls(place, run_uri, started_by or "kftrain run", log, steps_image=image)
 
     def to_environment(self) -> dict[str, str]:
-        """What tells it to the processes that a laptop's command starts."""
+        """Return the variables that hand a laptop's situation to the processes that its command starts."""
         assert self.place == Place.LAPTOP, self.place
         return {STARTED_BY_ENV: self.started_by, LOG_ENV: self.log}
 
@@ -118,130 +118,137 @@ PASSING = frozenset(
         *(FailureClass.TRACKING, FailureClass.FENCED),
     )
 )
-"""What may succeed when it is run again just as it was."""
+"""Classes of failures that may not come again when the same thing is run again unchanged."""
 
 _MEMORY = "train.micro_batch_size=N"
 
 
-def _both(remedy: str, next_: Next = Next.RESUME, setting: str = "KEY=VALUE", note: str = "") -> dict[Place, Row]:
+def _share_row(remedy: str, next_: Next = Next.RESUME, setting: str = "KEY=VALUE", note: str = "") -> dict[Place, Row]:
     row = Row(remedy, next_, setting, note)
     return {Place.LAPTOP: row, Place.KUBEFLOW: row}
 
 
-def _each(laptop: Row, kubeflow: Row) -> dict[Place, Row]:
+def _split_rows(laptop: Row, kubeflow: Row) -> dict[Place, Row]:
     return {Place.LAPTOP: laptop, Place.KUBEFLOW: kubeflow}
 
 
 TABLE: dict[FailureClass, dict[Place, Row]] = {
-    FailureClass.CONFIG: _both(
+    FailureClass.CONFIG: _share_row(
         "Correct the setting that is named.",
         Next.CORRECT,
     ),
-    FailureClass.DATA: _both(
+    FailureClass.DATA: _share_row(
         "Correct the source, or name another; look at shards that are damaged with kftrain shards verify.",
         Next.RESUME_CHANGED,
         "data.source=SOURCE",
     ),
-    FailureClass.CHECKPOINT: _both("See which checkpoints are committed.", Next.CHECKPOINTS),
-    FailureClass.OTHER_TRAINING: _both(
+    FailureClass.CHECKPOINT: _share_row("See which checkpoints are committed.", Next.CHECKPOINTS),
+    FailureClass.OTHER_TRAINING: _share_row(
         "Restore the settings that differ.",
         Next.NEW_RUN,
         note="Nothing was changed: a run that has committed a checkpoint keeps its data, task, model and optimizer.",
     ),
-    FailureClass.LAUNCH: _both("Correct what the message names.", Next.RESUME_CHANGED),
-    FailureClass.EVALUATION: _both("Correct what the message names.", note="Training is complete and is not repeated."),
-    FailureClass.TRACKING: _both("See that MLflow can be reached and written."),
-    FailureClass.HOST_MEMORY: _both(
+    FailureClass.LAUNCH: _share_row("Correct what the message names.", Next.RESUME_CHANGED),
+    FailureClass.EVALUATION: _share_row(
+        "Correct what the message names.", note="Training is complete and is not repeated."
+    ),
+    FailureClass.TRACKING: _share_row("See that MLflow can be reached and written."),
+    FailureClass.HOST_MEMORY: _share_row(
         "Lower train.micro_batch_size or launch.processes_per_node; of pods, raise launch.kubernetes.memory.",
         Next.RESUME_CHANGED,
         _MEMORY,
     ),
-    FailureClass.GPU_MEMORY: _both(
+    FailureClass.GPU_MEMORY: _share_row(
         "Lower train.micro_batch_size, or set train.activation_checkpointing=blocks.", Next.RESUME_CHANGED, _MEMORY
     ),
-    FailureClass.NETWORK: _each(
+    FailureClass.NETWORK: _split_rows(
         Row("A process went away. Look at the log if it repeats."),
         Row("A worker went away or the network broke. Look at the node if it repeats."),
     ),
-    FailureClass.STORAGE: _each(
+    FailureClass.STORAGE: _split_rows(
         Row("See that the storage answers and has room."),
         Row("See that the storage answers, from the pods too, and has room."),
     ),
-    FailureClass.PREEMPTED: _both("The run goes on after its last commit."),
-    FailureClass.NODE: _both("The run goes on after its last commit, on other nodes."),
-    FailureClass.IMAGE: _both(
+    FailureClass.PREEMPTED: _share_row("The run goes on after its last commit."),
+    FailureClass.NODE: _share_row("The run goes on after its last commit, on other nodes."),
+    FailureClass.IMAGE: _share_row(
         "Check launch.kubernetes.trainer_image, its tag and image_pull_secrets.",
         Next.RESUME_CHANGED,
         "launch.kubernetes.trainer_image=IMAGE",
     ),
-    FailureClass.STEP_IMAGE: _both(
+    FailureClass.STEP_IMAGE: _share_row(
         "Check the image of the step (kftrain submit --steps-image) and its account's pull secret."
     ),
-    FailureClass.STEP_MEMORY: _both(
+    FailureClass.STEP_MEMORY: _share_row(
         "The step itself, not a worker, had too little memory: raise the limit of its namespace."
     ),
-    FailureClass.VOLUME: _both(
+    FailureClass.VOLUME: _share_row(
         "Check launch.kubernetes.volumes: the claim, secret or config map must exist.", Next.RESUME_CHANGED
     ),
-    FailureClass.QUOTA: _both("Ask for less, or use another launch.kubernetes.queue.", Next.RESUME_CHANGED),
-    FailureClass.SCHEDULING: _both(
+    FailureClass.QUOTA: _share_row("Ask for less, or use another launch.kubernetes.queue.", Next.RESUME_CHANGED),
+    FailureClass.SCHEDULING: _share_row(
         "No node fits: check GPUs, cpu, memory, node_selector, tolerations of launch.kubernetes.", Next.RESUME_CHANGED
     ),
-    FailureClass.HANG: _both(
+    FailureClass.HANG: _share_row(
         "The log of that rank says where it stood; if it was only slow, raise launch.timeout_seconds."
     ),
-    FailureClass.DEADLINE: _both(
+    FailureClass.DEADLINE: _share_row(
         "Raise the limit that is named, or find out why it took so long; what is committed is kept.",
         Next.RESUME_CHANGED,
     ),
-    FailureClass.DIVERGED: _both(
+    FailureClass.DIVERGED: _share_row(
         "Lower optimizer.learning_rate, or allow skips with train.max_nonfinite_steps.",
         Next.NEW_RUN_CHANGED,
         "optimizer.learning_rate=RATE",
     ),
-    FailureClass.USER_CODE: _each(
+    FailureClass.USER_CODE: _split_rows(
         Row("Correct the code; its traceback is in the log."),
         Row("Correct the code; its traceback is in the log.", note="Build the image anew."),
     ),
-    FailureClass.OPERATOR: _both("See that the training operator runs: kubectl get pods -A | grep training-operator."),
-    FailureClass.FENCED: _both(
+    FailureClass.OPERATOR: _share_row(
+        "See that the training operator runs: kubectl get pods -A | grep training-operator."
+    ),
+    FailureClass.FENCED: _share_row(
         "Another attempt of this run is at work: nothing is lost, and nothing needs to be done here.", Next.NOTHING
     ),
-    FailureClass.LAUNCHER: _both("The step that followed the job vanished; the job committed and ended."),
-    FailureClass.DELETED: _both("Somebody deleted the job; what is committed is kept."),
-    FailureClass.TERMINATED: _both("The run goes on after its last commit."),
-    FailureClass.INTERRUPTED: _both("The run goes on after its last commit."),
-    FailureClass.BUG: _both("This is not an expected failure; its traceback is in the log. What is committed is kept."),
-    FailureClass.UNKNOWN: _both("Nothing is known but this; what is committed is kept."),
+    FailureClass.LAUNCHER: _share_row("The step that followed the job vanished; the job committed and ended."),
+    FailureClass.DELETED: _share_row("Somebody deleted the job; what is committed is kept."),
+    FailureClass.TERMINATED: _share_row("The run goes on after its last commit."),
+    FailureClass.INTERRUPTED: _share_row("The run goes on after its last commit."),
+    FailureClass.BUG: _share_row(
+        "This is not an expected failure; its traceback is in the log. What is committed is kept."
+    ),
+    FailureClass.UNKNOWN: _share_row("Nothing is known but this; what is committed is kept."),
 }
-"""What to do, by class of failure and by place."""
+"""Class of failure -> place -> the row for it. Every class has a row at both places."""
 
 
 def remedy(kind: FailureClass, place: Place | None = None) -> str:
-    """What to do about the cause, in one or two sentences, at a place; by default where this process is."""
+    """Return what to do about the cause, in one or two sentences, at a place; by default where this process is."""
     return TABLE[kind][place or Situation.from_environment().place].remedy
 
 
 def fix_of(kind: FailureClass) -> str:
-    """What to do about the cause, as the `fix` of an error."""
+    """Return the remedy as the `fix` of an error: it begins in lower case and ends without a full stop."""
     text = remedy(kind).rstrip(".")
     return text[:1].lower() + text[1:]
 
 
 def advise(error: ErrorDocument, situation: Situation, with_fix: bool = True) -> Advice:
-    """What to do about a failure, and the command for that.
+    """Return what to do about a failure, and the command for that.
 
     What an error says itself about its cause is more to the point than what the table says about its class, so that is
     said only where the error says nothing. `with_fix`: False where the reader sees the error's own fix anyway.
     """
     row = TABLE[error.failure_class][situation.place]
-    following = _next(row, situation)
+    following = _advise_next(row, situation)
     own = error.fix if with_fix else ""
-    sentences = (_sentence(own), "" if error.fix else row.remedy, row.note, following.text)
+    sentences = (_make_sentence(own), "" if error.fix else row.remedy, row.note, following.text)
     return Advice(" ".join(dict.fromkeys(filter(None, sentences))), following.command)
 
 
-def _next(row: Row, situation: Situation) -> Advice:
+def _advise_next(row: Row, situation: Situation) -> Advice:
+    """Choose the next thing; without a run to go on with, that is a new run."""
     step, uri = row.next, situation.run_uri.rstrip("/")
     if step == Next.NOTHING:
         return Advice("")
@@ -249,31 +256,35 @@ def _next(row: Row, situation: Situation) -> Advice:
         step = Next.NEW_RUN
     if step == Next.CHECKPOINTS:
         return Advice("", shlex.join(["kftrain", "checkpoints", "list", uri]))
-    return _at_a_shell(step, row, situation) if situation.place == Place.LAPTOP else _in_kubeflow(step, row, situation)
+    return (
+        _advise_at_shell(step, row, situation)
+        if situation.place == Place.LAPTOP
+        else _advise_in_kubeflow(step, row, situation)
+    )
 
 
-def _at_a_shell(step: Next, row: Row, situation: Situation) -> Advice:
+def _advise_at_shell(step: Next, row: Row, situation: Situation) -> Advice:
     change = f" --set {row.setting}"
     resume = shlex.join(["kftrain", "run", "--resume", situation.run_uri.rstrip("/")])
     return {
         Next.RESUME: Advice("Go on:", resume),
         Next.RESUME_CHANGED: Advice("Then go on:", resume + change),
-        Next.CORRECT: _corrected(situation),
+        Next.CORRECT: _advise_correction(situation),
         Next.NEW_RUN: Advice("Then start a new run:", situation.started_by),
         Next.NEW_RUN_CHANGED: Advice("Start a new run:", situation.started_by + change),
     }[step]
 
 
-def _corrected(situation: Situation) -> Advice:
-    """A whole configuration: an override could not take a wrong key out of the one that the run has kept."""
+def _advise_correction(situation: Situation) -> Advice:
+    """Name a whole configuration: an override could not take a wrong key out of the one that the run has kept."""
     if "--config" not in situation.started_by:
         return Advice("Correct it in this command:", situation.started_by)
     resume = shlex.join(["--resume", situation.run_uri.rstrip("/")])
     return Advice("Correct it in the file, or in this command:", f"{situation.started_by} {resume}")
 
 
-def _in_kubeflow(step: Next, row: Row, situation: Situation) -> Advice:
-    uri, change = situation.run_uri.rstrip("/"), _in_the_form(row.setting)
+def _advise_in_kubeflow(step: Next, row: Row, situation: Situation) -> Advice:
+    uri, change = situation.run_uri.rstrip("/"), _describe_form_change(row.setting)
     there = f"in the Kubeflow UI, start a run with nothing but resume_run set to {uri}"
     image = ["--steps-image", situation.steps_image] if situation.steps_image else []
     submit = shlex.join(["kftrain", "submit", "--host", situation.kubeflow_url or "URL", *image])
@@ -293,8 +304,8 @@ def _in_kubeflow(step: Next, row: Row, situation: Situation) -> Advice:
     }[step]
 
 
-def _in_the_form(setting: str) -> str:
-    """How a setting is changed in the run form: by a parameter of its own, or in the object that takes any."""
+def _describe_form_change(setting: str) -> str:
+    """Describe how the run form changes a setting: by a parameter of its own, or in the object that takes any."""
     key, _, value = setting.partition("=")
     if key in FORM_PARAMETERS:
         return f"{FORM_PARAMETERS[key]} set to {value}"
@@ -305,5 +316,5 @@ def _in_the_form(setting: str) -> str:
     return f"{FORM_OBJECT} set to {value}"
 
 
-def _sentence(text: str) -> str:
+def _make_sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '!', '?')) else '.'}" if text else ""

@@ -23,7 +23,7 @@ from kftrain.run.paths import RunPaths
 
 
 class Claim(documents.Document):
-    """`attempts/<n>.json`."""
+    """`attempts/<n>.json`: one attempt took the run, from this step and on this host."""
 
     attempt: int
     start_step: int
@@ -32,28 +32,30 @@ class Claim(documents.Document):
     host: str
     process_id: int
     start_time: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, by the clock of `host`."""
     token: str = ""
-    """Of this claim alone: an object store that lost an answer is asked by the content whose claim it holds."""
+    """Random text that makes the content unique: where a store's answer is lost, reading back shows whose claim won."""
 
 
 def last_attempt(paths: RunPaths) -> int:
-    """Number of the highest claim; 0 where there is none."""
+    """Return the number of the highest claim; 0 where there is none."""
     return storage.last_number(paths.attempts)
 
 
 def claims(paths: RunPaths) -> list[Claim]:
-    """All claims of a run in order; one that cannot be read is left out."""
-    found = []
+    """Read all claims of a run in order; leave out those that cannot be read."""
+    readable = []
     for number in range(1, last_attempt(paths) + 1):
         with contextlib.suppress(DataError):
-            found.append(documents.read(Claim, paths.attempt(number)))
-    return found
+            readable.append(documents.read(Claim, paths.attempt(number)))
+    return readable
 
 
 def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
-    """Takes the run: creates the next claim and returns its number. Racing processes get different numbers."""
+    """Take the run: create the next claim and return its number. Racing processes get different numbers."""
     number = last_attempt(paths) + 1
+    # The listing may be old by now. Only the exclusive creation decides, so a number that is taken leads to the next
+    # one: claims stay without gaps, which `require_held` relies on.
     while True:
         document = Claim(
             attempt=number,
@@ -72,7 +74,7 @@ def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
 
 
 def require_held(paths: RunPaths, attempt: int) -> None:
-    """Raises FencedError if a newer attempt than `attempt` holds the run.
+    """Raise FencedError if a newer attempt than `attempt` holds the run.
 
     Claims have no gaps, so one look is enough.
     """
@@ -85,7 +87,7 @@ def require_held(paths: RunPaths, attempt: int) -> None:
 
 
 def last_start_step(paths: RunPaths) -> int:
-    """Step that the newest attempt began at; -1 where there was none.
+    """Return the step that the newest attempt began at; -1 where there was none.
 
     It grows exactly when the attempt before made progress.
     """
@@ -94,6 +96,6 @@ def last_start_step(paths: RunPaths) -> int:
 
 
 def num_without_progress(paths: RunPaths, since: int) -> int:
-    """How many of the newest attempts, later than number `since`, began at the same step."""
+    """Count the newest attempts, later than number `since`, that began at the same step."""
     steps = [documents.read(Claim, paths.attempt(n)).start_step for n in range(since + 1, last_attempt(paths) + 1)]
     return next((count for count, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))

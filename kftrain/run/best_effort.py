@@ -14,12 +14,12 @@ from kftrain.outages import one_line, plain_errors, retrying_for
 from kftrain.progress import to_log
 
 REPORT_SECONDS = 10.0
-"""How long a process that ends waits to leave its reason behind: told to stop, it has half a minute."""
+"""Seconds for which a process that ends retries to leave its reason behind; once told to stop, it has 30 in all."""
 
 
 @contextlib.contextmanager
 def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
-    """A block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
+    """Run a block that may fail: a failure of storage, or of what it holds, is a warning that begins with `what`."""
     try:
         with retrying_for(retry_seconds), plain_errors(""):
             yield
@@ -30,7 +30,7 @@ def best_effort(what: str, retry_seconds: float = 0.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def retryable(what: str, where: str) -> Iterator[None]:
-    """A block in which a failure of storage is a StorageError that says `what`; errors of ours pass."""
+    """Run a block in which a failure of storage is a StorageError that says `what`; errors of ours pass."""
     try:
         with plain_errors(where, what):
             yield

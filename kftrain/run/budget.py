@@ -22,55 +22,55 @@ from kftrain.run.paths import RunPaths
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run's folder says of its attempts at one moment."""
+    """A run's progress and attempts as its folder shows them at one moment."""
 
     step: int
-    """Of the newest committed checkpoint; 0 where there is none."""
+    """Step of the newest committed checkpoint; 0 where there is none."""
     last_attempt: int
     """Number of the newest claim; 0 where there is none."""
     num_at_one_step: int = 0
-    """How many of the newest claims began at the same step."""
+    """Number of the newest claims that began at the same step."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How one worker of an attempt ended."""
+    """The end of one worker of an attempt: its exit code, and whether something else caused it."""
 
     worker: Hashable
     """Tells it from the others of its job; its successor has the same."""
     exit_code: int | None
     is_excused: bool = False
-    """Whether something else ended it: it was taken away, lost a peer that was, or could not reach storage."""
+    """True where something else ended it: it was taken away, lost a peer that was, or could not reach storage."""
 
 
 @dataclass(frozen=True)
 class RestartBudget:
-    """What is left of it. Pure: `after` returns the next one."""
+    """The failures that count so far, against the limit. Pure: `after` returns the next budget."""
 
     limit: int
-    """How many attempts in a row may fail without a new checkpoint before one more is too many."""
+    """Attempts in a row that may fail without a new checkpoint; one more is too many."""
     step: int = 0
-    """Of the newest commit that is known."""
+    """Step of the newest commit that is known."""
     first_attempt: int = 0
     """Claims up to this one do not count: they were over before this launch, or have led to a commit."""
     num_at_one_step: int = 0
     failed: Mapping[Hashable, int] = field(default_factory=dict)
-    """Worker -> how often it has failed since the last commit."""
+    """Worker -> number of its failures since the last commit."""
     excused: Mapping[Hashable, int] = field(default_factory=dict)
-    """Worker -> how often it was excused since then."""
+    """Worker -> number of its excused ends since the last commit."""
 
     def after(self, now: Standing, ends: Sequence[WorkerEnd]) -> RestartBudget:
-        """When workers have ended so, and the run's folder says this afterwards."""
+        """Return the budget after workers ended so, where the run's folder says `now` afterwards."""
         if now.step > self.step:  # the attempt that ended has committed: how it ended does not count
             return RestartBudget(self.limit, now.step, now.last_attempt)
         excused = [end.worker for end in ends if end.is_excused]
         # A permanent error ends the job at once, so there is nothing to count.
-        failed = [e.worker for e in ends if not e.is_excused and (e.exit_code or 0) >= FIRST_RETRYABLE_CODE]
+        failed = [end.worker for end in ends if not end.is_excused and (end.exit_code or 0) >= FIRST_RETRYABLE_CODE]
         return replace(
             self,
             num_at_one_step=now.num_at_one_step,
-            failed=_counted(self.failed, failed),
-            excused=_counted(self.excused, excused),
+            failed=_add_counts(self.failed, failed),
+            excused=_add_counts(self.excused, excused),
         )
 
     @property
@@ -86,15 +86,15 @@ class RestartBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further attempt may be made."""
+        """True where more attempts have failed than the limit allows, so that no other may be made."""
         return self.num_failed > self.limit
 
 
 def read_standing(paths: RunPaths, since: int) -> Standing:
-    """What a run's folder says now; of claims, those later than number `since`. Raises whatever storage raises."""
+    """Read what a run's folder says now; only claims later than number `since` count. Raises what storage raises."""
     step = commit.last_step(paths)
     return Standing(step, attempts.last_attempt(paths), attempts.num_without_progress(paths, since))
 
 
-def _counted(counts: Mapping[Hashable, int], workers: Sequence[Hashable]) -> dict[Hashable, int]:
+def _add_counts(counts: Mapping[Hashable, int], workers: Sequence[Hashable]) -> dict[Hashable, int]:
     return {**counts, **{worker: counts.get(worker, 0) + workers.count(worker) for worker in set(workers)}}

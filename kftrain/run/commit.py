@@ -36,28 +36,28 @@ _NAME = re.compile(r"step-(\d{8,})-a(\d+)")
 
 
 class FileEntry(documents.DocumentPart):
-    """One file of a checkpoint or an export."""
+    """The size and sha256 of one file of a checkpoint or an export, as its manifest lists them."""
 
     bytes: int
     sha256: str
 
 
-def _plain(name: str) -> str:
+def _require_plain_name(name: str) -> str:
     if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name):
         raise ValueError(f"{name!r} is not a plain file name")
     return name
 
 
-Files = dict[Annotated[str, AfterValidator(_plain)], FileEntry]
-"""Files of a folder, and none of another folder."""
+Files = dict[Annotated[str, AfterValidator(_require_plain_name)], FileEntry]
+"""File name -> its entry. A name with a slash is refused, so that no manifest reaches into another folder."""
 
 
 PARTS_BEFORE = {"model": 1, "optimizer": 1}
-"""What a checkpoint holds that does not say it: it was written before there was anything else."""
+"""Parts of the state in a manifest that names none: it was written before checkpoints had other parts."""
 
 
 class CheckpointManifest(documents.Document):
-    """`manifest.json` of a checkpoint."""
+    """`manifest.json` of a checkpoint: its files, and which training and which step they are the state of."""
 
     step: int
     samples_consumed: int
@@ -66,7 +66,7 @@ class CheckpointManifest(documents.Document):
     dataset_digest: str
     training_digest: str
     training_identity: dict[str, Any]
-    """What the training digest is the digest of: lets a refusal name the fields that differ."""
+    """The fields under the training digest, in full: lets a refusal name those that differ."""
     files: Files
     parts: dict[str, int] = PARTS_BEFORE
     """Names of the parts of the state, and the versions of their forms."""
@@ -75,8 +75,8 @@ class CheckpointManifest(documents.Document):
     selection: BestEvaluation | None = None
     """The best evaluation so far, where the best checkpoint is kept."""
     batch_norm_samples: int | None = None
-    """So many samples of a step share the statistics of batch norms; None: the model has none that are trained, or the
-    checkpoint was written before this was told."""
+    """Samples of a step that share the statistics of batch norms; None: the model trains no batch norm, or the
+    checkpoint was written before manifests said this."""
 
 
 @dataclass(frozen=True, order=True)
@@ -87,29 +87,29 @@ class CheckpointName:
     attempt: int
 
     def __str__(self) -> str:
-        """Folder name."""
+        """Return the folder's name; steps of up to eight digits sort as text."""
         return f"step-{self.step:08d}-a{self.attempt}"
 
     @classmethod
     def parse(cls, name: str) -> CheckpointName | None:
-        """The inverse of `str`; None for names that no writer gives, such as one with more zeros."""
+        """Read a folder's name, the inverse of `str`; None for names that no writer gives, such as more zeros."""
         match = _NAME.fullmatch(name)
         parsed = cls(int(match[1]), int(match[2])) if match else None
         return parsed if str(parsed) == name else None
 
 
 def entry_of(uri: str) -> FileEntry:
-    """Size and digest of a file as it lies in storage."""
+    """Read a file's size and digest as it lies in storage; this reads all of its bytes."""
     return FileEntry(bytes=storage.size_bytes(uri), sha256=storage.sha256_file(uri))
 
 
 def entry_of_text(text: str) -> FileEntry:
-    """Size and digest of a file that holds this text."""
+    """Compute the entry of a file that will hold this text in UTF-8."""
     return FileEntry(bytes=len(text.encode()), sha256=storage.sha256_text(text))
 
 
 def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) -> str:
-    """Publishes the manifest, then COMMITTED if the attempt still holds the run; returns the checkpoint's digest.
+    """Publish the manifest, then COMMITTED if the attempt still holds the run; return the checkpoint's digest.
 
     Call on one process, when all files of all processes are durable. Raises FencedError.
     """
@@ -117,23 +117,24 @@ def commit(paths: RunPaths, name: CheckpointName, manifest: CheckpointManifest) 
     content = storage.dump_json(manifest.to_dict())
     digest = storage.sha256_text(content)
     storage.publish(storage.join(uri, MANIFEST), content)
+    # Asked as late as can be: a fenced attempt may leave files behind, which no reader looks at, but never the marker.
     attempts.require_held(paths, name.attempt)
     storage.publish(storage.join(uri, COMMITTED), digest + "\n")
     return digest
 
 
 def committed(paths: RunPaths) -> list[CheckpointName]:
-    """All committed checkpoints of a run, newest first."""
-    return list(_newest_first(paths))
+    """List all committed checkpoints of a run, newest first; each one costs a look for its marker."""
+    return list(_iterate_newest_first(paths))
 
 
 def last_step(paths: RunPaths) -> int:
-    """Step of the newest committed checkpoint; 0 where there is none."""
-    return next((name.step for name in _newest_first(paths)), 0)
+    """Return the step of the newest committed checkpoint; 0 where there is none."""
+    return next((name.step for name in _iterate_newest_first(paths)), 0)
 
 
-def _newest_first(paths: RunPaths) -> Iterator[CheckpointName]:
-    """Committed checkpoints, each asked for its marker when it is asked for."""
+def _iterate_newest_first(paths: RunPaths) -> Iterator[CheckpointName]:
+    """Yield committed checkpoints; look for a marker only when the next one is wanted."""
     names = filter(None, (CheckpointName.parse(name) for name in storage.list_names(paths.checkpoints)))
     for name in sorted(names, reverse=True):
         if storage.exists(storage.join(paths.checkpoints, str(name), COMMITTED)):
@@ -141,7 +142,7 @@ def _newest_first(paths: RunPaths) -> Iterator[CheckpointName]:
 
 
 def read_checkpoint_manifest(uri: str) -> tuple[CheckpointManifest, str]:
-    """The manifest of the committed checkpoint at `uri`, and its digest, checked against COMMITTED.
+    """Read the manifest of the committed checkpoint at `uri`, and its digest, checked against COMMITTED.
 
     Raises CheckpointError.
     """
@@ -162,7 +163,7 @@ def read_checkpoint_manifest(uri: str) -> tuple[CheckpointManifest, str]:
 
 
 def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] = (0, 1)) -> None:
-    """Checks bytes and digest of every n-th file, from the i-th on, for share (i, n).
+    """Check bytes and digest of every n-th file, from the i-th on, for share (i, n).
 
     Raises CheckpointError naming the file.
     """
@@ -183,8 +184,8 @@ def verify_files(uri: str, files: dict[str, FileEntry], share: tuple[int, int] =
 
 
 def read_verified(uri: str, expected: FileEntry) -> bytes:
-    """The content of a file, whose very bytes were checked. Raises CheckpointError."""
-    require_size(uri, expected)
+    """Read a file and check the very bytes that are returned. Raises CheckpointError."""
+    require_size(uri, expected)  # first: a file of another length need not be read, however long it is
     try:
         content = storage.read_bytes(uri)
     except FileNotFoundError as error:
@@ -195,7 +196,7 @@ def read_verified(uri: str, expected: FileEntry) -> bytes:
 
 
 def require_size(uri: str, expected: FileEntry) -> None:
-    """Raises CheckpointError where a file is missing or has another length."""
+    """Raise CheckpointError where a file is missing or has another length."""
     try:
         size = storage.size_bytes(uri)
     except FileNotFoundError as error:
@@ -205,7 +206,7 @@ def require_size(uri: str, expected: FileEntry) -> None:
 
 
 def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
-    """Whether every file is there with its size; none is read."""
+    """Tell whether every file is there with its size; no content is read."""
     try:
         return all(storage.size_bytes(storage.join(uri, name)) == entry.bytes for name, entry in files.items())
     except FileNotFoundError:
@@ -213,7 +214,7 @@ def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
 
 
 def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
-    """Raises OtherTrainingError that names what differs if the checkpoint belongs to another training."""
+    """Raise OtherTrainingError that names what differs if the checkpoint belongs to another training."""
     refuse_old_order(manifest.training_identity, uri)
     if manifest.training_identity == identity:
         return
@@ -229,7 +230,7 @@ def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any]
 
 
 def refuse_old_order(identity: dict[str, Any], where: str) -> None:
-    """Raises OldOrderError for the identity of a training that release 0.1 began: no step can follow its last one."""
+    """Raise OldOrderError for the identity of a training that release 0.1 began: no step can follow its last one."""
     if "order" not in identity:
         raise OldOrderError(
             "this training was begun under the order of samples of release 0.1",
@@ -239,28 +240,28 @@ def refuse_old_order(identity: dict[str, Any], where: str) -> None:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two nested mappings differ: (dotted key, old value, new value)."""
-    found: list[tuple[str, Any, Any]] = []
+    """Compare two nested mappings; return (dotted key, old value, new value) for every difference."""
+    changes: list[tuple[str, Any, Any]] = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += differences(before, after, f"{prefix}{key}.")
+            changes += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            found.append((prefix + key, before, after))
-    return found
+            changes.append((prefix + key, before, after))
+    return changes
 
 
 def kept_of(names: list[CheckpointName], keep_last: int, best_step: int, keep_every: int) -> set[CheckpointName]:
-    """Of the committed checkpoints, newest first: the newest `keep_last`, `best_step`, and multiples of `keep_every`.
+    """Choose which of the committed checkpoints, newest first, stay.
 
-    0 stands for no step, and for no multiples.
+    The newest `keep_last` do, and those at `best_step` and at multiples of `keep_every`, where 0 stands for none.
     """
     forever = (name for name in names if name.step == best_step or (keep_every and name.step % keep_every == 0))
     return {*names[:keep_last], *forever}
 
 
 def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0, keep_every: int = 0) -> None:
-    """Deletes committed checkpoints but `kept_of` them, and what earlier attempts left half-written.
+    """Delete committed checkpoints but `kept_of` them, and what earlier attempts left half-written.
 
     COMMITTED goes first, so that a reader sees a whole checkpoint or none at every moment. Call right after a commit of
     `attempt`. Raises FencedError: a newer attempt may be reading what would be deleted here.
@@ -273,6 +274,7 @@ def retire(paths: RunPaths, keep_last: int, attempt: int, best_step: int = 0, ke
             continue
         uri = storage.join(paths.checkpoints, text)
         is_committed = storage.exists(storage.join(uri, COMMITTED))
+        # Without its marker, a folder of this or of a newer attempt may be a checkpoint that is being written.
         if is_committed or name.attempt < attempt:
             storage.remove(storage.join(uri, COMMITTED))
             storage.remove(uri)

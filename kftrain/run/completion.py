@@ -1,8 +1,8 @@
-"""What proves that a job is done.
+"""Proof that a job is done, and the reading of it.
 
-That is COMPLETE.json with the export that it names, or the metrics of all that was to be scored. Launchers ask after a
-job has ended, workers before they start: one that is started again at the very end must not wait for peers that are
-gone.
+A training is done with COMPLETE.json and the export that it names, an evaluation with the metrics of all that was to be
+scored. Launchers ask after a job has ended, workers before they start: one that is started again at the very end must
+not wait for peers that are gone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
 
 JobTask = Literal["train", "evaluate"]
-"""What a job does."""
+"""Name of the work that a job does."""
 
 
 def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
-    """Whether everything that a job was to produce is there and of this very job."""
+    """Tell whether everything that a job was to produce is there and belongs to this very job."""
     try:
         if task == "train":
             read_completion(paths, config)
@@ -34,7 +34,7 @@ def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
 
 
 def find_completion(paths: RunPaths, config: Config) -> Completion | None:
-    """The completion of this very training; None where it is not complete, or its export is gone.
+    """Read the completion of this very training; None where it is not complete, or its export is gone.
 
     Raises CheckpointError for a damaged one, and OtherTrainingError for one of another training.
     """
@@ -54,20 +54,20 @@ def find_completion(paths: RunPaths, config: Config) -> Completion | None:
 
 
 def read_completion(paths: RunPaths, config: Config) -> Completion:
-    """The completion that a training job has left. Raises LaunchError where it does not prove that it is complete."""
+    """Read the completion that a training job has left. Raises LaunchError where the job is not proved complete."""
     try:
-        found = find_completion(paths, config)
+        completion = find_completion(paths, config)
     except (CheckpointError, DataError) as error:
         raise LaunchError(error.what, where=error.where, value=error.value, fix=error.fix) from error
-    if found is not None:
-        return found
+    if completion is not None:
+        return completion
     if storage.exists(paths.complete):
         raise LaunchError("the export of this run is gone", where=paths.complete, fix="train the run again")
     raise LaunchError("COMPLETE.json is missing", where=paths.complete, fix="run the stage that writes it first")
 
 
 def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evaluation]:
-    """The evaluations of all targets but one that cannot be loaded, in order.
+    """Read the evaluations of all targets, in order, without one that could not be loaded.
 
     Raises EvaluationError where one is missing or of something else.
     """
@@ -78,7 +78,7 @@ def read_evaluations(paths: RunPaths, request: EvaluationRequest) -> list[Evalua
 
 
 def metrics_uri(target: EvaluationTarget) -> str:
-    """Where a target's evaluation lies."""
+    """Return the URI of a target's `metrics.json`."""
     return storage.join(target.output_uri, "metrics.json")
 
 

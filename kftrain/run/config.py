@@ -16,60 +16,60 @@ from kftrain.trust import permit
 
 
 def is_opened(paths: RunPaths) -> bool:
-    """Whether somebody has opened the run: its folder holds a configuration."""
+    """Tell whether somebody has opened the run: its folder holds a configuration."""
     return storage.exists(paths.config)
 
 
 def keep_config(paths: RunPaths, config: Config, before: Config | None = None) -> None:
-    """Makes it the run's configuration. `before`: the one whose place it takes, for `restore_config`."""
-    if before is not None and before != config:
+    """Make it the run's configuration. `before`: the one whose place it takes, kept for `restore_config`."""
+    if before is not None and before != config:  # kept first: a process that dies between both loses neither
         storage.publish(paths.config_before(config.digest()), before.to_yaml())
     storage.publish(paths.config, config.to_yaml())
 
 
 def restore_config(paths: RunPaths, config: Config) -> bool:
-    """Puts back what the run had before this configuration, which was refused; False where it is not known."""
-    before = _parsed(paths.config_before(config.digest()))
+    """Put back what the run had before this configuration, which was refused; False where that is not known."""
+    before = _read_if_exists(paths.config_before(config.digest()))
     if before is not None:
         storage.publish(paths.config, before.to_yaml())
     return before is not None
 
 
 def keep_job_config(paths: RunPaths, config: Config) -> None:
-    """Keeps what a job is started for, for its workers."""
+    """Keep the configuration that a job is started for, under its digest, for the job's workers."""
     storage.publish(paths.job_config(config.digest()), config.to_yaml())
 
 
 def read_config(paths: RunPaths) -> Config:
-    """The run's configuration. Raises ConfigError, and RetryableError where it cannot be read now."""
-    found = _parsed(paths.config)
-    if found is None:
-        raise _no_run(paths)
-    return found
+    """Read the run's configuration. Raises ConfigError, and RetryableError where it cannot be read now."""
+    config = _read_if_exists(paths.config)
+    if config is None:
+        raise _build_no_run_error(paths)
+    return config
 
 
 def read_job_config(paths: RunPaths, digest: str) -> Config:
-    """What the job was started for whose configuration has this digest.
+    """Read the configuration with this digest, for which the job was started.
 
     A worker that somebody has started by hand takes the run's own. Raises ConfigError where that is another one, and
     RetryableError where it cannot be read now.
     """
     for uri in (paths.job_config(digest), paths.config):
-        found = _parsed(uri)
-        if found is not None and found.digest() != digest:
+        config = _read_if_exists(uri)
+        if config is not None and config.digest() != digest:
             raise ConfigError(
                 "config.yaml is not the one this job was started for",
                 where=uri,
-                value=found.digest()[:16],
+                value=config.digest()[:16],
                 fix="the job needs the same version of kftrain as its launcher",
             )
-        if found is not None:
-            return permit(found)
-    raise _no_run(paths)
+        if config is not None:
+            return permit(config)
+    raise _build_no_run_error(paths)
 
 
-def _parsed(uri: str) -> Config | None:
-    """The configuration at `uri`; None where there is none."""
+def _read_if_exists(uri: str) -> Config | None:
+    """Read the configuration at `uri`; None where there is none."""
     with retryable("the run cannot be read", uri):
         try:
             text = storage.read_text(uri)
@@ -80,5 +80,5 @@ def _parsed(uri: str) -> Config | None:
     return configuration.parse_kept(text, uri)
 
 
-def _no_run(paths: RunPaths) -> ConfigError:
+def _build_no_run_error(paths: RunPaths) -> ConfigError:
     return ConfigError("not a run: it has no config.yaml", where=paths.uri, fix="check the run's URI")

@@ -1,4 +1,4 @@
-"""What the stages hand to each other: small JSON documents; where each of them lies says `run.paths`.
+"""Small JSON documents that the stages hand to each other, and how they are read; `run.paths` says where they lie.
 
 A document is read with `read`, which refuses another schema version and missing fields, so that a stage never works on
 a file that it misunderstands.
@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 
 class DocumentPart(BaseModel):
-    """A part of a document, without fields that nobody knows."""
+    """A part of a document. It is frozen, and a field that it does not know is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -31,12 +31,12 @@ class Document(DocumentPart):
     schema_version: int = SCHEMA_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `storage.publish_json` writes it."""
+        """Return plain data, as `storage.publish_json` writes it."""
         return self.model_dump(mode="json")
 
 
 class RunShards(Document):
-    """`shards.json`: the dataset of a run."""
+    """`shards.json`: the dataset of a run, by the URI of its manifest and by its digest."""
 
     manifest_uri: str
     dataset_digest: str
@@ -60,32 +60,35 @@ class Completion(Document):
     metrics: dict[str, float]
     """Last values of what training recorded: `loss`, `learning_rate`, `samples_per_second` …"""
     seconds: float
-    """Wall time of the last attempt."""
+    """Wall time of the last attempt, in seconds."""
     loss_unit: str = ""
-    """As the task names it; completions of before do not say."""
+    """Unit of the loss as the task names it; empty in older completions, which do not say."""
     num_training_samples: int = 0
-    """Samples of an epoch; completions of before do not say, and theirs are the rows of the training split."""
+    """Samples of an epoch; 0 in older completions, whose samples are the rows of the training split."""
     selection: BestEvaluation | None = None
-    """Why it is this step: the best evaluation; None: it is the last one. Where the checkpoint of the best one was
-    damaged, its step is another one than `step`."""
+    """The evaluation that chose this step, or None for the final step. Its own step differs from `step` where the
+    checkpoint of the best evaluation was damaged."""
     trained_steps: int = 0
-    """Steps that were taken, more than `step` where that is the best one; 0: as many as `step`."""
+    """Steps that the training took, more than `step` where an earlier one was best; 0: as many as `step`."""
     packages: dict[str, str] = {}
-    """Distribution -> version, of those that the model needs: what a server of it installs. Completions of before do
-    not say."""
+    """Distribution -> version, of those that the model needs: a server of it installs them. Empty in older
+    completions."""
 
     @property
     def num_trained(self) -> int:
-        """Steps that were taken."""
+        """Number of steps that the training took, also where an earlier one was chosen."""
         return self.trained_steps or self.step
 
     @property
     def is_best(self) -> bool:
-        """Whether it is the checkpoint of the best evaluation."""
+        """True where the checkpoint is that of the best evaluation."""
         return self.selection is not None and self.selection.step == self.step
 
     def chosen(self, num_steps: int) -> str:
-        """Why it is the checkpoint of this step, of so many that were planned; empty: it is the last one."""
+        """Say in words why the checkpoint is that of this step; empty where it is the last one.
+
+        `num_steps`: steps that were planned.
+        """
         return in_words(self.selection, self.num_trained, num_steps, self.step) if self.selection else ""
 
 
@@ -96,7 +99,7 @@ class Interval(DocumentPart):
     low: float
     high: float
     num_needed: int = Field(default=0, exclude=True)
-    """So many groups a difference as skewed as this needs; 0: it has them. Not kept."""
+    """Groups that a difference as skewed as this one needs; 0: it has them. Never written to storage."""
 
     @field_validator("low", "high", mode="before")
     @classmethod
@@ -109,12 +112,12 @@ class Interval(DocumentPart):
 
 
 class Slice(DocumentPart):
-    """The metrics of a named part of the data."""
+    """The metrics of a named part of the data, such as all samples of one class."""
 
     num_samples: int
     metrics: dict[str, float]
     intervals: dict[str, Interval] = {}
-    """Of the same metrics, from the resamples of the whole; evaluations of before have none."""
+    """Name of a metric above -> its interval, from the resamples of the whole; empty in older evaluations."""
 
 
 class Example(DocumentPart):
@@ -122,14 +125,14 @@ class Example(DocumentPart):
 
     key: str
     is_worst: bool
-    """Chosen for its large loss; otherwise for its place in the data."""
+    """True where it was chosen for its large loss, False where for its place in the data."""
     metrics: dict[str, float] = {}
     shown: dict[str, str] = {}
-    """What the task says of its first row: the input, the prediction …"""
+    """Name -> text that the task shows of the first row: the input, the prediction …"""
     names: list[str] = []
-    """Of what is shown, in the order of the task: JSON keeps that of a mapping no more than we do."""
+    """Names in `shown`, in the order of the task, because the order of a mapping is lost in JSON."""
     picture: str = ""
-    """A PNG in base64."""
+    """A PNG image in base64; empty where the task draws none."""
 
 
 class Confusion(DocumentPart):
@@ -146,12 +149,12 @@ class CalibrationBin(DocumentPart):
     high: float
     num_samples: int
     confidence: float
-    """Their mean confidence."""
+    """Mean confidence of these samples; `accuracy` is the share of them that was right."""
     accuracy: float
 
 
 class Calibration(DocumentPart):
-    """How far confidence and accuracy lie apart."""
+    """The distance between confidence and accuracy, over all samples and bin by bin."""
 
     error: float
     """Expected calibration error: the mean distance over all samples."""
@@ -165,13 +168,13 @@ class Curve(DocumentPart):
     """(false positive rate, true positive rate), or (recall, precision)."""
     label: str
     points: list[tuple[float, float]]
-    """From the highest threshold down, thinned."""
+    """Points of the curve, thinned, from the highest threshold down."""
     area: float
-    """Under the curve as it was before; of `precision_recall` the average precision."""
+    """Area under the curve before it was thinned; of `precision_recall` the average precision."""
 
 
 class ClassFigures(DocumentPart):
-    """What is told of one class. None where it is not determined."""
+    """The figures of one class; one that its samples do not determine is None."""
 
     label: str
     num_samples: int
@@ -198,10 +201,10 @@ class Evaluation(Document):
     metrics: dict[str, Interval]
     slices: dict[str, Slice] = {}
     baselines: dict[str, dict[str, float]] = {}
-    """What the metric must be read against: metric name -> baseline name -> value."""
+    """Metric name -> baseline name -> value that the metric must be read against."""
     confusion: Confusion | None = None
     figures: dict[str, float] = {}
-    """Of the whole split, without an interval: `calibration_error`, `roc_auc`, `macro_f1` …"""
+    """Figures of the whole split that have no interval: `calibration_error`, `roc_auc`, `macro_f1` …"""
     calibration: Calibration | None = None
     curves: list[Curve] = []
     classes: list[ClassFigures] = []
@@ -210,48 +213,48 @@ class Evaluation(Document):
     statistics_sha256: str
     """Digest of `statistics.npz` beside this file: per-group sums, from which any paired comparison can be computed."""
     slices_sha256: str = ""
-    """Digest of `slices.npz`: the same for each slice; empty where there are none, and in evaluations of before."""
+    """Digest of `slices.npz`, the same sums for each slice; empty where there are none, and in older evaluations."""
 
 
 class Spread(DocumentPart):
-    """What was measured several times: the median, and between what the most of it lies."""
+    """A quantity that was measured several times: its median, and the range that holds nine tenths of the values."""
 
     median: float
     low: float
-    """5th percentile."""
+    """The 5th percentile of the values."""
     high: float
-    """95th percentile."""
+    """The 95th percentile of the values."""
 
 
 class Performance(Document):
-    """`performance.json` beside `metrics.json`: what the export costs. Other than the metrics it differs every time."""
+    """`performance.json` beside `metrics.json`: the costs of a pass of the export. They differ every time."""
 
     export_digest: str
     export_bytes: int
-    """Of the files of the export."""
+    """Size of all files of the export."""
     device: str
     cpu_threads: int
     num_passes: int
     batch_size: int
     latency_seconds: Spread
-    """Of a forward pass with one sample."""
+    """Seconds of a forward pass with one sample."""
     batch_latency_seconds: Spread
-    """Of one with `batch_size` samples."""
+    """Seconds of a forward pass with `batch_size` samples."""
     memory_bytes: Spread | None = None
-    """Peak of such a pass: tensors on a GPU, the whole process on a CPU; None where that could not be told."""
+    """Peak during such a pass: tensors on a GPU, the whole process on a CPU; None where it could not be measured."""
 
 
 class GateReason(DocumentPart):
-    """One thing that the gate looked at, and what it said."""
+    """A thing that the gate looked at, and its verdict."""
 
     code: str
-    """What it is, for programs: `better`, `worse`, `slice_worse` … (docs/gate.md lists them)."""
+    """Name of the thing, for programs: `better`, `worse`, `slice_worse` … (docs/gate.md lists them)."""
     verdict: Literal["for", "against", "person"]
-    """Whether it speaks for a promotion, or against it, or leaves it to a person."""
+    """`for` or `against` a promotion; `person` leaves the decision to somebody."""
     text: str
-    """For people."""
+    """The same in a sentence, for people."""
     figures: dict[str, float] = {}
-    """What it was decided by: `value`, `low`, `high`, `limit` …; what is not known is left out."""
+    """Numbers behind the verdict: `value`, `low`, `high`, `limit` …; one that is not known is left out."""
 
 
 class Registration(Document):
@@ -265,24 +268,24 @@ class Registration(Document):
     tracking_uri: str
     promoted: bool
     reason: str
-    """One sentence: why it became champion, or why not."""
+    """A sentence that says why it became champion, or why not."""
     reasons: list[GateReason] = []
-    """The same as data, all that the gate looked at; registrations of before have none."""
+    """Everything that the gate looked at, as data; empty in older registrations."""
     awaits_person: bool = False
-    """Nothing speaks against it, but a person decides: it has the alias `challenger` until then."""
+    """True where nothing speaks against it but a person decides; it has the alias `challenger` until then."""
     num_tries: int = 0
-    """Which try against this champion it was; 0: none was counted."""
+    """Number of this try among those against this champion; 0: none was counted."""
     confidence: float = 0.0
-    """Of the interval of `improvement`; 0: as `registry.confidence`."""
+    """Confidence of the interval of `improvement`; 0: as `registry.confidence`."""
     metric: str
     goal: str
     challenger: Interval
     champion_version: int | None = None
-    """The champion that it was compared with; None where there was none."""
+    """Version that it was compared with; None where there was no champion."""
     former_champion: bool = False
-    """`champion_version` is the last of the former champions that can be compared with; there is none now."""
+    """True where there is no champion now, and `champion_version` is the last former one that can be compared with."""
     identical: bool = False
-    """The same weights were registered before, as `version`: this run made no version."""
+    """True where the same weights were registered before, as `version`: this run made no version."""
     champion: Interval | None = None
     improvement: Interval | None = None
     """Paired difference, positive is better; None without a champion."""
@@ -297,17 +300,17 @@ class ReferenceSet(Document):
 
 
 class EvaluationTarget(DocumentPart):
-    """One export to score, and where its metrics go."""
+    """An export to score, and the place of its metrics."""
 
     export_uri: str
     export_digest: str
     checkpoint_digest: str
     output_uri: str
-    """Folder of `metrics.json` and `statistics.npz`."""
+    """Folder that gets `metrics.json` and `statistics.npz`."""
     manifest_uri: str = ""
-    """The dataset whose validation split it is scored on; empty: the run's."""
+    """Manifest of the dataset whose validation split it is scored on; empty: the run's."""
     evaluation_digest: str = ""
-    """Of this target; empty: that of the request."""
+    """Digest of this target's evaluation; empty: that of the request."""
     required: bool = True
     """False: where the export cannot be loaded, `Unmeasured` says why, and the job goes on without it."""
 
@@ -317,12 +320,12 @@ class Unmeasured(Document):
 
     evaluation_digest: str
     export_digest: str
-    """Of the champion."""
+    """Digest of the champion's export."""
     reason: str
 
 
 class EvaluationRequest(Document):
-    """`evaluation/request.json`: what one evaluation job scores, in order."""
+    """`evaluation/request.json`: the exports that one evaluation job scores, in order."""
 
     evaluation_digest: str
     targets: list[EvaluationTarget]
@@ -332,12 +335,12 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 
 def read(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType:
-    """The document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
+    """Read the document at `uri`. Raises `error` where it is missing, damaged or of another schema version."""
     return parse(kind, read_content(uri, error), uri, error)
 
 
 def read_if_exists(kind: type[DocumentType], uri: str, error: type[KftrainError] = DataError) -> DocumentType | None:
-    """`read`, or None where there is none: others may remove it at any time. Raises `error` where it is damaged."""
+    """Read a document that others may remove at any time; None where there is none. Raises `error` if damaged."""
     try:
         content = storage.read_bytes(uri)
     except FileNotFoundError:
@@ -346,7 +349,7 @@ def read_if_exists(kind: type[DocumentType], uri: str, error: type[KftrainError]
 
 
 def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
-    """The bytes of a document, for `parse`. Raises `error` where it is missing."""
+    """Read the bytes of a document, for `parse`. Raises `error` where it is missing."""
     try:
         return storage.read_bytes(uri)
     except FileNotFoundError as cause:
@@ -355,7 +358,7 @@ def read_content(uri: str, error: type[KftrainError] = DataError) -> bytes:
 
 
 def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[KftrainError] = DataError) -> DocumentType:
-    """The document that was read from `uri`. Raises `error` where it is damaged or of another schema version."""
+    """Parse the bytes that were read from `uri`. Raises `error` where they are damaged or of another schema version."""
     name = uri.rsplit("/", 1)[-1]
     document = storage.decode_json(content, uri, error)
     try:
@@ -371,10 +374,10 @@ def parse(kind: type[DocumentType], content: bytes, uri: str, error: type[Kftrai
 
 
 def to_be_scored(paths: RunPaths, request: EvaluationRequest) -> list[EvaluationTarget]:
-    """The targets of an evaluation that must have metrics in the end: all but one that cannot be loaded."""
+    """List the targets that must have metrics in the end: all but an optional one that could not be loaded."""
     try:
-        found = read(Unmeasured, paths.unmeasured)
+        unmeasured = read(Unmeasured, paths.unmeasured)
     except DataError:
         return request.targets
-    given_up = found.export_digest if found.evaluation_digest == request.evaluation_digest else ""
+    given_up = unmeasured.export_digest if unmeasured.evaluation_digest == request.evaluation_digest else ""
     return [target for target in request.targets if target.required or target.export_digest != given_up]

@@ -7,7 +7,7 @@ from typing import Literal
 from kftrain.run.documents import Document, DocumentPart
 
 Figures = tuple[float, float]
-"""Mean and standard deviation."""
+"""Mean and standard deviation of a numeric column."""
 
 
 class ProfiledDataset(DocumentPart):
@@ -20,7 +20,7 @@ class ProfiledDataset(DocumentPart):
 
 
 class DriftShift(DocumentPart):
-    """A bin of a distribution, and the share of the values in it."""
+    """A bin of a distribution, and the shares of the values in it, from 0 to 1, before and now."""
 
     bin: str
     before: float
@@ -28,15 +28,15 @@ class DriftShift(DocumentPart):
 
 
 class DriftedDistribution(DocumentPart):
-    """How one distribution has changed."""
+    """The change of one distribution: its two indices, a level in words, and the bins that moved."""
 
     name: str
     psi: float
-    """Population stability index."""
+    """Population stability index; 0 where nothing has changed."""
     js_distance: float
     """Jensen-Shannon distance, from 0 to 1."""
     chance_psi: float
-    """What chance alone exceeds once in twenty times."""
+    """Population stability index that chance alone exceeds once in twenty times."""
     num_bins: int
     level: Literal["none", "some", "large"]
     shifts: list[DriftShift]
@@ -45,30 +45,32 @@ class DriftedDistribution(DocumentPart):
 
 
 class Drift(Document):
-    """The content of `drift.json`."""
+    """The content of `drift.json`: two datasets, and every distribution that was compared between them."""
 
     before: ProfiledDataset
     now: ProfiledDataset
     some: float
-    """The index from which on a change is called so."""
+    """Smallest population stability index that is called `some`; `large` is that of the next level."""
     large: float
     distributions: list[DriftedDistribution]
-    """The one that has changed most comes first."""
+    """Every distribution that was compared, the most changed one first."""
 
     @property
     def drifted(self) -> list[DriftedDistribution]:
-        """Those that have changed."""
-        return [each for each in self.distributions if each.level != "none"]
+        """Distributions whose level is not `none`, the most changed one first."""
+        return [distribution for distribution in self.distributions if distribution.level != "none"]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What can be compared between runs: the largest index, and how many distributions have changed."""
+        """Metrics that runs are compared by: the largest index, and the number of changed distributions."""
         largest = {"drift_largest_psi": self.distributions[0].psi} if self.distributions else {}
         return {**largest, "drifted_distributions": float(len(self.drifted))}
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The changed distributions in one line, each with its level and index."""
         if not self.drifted:
             return "no drift against the dataset before"
-        return "drift: " + ", ".join(f"{each.level} in {each.name} (PSI {each.psi:.2g})" for each in self.drifted)
+        return "drift: " + ", ".join(
+            f"{distribution.level} in {distribution.name} (PSI {distribution.psi:.2g})" for distribution in self.drifted
+        )

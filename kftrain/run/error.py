@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 class ErrorDocument(BaseModel):
-    """`error.json`, and `failure.json`: what a launcher found out about a job that failed."""
+    """The content of `error.json`, which a stage leaves, and of `failure.json`, which a launcher writes about a job."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
@@ -28,9 +28,9 @@ class ErrorDocument(BaseModel):
     """Name of the error's type; empty where a process left no error of its own."""
     exit_code: int = BUG_CODE
     line: str = "it left no message"
-    """All of it on one line."""
+    """The whole error on one line."""
     failure_class: FailureClass = FailureClass.UNKNOWN
-    """Decides the advice."""
+    """Class of the failure; it decides the advice."""
     what: str = ""
     where: str = ""
     value: str | None = None
@@ -39,7 +39,7 @@ class ErrorDocument(BaseModel):
     stage: str = ""
     """Stage of the pipeline, or task of the job."""
     time: float | None = None
-    """Seconds since the epoch."""
+    """Time of the failure, in seconds since the epoch."""
     attempt: int | None = None
     rank: int | None = None
     """The process that failed first, where one is known."""
@@ -47,27 +47,27 @@ class ErrorDocument(BaseModel):
     node: str = ""
     pod: str = ""
     last_lines: list[str] = []
-    """What the worker that failed printed last."""
+    """Last lines that the failed worker printed."""
     warnings: list[str] = []
-    """What went wrong after the failure, such as the clean-up."""
+    """Things that went wrong after the failure, such as the clean-up."""
 
     @classmethod
     def of(cls, error: BaseException, **known: Any) -> ErrorDocument:
-        """The document of an exception: ours keep their fields, a bug keeps its last frame."""
+        """Build the document of an exception: ours keep their fields, a bug keeps its last frame."""
         return cls.received({**errors.error_to_dict(error), **known})
 
     @classmethod
     def received(cls, found: Any) -> ErrorDocument:
-        """The document that somebody else wrote, as far as it is sound; never raises.
+        """Take over a document that somebody else wrote, as far as it is sound; never raises.
 
-        Where it names no class that is known here, the class follows from kind and exit code.
+        Where the document names no class that is known here, the class follows from kind and exit code.
         """
-        fields = _flat(found) if isinstance(found, Mapping) else {}
+        fields = _flatten_fields(found) if isinstance(found, Mapping) else {}
         try:
             cls.model_validate(fields)
         except ValidationError as error:
             broken = {detail["loc"][0] for detail in error.errors()}
-            if broken & {"where", "value", "fix"}:  # what is left of the parts would say less than the line
+            if broken & {"where", "value", "fix"}:  # without them `what` says less than the line, so that goes too
                 broken.add("what")
             fields = {name: value for name, value in fields.items() if name not in broken}
         document = cls.model_validate(fields)
@@ -77,19 +77,19 @@ class ErrorDocument(BaseModel):
         return document.model_copy(update={"failure_class": kind})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `storage.publish_json` writes it."""
+        """Return plain data, as `storage.publish_json` writes it."""
         return self.model_dump(mode="json")
 
     def known(self) -> dict[str, Any]:
-        """The fields that say something, for people."""
+        """Return the fields that say something, for people."""
         return {name: value for name, value in self.to_dict().items() if value not in (None, "", [])}
 
     def to_error(self) -> KftrainError:
-        """The error that another process may raise."""
+        """Build the exception that this process may raise in the place of the one that wrote the document."""
         return errors.error_from_dict(self.to_dict())
 
     def found_out(self, finding: ErrorDocument | None) -> ErrorDocument:
-        """With what the launcher found out about the job: which kind of failure it was, and where."""
+        """Return this document with what the launcher found out about the job: the class of failure, and the place."""
         if finding is None:
             return self
         names = ("failure_class", "attempt", "rank", "node_rank", "node", "pod", "last_lines")
@@ -97,32 +97,32 @@ class ErrorDocument(BaseModel):
 
 
 def of_stage(stage: str, error: BaseException) -> ErrorDocument:
-    """What a stage leaves that failed now."""
+    """Build the document that a stage leaves when it fails; its time is now."""
     return ErrorDocument.of(error, stage=stage, time=time.time())
 
 
 def read_error(uri: str) -> ErrorDocument | None:
-    """What the error.json at `uri` says; None where there is none.
+    """Read the error.json at `uri`; None where there is none.
 
-    One that is damaged is an error of its own: it must not hide that the run failed, nor stop who reports that.
+    A damaged one becomes an error of its own: it must not hide that the run failed, nor stop who reports that.
     """
     try:
         content = storage.read_bytes(uri)
     except FileNotFoundError:
         return None
     try:
-        found = storage.decode_json(content, uri)
+        document = storage.decode_json(content, uri)
     except DataError:
-        found = None
-    if not is_error_document(found):
+        document = None
+    if not is_error_document(document):
         line = f"{uri}: error.json is damaged, so why the run failed is not known: {content[:200]!r}"
         return ErrorDocument(line=line)
-    return ErrorDocument.received(found)
+    return ErrorDocument.received(document)
 
 
-def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a document; one of before had what the launcher found out in a part of its own, `failure`."""
-    fields = {str(name): value for name, value in found.items() if name != "schema_version"}
+def _flatten_fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a document; older ones held the launcher's findings in a part of its own, `failure`."""
+    fields = {str(name): value for name, value in document.items() if name != "schema_version"}
     finding = fields.pop("failure", None)
     known = {kind.value for kind in FailureClass}
     if isinstance(finding, Mapping) and str(finding.get("failure_class")) in known:

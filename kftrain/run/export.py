@@ -1,4 +1,4 @@
-"""Whether an export is whole: its manifest, and the files that this lists. Nothing here reads tensors.
+"""The manifest of an export, and the checks that an export is whole. Nothing here reads tensors.
 
 export/<checkpoint digest>/
 model.safetensors …
@@ -17,11 +17,11 @@ from kftrain.errors import CheckpointError
 from kftrain.run import commit, documents
 
 MANIFEST = "manifest.json"
-"""The file that is written last into an export."""
+"""Name of the file that is written last into an export, so that it stands only in a whole one."""
 
 
 class ExportManifest(documents.Document):
-    """`manifest.json` of an export."""
+    """`manifest.json` of an export: its files, and the checkpoint, training and dataset that it comes from."""
 
     checkpoint_digest: str
     training_digest: str
@@ -31,12 +31,12 @@ class ExportManifest(documents.Document):
 
 
 def manifest_uri(uri: str) -> str:
-    """Where the manifest of the export at `uri` lies."""
+    """Return the URI of the manifest of the export at `uri`."""
     return storage.join(uri, MANIFEST)
 
 
 def is_export(uri: str) -> bool:
-    """Whether a whole export is there: its manifest, and every file of it with its size. Only the manifest is read."""
+    """Tell whether a whole export is there: its manifest, and all its files by size. Reads only the manifest."""
     try:
         manifest = documents.read(ExportManifest, manifest_uri(uri), CheckpointError)
         return commit.has_files(uri, manifest.files)
@@ -45,22 +45,23 @@ def is_export(uri: str) -> bool:
 
 
 def digest_of_export(uri: str) -> str:
-    """The sha256 of an export's manifest. Raises CheckpointError where there is none."""
-    return storage.sha256_bytes(_manifest_content(uri))
+    """Compute the digest of an export: the sha256 of its manifest. Raises CheckpointError where there is none."""
+    return storage.sha256_bytes(_read_manifest_content(uri))
 
 
 def read_export_manifest(uri: str, digest: str) -> ExportManifest:
-    """The manifest of the export with this digest. Raises CheckpointError where another one, or none, is there."""
-    content = _manifest_content(uri)
+    """Read the manifest of the export with this digest. Raises CheckpointError where another one, or none, is there."""
+    content = _read_manifest_content(uri)
     if (actual := storage.sha256_bytes(content)) != digest:
         raise CheckpointError(f"the export is not the expected one, {digest[:16]}", where=uri, value=actual[:16])
     return documents.parse(ExportManifest, content, manifest_uri(uri), CheckpointError)
 
 
 def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportManifest:
-    """The manifest of the export with this digest, whose every file is there with its size. Raises CheckpointError.
+    """Read the manifest of the export with this digest and check that all files have their size.
 
-    `contents`: their sha256 is checked too, which reads all of them. Without it only the manifest is read.
+    `contents`: check their sha256 too, which reads all of them. Without it only the manifest is read. Raises
+    CheckpointError.
     """
     manifest = read_export_manifest(uri, digest)
     if contents:
@@ -71,14 +72,14 @@ def require_whole(uri: str, digest: str, *, contents: bool = False) -> ExportMan
 
 
 def tensor_entries(uri: str, files: Mapping[str, commit.FileEntry]) -> dict[str, commit.FileEntry]:
-    """Those of an export's files that hold tensors, in order. Raises CheckpointError where none does."""
+    """Select the files of an export that hold tensors, sorted by name. Raises CheckpointError where none does."""
     names = sorted(name for name in files if name.endswith(".safetensors"))
     if not names:
         raise CheckpointError("the export holds no tensors", where=uri, fix="export the checkpoint again")
     return {name: files[name] for name in names}
 
 
-def _manifest_content(uri: str) -> bytes:
+def _read_manifest_content(uri: str) -> bytes:
     try:
         return storage.read_bytes(manifest_uri(uri))
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -18,29 +18,29 @@ from kftrain.run.best_effort import best_effort
 from kftrain.run.paths import RunPaths
 
 INTERVAL_SECONDS = 60.0
-"""Between two beats."""
+"""Seconds from one beat to the next."""
 
 LOOKS_PER_TIMEOUT = 20
-"""How often a watch looks within its timeout."""
+"""Number of looks of a watch within its timeout."""
 
 LATE = 2.0
-"""A look that comes so many intervals after the one before has been held up."""
+"""Intervals after which the next look is late: the watch itself was held up, and no more than these count."""
 
 MISSING = b""
-"""Stands for the content of a file that is not there: a launcher that never wrote is silent too."""
+"""Content that stands for a file that is not there: a launcher that never wrote is silent too."""
 
 END_SECONDS = 10.0
-"""How long the end of a launcher waits for a beat that is being written."""
+"""Seconds for which the end of a launcher waits for a beat that is being written."""
 
 MAX_HANGING = 5
 """Beats that may hang at once: a mount whose server is gone holds every call, until it is back."""
 
 
 class Heartbeat:
-    """Within the block, a thread writes the file at once and then at every interval.
+    """A block in which a thread writes the file, at once and then at every interval.
 
-    A write that fails is made again at the next interval; for a thread that hangs in one another takes over. The file
-    stays: a launcher that ended has left no job.
+    A write that fails is made again at the next interval; where a thread hangs in a write, another one takes over. The
+    file stays: a launcher that ended has left no job.
     """
 
     def __init__(
@@ -67,13 +67,15 @@ class Heartbeat:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _replace_hanging(self) -> None:
-        """Starts the thread that beats, and another one where that has not beaten for two intervals."""
+        """Start the thread that beats, and another one where that has not beaten for two intervals."""
         while True:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             late = time.monotonic() - self._beaten_at > 2 * self._interval_seconds
             if not self._threads or (late and len(self._threads) < MAX_HANGING):
                 self._beaten_at = time.monotonic()
                 thread = threading.Thread(target=self._beat, daemon=True, name="beat")
+                # Listed before it starts: a thread beats only while it is the last one here, so the new one would end
+                # at once otherwise; and one that hangs ends by itself when its write has come back.
                 self._threads = [*self._threads, thread]
                 thread.start()
             if self._ended.wait(self._interval_seconds):
@@ -90,30 +92,30 @@ class Heartbeat:
 
 
 def last_beat(paths: RunPaths) -> float:
-    """When a launcher was alive, by its own clock, in seconds since the epoch; 0 where nothing says so."""
-    found = None
+    """Return when a launcher was last alive, by its own clock, in seconds since the epoch; 0 if that is not known."""
+    document = None
     with best_effort("the launcher's heartbeat could not be read"):
-        found = storage.read_json_if_exists(paths.launcher)
-    said = found.get("time") if isinstance(found, dict) else None
-    return float(said) if isinstance(said, int | float) else 0.0
+        document = storage.read_json_if_exists(paths.launcher)
+    beat_time = document.get("time") if isinstance(document, dict) else None
+    return float(beat_time) if isinstance(beat_time, int | float) else 0.0
 
 
 @dataclass(frozen=True)
 class Silence:
-    """How long a launcher has been silent."""
+    """The time for which a launcher has been silent. Pure: `after` returns the next one."""
 
     seconds: float = 0.0
     content: bytes = MISSING
-    """What the file held when it was read last."""
+    """Content of the file when it was read last."""
     read_at: float | None = None
-    """When that was; None: the last look failed, and the time since the one before does not count."""
+    """Time of that reading; None: the last look failed, and the time since the one before does not count."""
 
     def after(self, content: bytes | None, start: float, end: float, most_seconds: float = float("inf")) -> Silence:
-        """After one more look, which lasted from `start` to `end`; None: the file could not be read.
+        """Return the silence after one more look, which lasted from `start` to `end`.
 
-        The time that a look takes does not count either: a mount may hang for an hour and then show old content. Nor
-        what is more than `most_seconds` since the look before: the watch itself was held up, and on the same machine
-        the launcher was, too.
+        `content` None: the file could not be read. The time that a look takes does not count either: a mount may hang
+        for an hour and then show old content. Nor what is more than `most_seconds` since the look before: the watch
+        itself was held up, and on the same machine the launcher was, too.
         """
         if content is None:
             return replace(self, read_at=None)
@@ -124,7 +126,7 @@ class Silence:
 
 
 class LauncherWatch:
-    """A worker's watch of its launcher."""
+    """A worker's watch of its launcher, polled by the worker; it counts by the worker's own clock."""
 
     def __init__(self, paths: RunPaths, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_seconds = timeout_seconds
@@ -134,11 +136,11 @@ class LauncherWatch:
 
     @property
     def interval_seconds(self) -> float:
-        """How long to wait between two looks."""
+        """Seconds to wait between two looks."""
         return self.timeout_seconds / LOOKS_PER_TIMEOUT
 
     def poll(self) -> bool:
-        """Looks once; whether the launcher has been silent for the timeout."""
+        """Look once; return whether the launcher has been silent for the timeout."""
         start = self._clock()
         content = self._read()
         self._silence = self._silence.after(content, start, self._clock(), LATE * self.interval_seconds)

@@ -13,17 +13,17 @@ from kftrain.run.paths import RunPaths
 
 
 def next_attempt(paths: RunPaths, task: JobTask) -> int | None:
-    """The attempt that the next claim makes of a job; an evaluation has none."""
+    """Return the number of the attempt that a job's next claim will make; an evaluation has none."""
     return attempts.last_attempt(paths) + 1 if task == "train" else None
 
 
 def logs_uri(paths: RunPaths, attempt: int | None) -> str:
-    """Where the logs of a job go. An attempt that fails before its claim shares the folder with the next one."""
+    """Return the folder of a job's logs. An attempt that fails before its claim shares it with the next one."""
     return storage.join(paths.logs, "evaluation" if attempt is None else f"attempt-{attempt}")
 
 
 def last_logs_uri(paths: RunPaths, task: str) -> str:
-    """Folder of the logs of the last attempt, or of the evaluation; it may not be there."""
+    """Return the folder of the logs of the last attempt, or of the evaluation; it may not be there."""
     if task == "evaluate":
         return logs_uri(paths, None)
     names = [name for name in storage.list_names(paths.logs) if name.startswith("attempt-")]
@@ -31,7 +31,7 @@ def last_logs_uri(paths: RunPaths, task: str) -> str:
 
 
 def publish_log(path: Path, uri: str) -> None:
-    """Adds a log to what is there from an earlier start."""
+    """Append a local log to what is published at `uri` from an earlier start; a failure is a warning."""
     with best_effort(f"{path.name} could not be published", REPORT_SECONDS):
         before = storage.read_bytes(uri) if storage.exists(uri) else b""
         storage.publish(uri, shortened(before + path.read_bytes()))

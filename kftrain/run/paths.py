@@ -1,4 +1,4 @@
-"""Where the files of a run lie below its folder, `<root>/runs/<run id>`.
+"""The places of a run's files below its folder, `<root>/runs/<run id>`. The list says who writes a file, and for whom.
 
 <root>/shards/<dataset digest>/manifest.json                        shards        -> train, evaluate
 <root>/shards/by-source/<source digest>.json                        shards        -> the next run's shards
@@ -29,7 +29,7 @@ from kftrain import storage
 
 
 class _Below:
-    """The URI of something below a run's folder."""
+    """An attribute of `RunPaths` that is the URI of something below the run's folder."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -40,28 +40,28 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's files lie: `<root>/runs/<run id>`."""
+    """The URIs of a run's files. `uri` is that of its folder, `<root>/runs/<run id>`."""
 
     uri: str
 
     config = _Below("config.yaml")
-    """The resolved configuration."""
+    """The configuration, resolved, that the run was opened with last."""
     shards = _Below("shards.json")
-    """Pointer to the run's shards."""
+    """The manifest's URI and the digest of the run's dataset, which lies outside of its folder."""
     complete = _Below("COMPLETE.json")
-    """The proof that training succeeded."""
+    """The only proof that the training succeeded."""
     registration = _Below("registration.json")
-    """What registering and gating decided."""
+    """The registered version, and the gate's decision."""
     error = _Below("error.json")
-    """Why the last stage failed."""
+    """The error of the stage that failed last."""
     skipped = _Below("SKIPPED.json")
-    """Why a scheduled run had nothing to do."""
+    """The reason why a scheduled run had nothing to do."""
     window_files = _Below("window.json")
-    """Which files of its window no run before has read, of a scheduled run."""
+    """Files of a scheduled run's window that no run before has read."""
     failure = _Below("failure.json")
-    """What the launcher found out about a failed job."""
+    """The launcher's findings about a failed job."""
     launcher = _Below("launcher.json")
-    """The launcher's heartbeat."""
+    """The launcher's heartbeat, written once a minute while it lives."""
     logs = _Below("logs")
     """Folder of what every process printed: `attempt-<n>/rank-<r>.log` and `evaluation/rank-<r>.log`."""
     history = _Below("history.json")
@@ -69,51 +69,51 @@ class RunPaths:
     comparison = _Below("comparison.html")
     """The page of the champion and the newest versions, as they were when this run was registered."""
     report = _Below("report.html")
-    """The run's HTML report."""
+    """The run's report, an HTML page."""
     attempts = _Below("attempts")
-    """Folder of claims."""
+    """Folder of the attempts' claims, `<n>.json`."""
     checkpoints = _Below("checkpoints")
-    """Folder of checkpoints."""
+    """Folder of checkpoints, committed and half-written ones."""
     evaluation_request = _Below("evaluation", "request.json")
-    """What the evaluation job is asked to score."""
+    """The exports that the evaluation job is asked to score."""
     drift = _Below("drift.json")
-    """What has changed since the dataset before; not there where nothing was compared."""
+    """The changes since the dataset before; not there where nothing was compared."""
     unmeasured = _Below("evaluation", "unmeasured.json")
-    """Why the champion could not be scored; not there where it was."""
+    """The reason why the champion could not be scored; not there where it was."""
     reference_set = _Below("evaluation", "reference.json")
-    """Which dataset the reference set was; not there where there is none."""
+    """The dataset that was the reference set; not there where there is none."""
 
     @classmethod
     def of(cls, storage_root: str, run_id: str) -> RunPaths:
-        """The folder of a run below a storage root."""
+        """Build the paths of a run below a storage root; creates nothing."""
         return cls(storage.join(storage_root, "runs", run_id))
 
     @property
     def run_id(self) -> str:
-        """Last part of the URI."""
+        """The last part of the folder's URI."""
         return self.uri.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def storage_root(self) -> str:
-        """What the run lies below."""
+        """URI below which runs, shards and schedules lie."""
         return self.uri.rstrip("/").rsplit("/", 2)[0]
 
     def job_config(self, config_digest: str) -> str:
-        """The configuration that one job was started for."""
+        """Return the URI of the configuration that one job was started for."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}.yaml")
 
     def config_before(self, config_digest: str) -> str:
-        """The run's configuration before the one with this digest took its place."""
+        """Return the URI of the configuration whose place the one with this digest took."""
         return storage.join(self.uri, "configs", f"{config_digest[:16]}-before.yaml")
 
     def attempt(self, number: int) -> str:
-        """The claim of one attempt."""
+        """Return the URI of the claim of one attempt."""
         return storage.join(self.attempts, f"{number}.json")
 
     def export(self, checkpoint_digest: str) -> str:
-        """Folder of the export of one checkpoint."""
+        """Return the folder of the export of one checkpoint."""
         return storage.join(self.uri, "export", checkpoint_digest[:16])
 
     def evaluation(self, checkpoint_digest: str, evaluation_digest: str) -> str:
-        """Folder of one evaluation: `metrics.json` and `statistics.npz`."""
+        """Return the folder of one evaluation: `metrics.json` and `statistics.npz`."""
         return storage.join(self.uri, "evaluation", checkpoint_digest[:16], evaluation_digest[:16])

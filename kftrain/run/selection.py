@@ -1,4 +1,4 @@
-"""Which checkpoint of a training counts: the best one by a metric of its periodic evaluations, where that is wanted."""
+"""The choice of the checkpoint that becomes the model: the last one, or the best one by a metric of evaluations."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ Goal = Literal["minimize", "maximize"]
 
 
 class BestEvaluation(BaseModel):
-    """What the evaluations of a training have come to; part of each checkpoint, so that a restart goes on from it."""
+    """The best evaluation of a training so far; part of each checkpoint, so that a restart goes on from it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     metric: str
     goal: Goal
     step: int = 0
-    """Steps that were done at the best one, whose checkpoint is kept; 0: none had a finite value."""
+    """Step of the best evaluation, whose checkpoint is kept; 0: none had a finite value."""
     value: float | None = None
-    """Of the best one."""
+    """Value of the metric at the best one; None: none had a finite value."""
     num_without_improvement: int = 0
-    """Evaluations since then, or so far."""
+    """Number of evaluations since the best one, or of all so far where there is none."""
 
 
 def improves(before: BestEvaluation | None, goal: Goal, value: float) -> bool:
-    """Whether an evaluation is better than all before it; one that is not finite never is."""
+    """Tell whether an evaluation is better than all before it; one that is not finite never is."""
     if before is None or before.value is None or not math.isfinite(value):
         return math.isfinite(value)
     return value < before.value if goal == "minimize" else value > before.value
 
 
 def after_evaluation(before: BestEvaluation | None, metric: str, goal: Goal, step: int, value: float) -> BestEvaluation:
-    """What they have come to after one more."""
+    """Return the best evaluation after one more at `step`, with the count since then."""
     if improves(before, goal, value):
         return BestEvaluation(metric=metric, goal=goal, step=step, value=value)
-    found = before or BestEvaluation(metric=metric, goal=goal)
-    return found.model_copy(update={"num_without_improvement": found.num_without_improvement + 1})
+    best = before or BestEvaluation(metric=metric, goal=goal)
+    return best.model_copy(update={"num_without_improvement": best.num_without_improvement + 1})
 
 
 def in_order(selection: BestEvaluation | None, values: Mapping[int, float], steps: Sequence[int]) -> list[int]:
-    """Steps of checkpoints: the model's first, then those that take its place where all before them are damaged.
+    """Sort the steps of checkpoints: the model's first, then those that replace it where all before are damaged.
 
     Without a best evaluation the newest is the model, and no other can be. Otherwise the next best of those that were
     evaluated takes its place, and where none was, the newest.
 
     Args:
         selection: The best evaluation, where that decides.
-        values: Of its metric, by step.
-        steps: Of the checkpoints that there are.
+        values: Values of its metric, by step.
+        steps: Steps of the checkpoints that there are.
     """
     newest_first = sorted(set(steps), reverse=True)
     if selection is None or selection.value is None:
@@ -65,16 +65,16 @@ def in_order(selection: BestEvaluation | None, values: Mapping[int, float], step
 
 
 def in_words(selection: BestEvaluation, trained_steps: int, num_steps: int, step: int | None = None) -> str:
-    """`best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without improvement`.
+    """Describe the choice: `best validation/loss 1.61 at step 300 of 1,000; stopped after 5 evaluations without …`.
 
-    `step`: of the checkpoint that is the model, where that is not the best one.
+    `step`: step of the checkpoint that is the model, where that is not the best one.
     """
     metric, count = f"validation/{selection.metric}", selection.num_without_improvement
     evaluations = f"{count:,} evaluation{'' if count == 1 else 's'}"
     if selection.value is None:
-        said = f"no finite {metric} in {evaluations}: the last checkpoint is the model"
+        text = f"no finite {metric} in {evaluations}: the last checkpoint is the model"
     else:
-        said = f"best {metric} {selection.value:.4g} at step {selection.step:,} of {num_steps:,}"
+        text = f"best {metric} {selection.value:.4g} at step {selection.step:,} of {num_steps:,}"
         if step not in (None, selection.step):
-            said += f", whose checkpoint is damaged or gone: that of step {step:,} is the model"
-    return said if trained_steps >= num_steps else f"{said}; stopped after {evaluations} without improvement"
+            text += f", whose checkpoint is damaged or gone: that of step {step:,} is the model"
+    return text if trained_steps >= num_steps else f"{text}; stopped after {evaluations} without improvement"

@@ -1,4 +1,4 @@
-"""What a killed process leaves half-written in a run's folder."""
+"""The removal of files that killed processes have left half-written in a run's folder."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from kftrain import storage
 from kftrain.run.paths import RunPaths
 
 STALE_SECONDS = 3600.0
-"""A temporary file that nobody has touched for so long belongs to a process that is gone."""
+"""Age in seconds beyond which a temporary file belongs to a process that is gone."""
 
 
 def remove_temporary_files(paths: RunPaths) -> list[str]:
-    """Removes files and folders that a killed process was still writing, from a storage root on this machine."""
+    """Remove what killed processes were still writing and return its paths; in an object store files appear whole."""
     if not storage.is_local(paths.uri):
         return []
     oldest = time.time() - STALE_SECONDS
-    found = [path for path in _temporary(storage.local_path(paths.uri)) if _modified(path) < oldest]
-    for path in found:
+    stale = [path for path in _iterate_temporary(storage.local_path(paths.uri)) if _read_modified_at(path) < oldest]
+    for path in stale:
         storage.remove(str(path))
-    return [str(path) for path in found]
+    return [str(path) for path in stale]
 
 
-def _temporary(folder: Path) -> Iterator[Path]:
-    """Files and folders that are being written; others may finish or delete theirs meanwhile."""
+def _iterate_temporary(folder: Path) -> Iterator[Path]:
+    """Yield files and folders that are being written; others may finish or delete theirs meanwhile."""
     for parent, folders, files in os.walk(folder):  # leaves out a folder that has vanished
         yield from (Path(parent, name) for name in sorted([*folders, *files]) if name.startswith(".tmp-"))
 
 
-def _modified(path: Path) -> float:
-    """Seconds since the epoch; infinite for what has vanished."""
+def _read_modified_at(path: Path) -> float:
+    """Read when a path was last changed, in seconds since the epoch; infinite for what has vanished."""
     try:
         return path.lstat().st_mtime
     except FileNotFoundError:

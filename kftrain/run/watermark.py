@@ -40,33 +40,35 @@ class WindowFiles(Document):
 
 
 def read_watermark(uri: str) -> Watermark:
-    """An entry. Raises DataError where it is missing or damaged."""
+    """Read an entry; that of number 0 is empty. Raises DataError where it is missing or damaged."""
     return documents.read(Watermark, uri) if number_of(uri) else Watermark()
 
 
 def find_watermark(folder: str, run_uri: str) -> str:
-    """The entry at which the window of a run begins: the last one, or the one before where that is its own."""
+    """Return the entry at which the window of a run begins: the last one, or the one before where that is its own."""
     last = storage.join(folder, f"{storage.last_number(folder)}.json")
     return _beside(last, number_of(last) - (read_watermark(last).run_uri == run_uri))
 
 
 def read_names(uri: str, source: str) -> frozenset[str]:
-    """The files of a source that were read up to an entry. Raises DataError."""
-    found: set[str] = set()
+    """Read the names of all files of a source that were read up to an entry. Raises DataError."""
+    names: set[str] = set()
     while number_of(uri):
         entry = read_watermark(uri)
-        found.update(entry.files.get(source, ()))
+        names.update(entry.files.get(source, ()))
         uri = _beside(uri, entry.before)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def move_watermark(uri: str, ends: dict[str, str], files: dict[str, list[str]], run_uri: str) -> bool:
-    """Adds the entry after this one; False where another run has done so. Nothing happens the second time."""
+    """Add the entry after this one; False where another run has done so. Nothing happens the second time."""
+    # The new entry takes in those that follow the number without its lowest one bit, as a carry does in a binary
+    # counter: entry 8 holds the files of 1 to 8 and points at 0, entry 7 holds its own and points at 6.
     number, before = number_of(uri) + 1, number_of(uri)
     while before > number & (number - 1):
         entry = read_watermark(_beside(uri, before))
         both = {**files, **entry.files}
-        files = {each: sorted({*files.get(each, ()), *entry.files.get(each, ())}) for each in both}
+        files = {name: sorted({*files.get(name, ()), *entry.files.get(name, ())}) for name in both}
         before = entry.before
     ends = {**read_watermark(uri).ends, **ends}
     entry = Watermark(run_uri=run_uri, ends=ends, files=files, before=before, time=time.time())

@@ -22,19 +22,19 @@ TIMEOUT_SECONDS = 10.0
 
 
 def send(line: str, link: str, over_http: bool, progress: Progress) -> bool:
-    """Sends `{"text": "<line> <link>"}`, as Slack, Mattermost and Google Chat take it; False where nothing was sent."""
+    """Send `{"text": "<line> <link>"}`, as Slack, Mattermost and Google Chat take it; False where nothing was sent."""
     url = os.environ.get(URL_ENV, "").strip()
     if not url:
         return False
-    why = _unusable(url, over_http)
+    why = _explain_unusable(url, over_http)
     why = why or _post(url, json.dumps({"text": f"{line} {link}".strip()}).encode())
     if why:
         progress(f"warning: no alert was sent: {why}")
     return not why
 
 
-def _unusable(url: str, over_http: bool) -> str:
-    """Why nothing is sent there; empty where it is. The URL itself is not said: whoever has it can write there."""
+def _explain_unusable(url: str, over_http: bool) -> str:
+    """Explain why the URL cannot be used; empty where it can. Never name it: whoever has it can write there."""
     try:
         parts = urlsplit(url)
         allowed = ("https", "http") if over_http else ("https",)
@@ -46,11 +46,11 @@ def _unusable(url: str, over_http: bool) -> str:
 
 
 def _post(url: str, content: bytes) -> str:
-    """Why it failed; empty where it did not."""
+    """Post the content; return why that failed, or an empty text."""
     headers = {"Content-Type": "application/json", "User-Agent": "kftrain"}
     try:
         request = urllib.request.Request(url, content, headers)
-        with urllib.request.build_opener(_Here()).open(request, timeout=TIMEOUT_SECONDS):
+        with urllib.request.build_opener(_NoRedirects()).open(request, timeout=TIMEOUT_SECONDS):
             return ""
     except urllib.error.HTTPError as error:
         error.close()
@@ -59,8 +59,8 @@ def _post(url: str, content: bytes) -> str:
         return f"the webhook cannot be reached ({type(error).__name__})"
 
 
-class _Here(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: the URL is a secret, and what it points at is trusted no further."""
 
     def redirect_request(self, *arguments: Any) -> None:
-        """None: the answer is an error."""
+        """Return None, so that urllib raises the redirect as an error."""

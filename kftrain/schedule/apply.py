@@ -22,7 +22,7 @@ MAX_ACTIONS = 50
 
 MAX_FAILURES = 6
 FIRST_WAIT_SECONDS = 1.0
-"""Calls in a row without an answer, and the wait after the first of them; it doubles."""
+"""Calls in a row that may stay without an answer, and the seconds of the first wait; each wait is twice the last."""
 
 SETTLE_SECONDS = 45.0
 """Kubeflow's controller looks every 30 s: so long after it was disabled a recurring run may still start one."""
@@ -34,33 +34,33 @@ class RecurringRuns(Protocol):
     """Kubeflow's recurring runs. Every call raises UnavailableError where it may have taken effect or not."""
 
     def list_recurring(self, name: str) -> list[Recurring]:
-        """All of a name."""
+        """List all recurring runs of a name, which need not be unique."""
         ...
 
     def create(self, content: Content) -> None:
-        """A new one, disabled."""
+        """Create a recurring run, disabled."""
         ...
 
     def enable(self, recurring_id: str) -> None:
-        """Nothing happens where it is gone."""
+        """Let it start runs from now on. Does nothing where it is gone."""
         ...
 
     def disable(self, recurring_id: str) -> None:
-        """Nothing happens where it is gone."""
+        """Let it start no more runs. Does nothing where it is gone."""
         ...
 
     def delete(self, recurring_id: str) -> None:
-        """Kills what it has started and has not ended. Nothing happens where it is gone."""
+        """Delete it, which kills its runs that have not ended. Does nothing where it is gone."""
         ...
 
     def live_runs(self, recurring_id: str) -> list[str]:
-        """Names of its runs that have not ended."""
+        """List the names of its runs that have not ended."""
         ...
 
 
 @dataclass
 class Executor:
-    """Makes what is there what is wanted."""
+    """Turns the recurring runs that Kubeflow has into the wanted one, action by action."""
 
     api: RecurringRuns
     name: str
@@ -72,12 +72,12 @@ class Executor:
     _failures: int = 0
 
     def converge(self, wanted: Callable[[], Wanted | None], wait_seconds: float = 0.0) -> list[str]:
-        """Does what is to be done; `wanted` None: the schedule is to go.
+        """Carry out the plan until nothing is left to do; `wanted` gives None where the schedule is to go.
 
-        It is asked before each action, because others may pause the schedule or let it go on meanwhile.
+        `wanted` is called before each action, because others may pause the schedule or let it go on meanwhile.
 
-        Returns the recurring runs that are left, disabled, because runs of theirs live: they are waited for as long as
-        `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
+        Returns the ids of recurring runs that are left, disabled, because runs of theirs live: they are waited for as
+        long as `wait_seconds`. Raises LaunchError where Kubeflow refuses, or does not answer again and again.
         """
         with self.turn.held():
             return self._converge(wanted, self.clock() + wait_seconds)
@@ -87,79 +87,83 @@ class Executor:
         while num_actions <= MAX_ACTIONS:
             listed, now = self._listed(), wanted()
             actions = plan(now, listed)
-            self._note(listed)
-            urgent = next((each for each in actions if not isinstance(each, Delete)), None)
+            self._note_disabled(listed)
+            # One action, then everything is looked at anew: its answer may be lost, and others act meanwhile. Deleting
+            # comes last, when the wanted one is enabled, because it has to wait for the runs of the old one.
+            urgent = next((action for action in actions if not isinstance(action, Delete)), None)
             if urgent is not None:
-                self._do(urgent, now)
+                self._do_action(urgent, now)
                 num_actions += 1
                 continue
-            ends = {each.id: self._deleted(each) for each in actions if isinstance(each, Delete)}
+            ends = {action.id: self._delete_if_idle(action) for action in actions if isinstance(action, Delete)}
             num_actions += len(ends)
             if all(is_live for is_live in ends.values()):
-                if not ends or not self._waited(until):
+                if not ends or not self._wait_for_turn(until):
                     return list(ends)
-                num_actions = 0
+                num_actions = 0  # others had their turn meanwhile: what they changed then is no quarrel
         raise LaunchError(
             "somebody changes this schedule at the same time", where=self.name, fix="find out who, and apply it again"
         )
 
     def enable(self) -> bool:
-        """Enables what is there, whatever it is: apply says what it should be. False where nothing is.
+        """Enable the newest recurring run, whatever its content: `converge` corrects that. False where there is none.
 
         Raises LaunchError.
         """
         with self.turn.held():
             while listed := self._listed():
-                newest = max(listed, key=lambda each: (each.enabled, each.created))
-                if newest.enabled or self._do(Enable(newest.id), None):
+                newest = max(listed, key=lambda recurring: (recurring.enabled, recurring.created))
+                if newest.enabled or self._do_action(Enable(newest.id), None):
                     return True
         return False
 
     def disable(self) -> None:
-        """Disables what is there; it waits for nobody. Raises LaunchError."""
-        while enabled := [each for each in self._listed() if each.enabled]:
-            if all([self._do(Disable(each.id), None) for each in enabled]):
+        """Disable what is there without a turn: a pause waits for nobody. Raises LaunchError."""
+        while enabled := [recurring for recurring in self._listed() if recurring.enabled]:
+            if all([self._do_action(Disable(recurring.id), None) for recurring in enabled]):
                 return
 
     def _listed(self) -> list[Recurring]:
-        """What Kubeflow has of this name, asked until it answers."""
+        """List what Kubeflow has of this name; ask until it answers."""
         listed = None
         while listed is None:
-            listed = self._asked(lambda: self.api.list_recurring(self.name))
+            listed = self._call_api(lambda: self.api.list_recurring(self.name))
         return listed
 
-    def _note(self, listed: Sequence[Recurring]) -> None:
-        """Since when each is known to start no runs any more."""
+    def _note_disabled(self, listed: Sequence[Recurring]) -> None:
+        """Note since when each recurring run is known to start no runs any more."""
         known = self._disabled_since
-        self._disabled_since = {each.id: known.get(each.id, self.clock()) for each in listed if not each.enabled}
+        self._disabled_since = {one.id: known.get(one.id, self.clock()) for one in listed if not one.enabled}
 
-    def _deleted(self, action: Delete) -> bool:
-        """Deletes a recurring run that is disabled for long enough; True where it stays, because a run of it lives."""
-        rest = self._disabled_since[action.id] + SETTLE_SECONDS - self.clock()
-        if rest > 0:
-            self.sleep(rest)
-        live = self._asked(lambda: self.api.live_runs(action.id))
+    def _delete_if_idle(self, action: Delete) -> bool:
+        """Delete a recurring run that is disabled for long enough; True where it stays, because a run of it lives."""
+        # The controller may start a last run after the recurring one is disabled. So wait first and look then: a run
+        # that starts after the look would be killed with its recurring run.
+        wait_seconds = self._disabled_since[action.id] + SETTLE_SECONDS - self.clock()
+        if wait_seconds > 0:
+            self.sleep(wait_seconds)
+        live = self._call_api(lambda: self.api.live_runs(action.id))
         if live:
             self.progress(f"{action.id} is disabled and stays until its runs have ended: {', '.join(live)}")
         elif live is not None:
-            self._do(action, None)
+            self._do_action(action, None)
         return bool(live)
 
-    def _waited(self, until: float) -> bool:
-        """Waits a while, in which others may have their turn; False where the time is up."""
+    def _wait_for_turn(self, until: float) -> bool:
+        """Wait a while, in which others may have their turn; False where the time is up."""
         if self.clock() >= until:
             return False
         self.turn.give_back()
         self.sleep(POLL_SECONDS)
-        if not self.turn.take():
+        if not self.turn.take():  # others may have enabled something in between: what was noted holds no more
             self._disabled_since = {}
         return True
 
-    def _do(self, action: Action, wanted: Wanted | None) -> bool:
-        """Carries out one action; False where nobody knows whether it took effect: what is there then will tell."""
-        return self._asked(lambda: self._call(action, wanted)) is not None
+    def _do_action(self, action: Action, wanted: Wanted | None) -> bool:
+        """Carry out one action; False where nobody knows whether it took effect: the next listing will tell."""
+        return self._call_api(lambda: self._carry_out(action, wanted)) is not None
 
-    def _call(self, action: Action, wanted: Wanted | None) -> bool:
+    def _carry_out(self, action: Action, wanted: Wanted | None) -> bool:
         if isinstance(action, Create):
             assert wanted is not None
             self.api.create(replace(wanted.content, description=f"{wanted.content.description}; {action.why}"))
@@ -175,8 +179,8 @@ class Executor:
             self.progress(f"deleted {action.id}")
         return True
 
-    def _asked(self, call: Callable[[], Answer]) -> Answer | None:
-        """The answer; None where there was none, after a wait. Raises LaunchError after too many of these in a row."""
+    def _call_api(self, call: Callable[[], Answer]) -> Answer | None:
+        """Call and return the answer; wait and return None where none came. Raises LaunchError where none comes."""
         self.turn.keep()
         try:
             answer = call()

@@ -13,21 +13,21 @@ from kftrain.schedule import cron
 from kftrain.schedule.spec import Schedule
 
 SERVICE_ACCOUNT = "kftrain-scheduled"
-"""Its rights stand in manifests/base/scheduled.yaml."""
+"""Account of the runs' pods where the schedule names none; its rights stand in manifests/base/scheduled.yaml."""
 
 SECRETS = ("kftrain-storage", "kftrain-mlflow", "kftrain-alert")
 CONFIG_FILE = "config.yaml"
 MOUNT = "/etc/kftrain"
 
 RETRIED_CODES = (137, 143)
-"""Of a pod that was killed or told to go: another one goes on where it was. The rest has said why it failed."""
+"""Exit codes of pods that were killed or told to go, and are started again; others have said why they failed."""
 
 MAX_NAME_LENGTH = 52
-"""Of a CronJob: its Jobs append eleven characters."""
+"""Characters in the name of a CronJob: its Jobs append eleven to it."""
 
 
 def objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> list[dict[str, Any]]:
-    """The ConfigMap with the configuration, and the CronJob. Raises ConfigError for what a CronJob cannot do."""
+    """Build the ConfigMap with the configuration, and the CronJob. Raises ConfigError for what a CronJob cannot do."""
     file, name = schedule.file, f"kftrain-{schedule.name}"
     every = cron.in_utc(cron.parse(file.cron), cron.zone(file.time_zone), now)
     if every.seconds != (0,):
@@ -53,18 +53,18 @@ def objects(schedule: Schedule, image: str, now: datetime, namespace: str = "") 
                 "startingDeadlineSeconds": 3600,
                 "successfulJobsHistoryLimit": 3,
                 "failedJobsHistoryLimit": 3,
-                "jobTemplate": {"spec": _job(schedule, image, name, storage.sha256_text(text)[:16])},
+                "jobTemplate": {"spec": _build_job(schedule, image, name, storage.sha256_text(text)[:16])},
             },
         },
     ]
 
 
 def render(schedule: Schedule, image: str, now: datetime, namespace: str = "") -> str:
-    """The same as `kubectl apply -f -` takes it."""
+    """Write the objects as YAML for `kubectl apply -f -`. Raises ConfigError, as `objects` does."""
     return yaml.safe_dump_all(objects(schedule, image, now, namespace), sort_keys=False, width=120)
 
 
-def _job(schedule: Schedule, image: str, name: str, digest: str) -> dict[str, Any]:
+def _build_job(schedule: Schedule, image: str, name: str, digest: str) -> dict[str, Any]:
     return {
         "backoffLimit": 3,
         "activeDeadlineSeconds": 30 * 24 * 3600,
@@ -76,12 +76,12 @@ def _job(schedule: Schedule, image: str, name: str, digest: str) -> dict[str, An
         },
         "template": {
             "metadata": {"annotations": {"sidecar.istio.io/inject": "false", "kftrain.io/config": digest}},
-            "spec": _pod(schedule, image, name),
+            "spec": _build_pod(schedule, image, name),
         },
     }
 
 
-def _pod(schedule: Schedule, image: str, name: str) -> dict[str, Any]:
+def _build_pod(schedule: Schedule, image: str, name: str) -> dict[str, Any]:
     job_name = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/job-name']"}}
     container = {
         "name": "run",

@@ -1,4 +1,4 @@
-"""What must be done so that of a schedule's recurring runs exactly one is enabled, and it is the wanted one. Pure.
+"""The plan of actions after which exactly one recurring run of a schedule is enabled, the wanted one. Pure.
 
 Kubeflow cannot change a recurring run, names of them are not unique, and deleting one kills the runs that it started.
 So a change is a new one beside the old one: it is created disabled and looked at, the old one is disabled, the new one
@@ -16,7 +16,7 @@ from kftrain.errors import ConfigError
 from kftrain.settings import layers
 
 MAX_RUNS = 2
-"""Runs of a schedule at a time: one that is due while another is at work shall say so, instead of being held back."""
+"""Runs of a schedule at a time. One that is due while another works is started, so that it can say so and end."""
 
 CONFIG = "config"
 """The parameter that holds the configuration as a text."""
@@ -24,7 +24,7 @@ CONFIG = "config"
 
 @dataclass(frozen=True)
 class Content:
-    """What a recurring run is."""
+    """The content of a recurring run: what it runs, when, and as whom."""
 
     name: str
     cron: str
@@ -33,16 +33,16 @@ class Content:
     parameters: dict[str, Any] = field(default_factory=dict)
     service_account: str = ""
     version_id: str = ""
-    """The pipeline's version that it is held at; empty: each run has the newest one."""
+    """Version of the pipeline that its runs are held at; empty: each run has the newest one."""
     no_catchup: bool = True
     max_runs: int = MAX_RUNS
     description: str = field(default="", compare=False)
-    """For people, on Kubeflow's page."""
+    """Text for people on Kubeflow's page; it is left out of comparisons."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a schedule asks for."""
+    """The recurring run that a schedule asks for."""
 
     content: Content
     enabled: bool
@@ -51,17 +51,17 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Recurring:
-    """A recurring run that is there."""
+    """A recurring run that Kubeflow has."""
 
     id: str
     content: Content
     enabled: bool
     created: str = ""
-    """When, as text that sorts."""
+    """Time of creation, as text that sorts."""
 
 
 class Change(NamedTuple):
-    """One field of a schedule that differs."""
+    """A field of a schedule that differs between Kubeflow and the file."""
 
     key: str
     now: Any
@@ -69,34 +69,34 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         none = "(default)" if self.key.startswith(f"{CONFIG}.") else "(none)"
-        return f"{self.key}: {_shown(self.now, none)} -> {_shown(self.wanted, none)}"
+        return f"{self.key}: {_format_value(self.now, none)} -> {_format_value(self.wanted, none)}"
 
 
 @dataclass(frozen=True)
 class Create:
-    """A new one, disabled."""
+    """Create the wanted recurring run, disabled."""
 
     why: str = field(default="", compare=False)
-    """What changes with it."""
+    """The changes that it brings, in words."""
 
 
 @dataclass(frozen=True)
 class Disable:
-    """From now on it starts no run."""
+    """Let a recurring run start no more runs."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class Enable:
-    """From now on it starts runs; an empty id is the one that is created before."""
+    """Let a recurring run start runs; an empty id is the one that the plan creates."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class Delete:
-    """It goes, as soon as no run of it lives."""
+    """Delete a recurring run, as soon as no run of it lives."""
 
     id: str
 
@@ -105,48 +105,52 @@ Action = Create | Disable | Enable | Delete
 
 
 def plan(wanted: Wanted | None, listed: Iterable[Recurring]) -> list[Action]:
-    """What is to be done, in order; empty where all is as it should be. `wanted` None: the schedule is to go."""
-    found = sorted(listed, key=lambda each: (not each.enabled, each.created, each.id))
-    kept = next((each for each in found if wanted is not None and _is_same(each.content, wanted.content)), None)
-    others = [each for each in found if each is not kept]
+    """List the actions to take, in order; empty where all is as it should be. `wanted` None: the schedule is to go."""
+    ordered = sorted(listed, key=lambda one: (not one.enabled, one.created, one.id))
+    kept = next((one for one in ordered if wanted is not None and _is_same(one.content, wanted.content)), None)
+    others = [one for one in ordered if one is not kept]
     actions: list[Action] = []
     if wanted is not None and kept is None:
-        actions.append(Create("; ".join(map(str, changes_to(wanted, found)))))
-    actions += [Disable(each.id) for each in others if each.enabled]
+        actions.append(Create("; ".join(map(str, changes_to(wanted, ordered)))))
+    # The others are disabled before the wanted one is enabled: two that are enabled would start two runs an instant.
+    actions += [Disable(one.id) for one in others if one.enabled]
     if wanted is not None and wanted.enabled != (kept is not None and kept.enabled):
         identity = kept.id if kept else ""
         actions.append(Enable(identity) if wanted.enabled else Disable(identity))
-    return actions + [Delete(each.id) for each in others]
+    return actions + [Delete(one.id) for one in others]
 
 
 def changes_to(wanted: Wanted, listed: Sequence[Recurring]) -> list[Change]:
-    """Field by field, how what is there differs: the enabled one, else the newest; empty where it is as wanted."""
+    """Compare the enabled recurring run, else the newest, with the wanted one; empty where nothing differs."""
     if not listed:
         return [Change("schedule", None, wanted.content.name)]
-    now = max(listed, key=lambda each: (_is_same(each.content, wanted.content), each.enabled, each.created, each.id))
-    before, after = (_leaves(_flat(each)) for each in (_comparable(now.content, wanted.content), wanted.content))
+    now = max(listed, key=lambda one: (_is_same(one.content, wanted.content), one.enabled, one.created, one.id))
+    before, after = (
+        _flatten_leaves(_parse_content(content))
+        for content in (_drop_default_account(now.content, wanted.content), wanted.content)
+    )
     keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    found = [Change(key, before.get(key), after.get(key)) for key in keys]
-    if not found and not _is_same(now.content, wanted.content):
-        found = [Change("parameters", now.content.parameters, wanted.content.parameters)]
+    changes = [Change(key, before.get(key), after.get(key)) for key in keys]
+    if not changes and not _is_same(now.content, wanted.content):
+        changes = [Change("parameters", now.content.parameters, wanted.content.parameters)]
     if now.enabled != wanted.enabled:
-        found.append(Change("enabled", now.enabled, wanted.enabled))
+        changes.append(Change("enabled", now.enabled, wanted.enabled))
     if len(listed) > 1:
-        found.append(Change("recurring runs of this name", len(listed), 1))
-    return found
+        changes.append(Change("recurring runs of this name", len(listed), 1))
+    return changes
 
 
 def _is_same(content: Content, wanted: Content) -> bool:
-    return _comparable(content, wanted) == wanted
+    return _drop_default_account(content, wanted) == wanted
 
 
-def _comparable(content: Content, wanted: Content) -> Content:
-    """Where no service account is asked for, Kubeflow puts in its own."""
+def _drop_default_account(content: Content, wanted: Content) -> Content:
+    """Drop the service account that Kubeflow puts in where none is asked for."""
     return content if wanted.service_account else replace(content, service_account="")
 
 
-def _flat(content: Content) -> dict[str, Any]:
-    """With the configuration as the mapping that it is, so that its keys are compared."""
+def _parse_content(content: Content) -> dict[str, Any]:
+    """Return the fields, with the configuration parsed into a mapping, so that its keys are compared."""
     parameters = dict(content.parameters)
     text = parameters.pop(CONFIG, "")
     try:
@@ -157,12 +161,16 @@ def _flat(content: Content) -> dict[str, Any]:
     return {**fields, "parameters": parameters, CONFIG: config}
 
 
-def _leaves(document: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and what stands there, without mappings: a section that is missing lacks all of its keys."""
+def _flatten_leaves(document: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys and their values; a section that is missing lacks all of its keys."""
     if not isinstance(document, dict):
         return {prefix.removesuffix("."): document}
-    return {key: value for name, item in document.items() for key, value in _leaves(item, f"{prefix}{name}.").items()}
+    return {
+        key: value
+        for name, item in document.items()
+        for key, value in _flatten_leaves(item, f"{prefix}{name}.").items()
+    }
 
 
-def _shown(value: Any, none: str) -> str:
+def _format_value(value: Any, none: str) -> str:
     return none if value in (None, "", {}) else str(value)

@@ -1,4 +1,4 @@
-"""The section `schedule`."""
+"""The section `schedule` of the configuration, the keys that it shares with `schedule.yaml`, and moments as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kftrain.settings.section import Amount, Section
 SINCE = "since_last_trained"
 
 EARLIEST = datetime(1, 1, 2, tzinfo=timezone.utc)
-"""Everything comes after it, by the calendar of any zone."""
+"""Moment before all data, by the calendar of any zone; a day late, so that no zone leaves Python's first year."""
 
 Hours = Annotated[int, Field(ge=0, le=1_000_000)]
 
@@ -23,7 +23,7 @@ NAME = r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$"
 
 
 class Policy(Section):
-    """When a schedule is due and what its runs do: of the file `schedule.yaml` and of a run's configuration."""
+    """The keys that `schedule.yaml` and a run's section share: when a schedule is due and what its runs do."""
 
     cron: str = ""
     """When it is due: second minute hour day month weekday."""
@@ -51,7 +51,7 @@ class Policy(Section):
 
     @property
     def first(self) -> datetime:
-        """What comes before is never read. Raises ConfigError."""
+        """Moment before which no data is read; `EARLIEST` where none is set. Raises ConfigError."""
         return parse_instant(self.window_start, "window_start") if self.window_start else EARLIEST
 
 
@@ -79,26 +79,28 @@ class ScheduleConfig(Policy):
         return self
 
     def due(self, created: datetime) -> datetime:
-        """When a run that was created at a moment was due. Raises ConfigError."""
+        """Return when a run that was created at a moment was due, in UTC. Raises ConfigError."""
         if self.instant:
             return parse_instant(self.instant, "schedule.instant")
         return cron.instant_before(cron.parse(self.cron), cron.zone(self.time_zone), created)
 
 
 def parse_instant(text: str, where: str) -> datetime:
-    """A moment in RFC 3339, in UTC. Raises ConfigError."""
+    """Parse a moment in RFC 3339 that names its zone; return it in UTC. Raises ConfigError."""
     with contextlib.suppress(ValueError, OverflowError):
-        found = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
-        if found.tzinfo is not None and 1970 <= found.year < 9000:  # where calendars of Python have room on both sides
-            return found.astimezone(timezone.utc)
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
+        if (
+            moment.tzinfo is not None and 1970 <= moment.year < 9000
+        ):  # where calendars of Python have room on both sides
+            return moment.astimezone(timezone.utc)
     raise ConfigError("not a moment in UTC", where=where, value=text, fix="write 2026-11-22T02:00:00Z")
 
 
 def format_time(seconds: float) -> str:
-    """A moment in RFC 3339, given in seconds since the epoch; empty for 0."""
+    """Write seconds since the epoch as a moment in RFC 3339, in UTC; empty for 0."""
     return format_instant(datetime.fromtimestamp(seconds, timezone.utc)) if seconds else ""
 
 
 def format_instant(moment: datetime) -> str:
-    """A moment in RFC 3339, in UTC, to the second."""
+    """Write a moment in RFC 3339, in UTC, to the second."""
     return moment.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

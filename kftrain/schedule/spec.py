@@ -1,4 +1,4 @@
-"""`schedule.yaml`: a recurring run as a file, and the configuration that each of its runs gets."""
+"""The reader of `schedule.yaml`: a recurring run as a file, and the configuration that each of its runs gets."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class ScheduleFile(Policy):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule, with what its runs are configured with."""
+    """A schedule that was read and checked, with the configuration of its runs."""
 
     file: ScheduleFile
     config: Config
-    """Its section `schedule` is this one."""
+    """Configuration of the runs; its section `schedule` is made from `file`."""
     where: str
-    """The file."""
+    """Path of the file, for messages."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the schedule; of all recurring runs of this name one is enabled."""
         return self.file.name
 
 
 def read(path: str | Path) -> Schedule:
-    """The schedule in a file. Raises ConfigError that names file, key, value and fix."""
+    """Read the schedule in a file. Raises ConfigError that names file, key, value and fix."""
     where = str(path)
     try:
         with open(path, "rb") as stream:  # no more of it than is looked at: it may be a device
@@ -65,8 +65,8 @@ def read(path: str | Path) -> Schedule:
 
 
 def parse(text: str, where: str, folder: Path) -> Schedule:
-    """The schedule in a text whose configuration files are found from `folder`. Raises ConfigError."""
-    file = _validated(plain.load(text, where), where)
+    """Parse a schedule whose configuration files are paths from `folder`. Raises ConfigError."""
+    file = _validate(plain.load(text, where), where)
     cron.parse(file.cron, f"{where}: cron")
     cron.zone(file.time_zone, f"{where}: time_zone")
     overrides = [f"{key}={json.dumps(value)}" for key, value in file.knobs.items()]
@@ -106,12 +106,12 @@ def _require_window(file: ScheduleFile, config: Config, where: str) -> None:
             raise ConfigError(what, where=f"{where}: {key}", value=value, fix=f"remove it, or {fix}")
 
 
-def _validated(document: Any, where: str) -> ScheduleFile:
+def _validate(document: Any, where: str) -> ScheduleFile:
     if not isinstance(document, dict):
         raise ConfigError("a schedule is a mapping", where=where, value=document, fix="it begins with 'name: nightly'")
-    found = plain.flaw(document)
-    if found is not None:
-        path, what, value = found
+    flaw = plain.flaw(document)
+    if flaw is not None:
+        path, what, value = flaw
         raise ConfigError(what, where=f"{where}: {'.'.join(map(str, path))}", value=value)
     try:
         return ScheduleFile.model_validate(document)
@@ -119,18 +119,22 @@ def _validated(document: Any, where: str) -> ScheduleFile:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            raise ConfigError("this key is missing", where=f"{where}: {key}", fix=_help(key)) from error
+            raise ConfigError("this key is missing", where=f"{where}: {key}", fix=_describe_key(key)) from error
         if first["type"] == "extra_forbidden":
-            raise ConfigError("unknown key", where=f"{where}: {key}", value=first["input"], fix=_near(key)) from error
-        raise ConfigError(first["msg"], where=f"{where}: {key}", value=first["input"], fix=_help(key)) from error
+            raise ConfigError(
+                "unknown key", where=f"{where}: {key}", value=first["input"], fix=_suggest_key(key)
+            ) from error
+        raise ConfigError(
+            first["msg"], where=f"{where}: {key}", value=first["input"], fix=_describe_key(key)
+        ) from error
 
 
-def _near(key: str) -> str:
+def _suggest_key(key: str) -> str:
     known = list(ScheduleFile.model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
 
 
-def _help(key: str) -> str:
+def _describe_key(key: str) -> str:
     field = ScheduleFile.model_fields.get(key.split(".")[0])
     return " ".join((field.description or "").split()) if field else ""

@@ -1,4 +1,4 @@
-"""Whose turn it is to change a schedule: Kubeflow knows no transactions, so two who apply it take turns.
+"""The turn to change a schedule: Kubeflow knows no transactions, so two who apply a schedule take turns.
 
 <root>/schedules/<name>/turns/<n>.json     created exclusively: taken, kept or given back; the highest number counts
 
@@ -26,10 +26,10 @@ from kftrain.run.heartbeat import Silence
 from kftrain.schedule.state import FOLDER
 
 SILENT_SECONDS = 240.0
-"""After so long without a word a turn is over. Longer than KEPT_SECONDS and a call to Kubeflow together."""
+"""Seconds without a word after which a turn is over; more than KEPT_SECONDS and a call to Kubeflow together."""
 
 KEPT_SECONDS = 60.0
-"""A turn that is older is taken anew before the next call."""
+"""Age in seconds from which on a turn is taken anew before the next call."""
 
 MAX_WAIT_SECONDS = 600.0
 POLL_SECONDS = 5.0
@@ -39,7 +39,7 @@ class TurnTaken(Document):
     """`turns/<n>.json`: somebody changes the schedule, or has ended that."""
 
     owner: str
-    """Of this turn alone."""
+    """Random text that no other turn has."""
     host: str
     time: float
     """Seconds since the epoch, for people."""
@@ -48,7 +48,7 @@ class TurnTaken(Document):
 
 @dataclass
 class Turn:
-    """A turn to change a schedule."""
+    """The turns of a process to change a schedule: taken, kept while they are used, and given back."""
 
     uri: str
     progress: Progress
@@ -56,18 +56,18 @@ class Turn:
     sleep: Callable[[float], None] = time.sleep
     _owner: str = field(default_factory=lambda: uuid.uuid4().hex)
     _number: int = 0
-    """Of the document that this process has written last."""
+    """Number of the document that this process has written last."""
     _kept_at: float | None = None
-    """When that was; None: it holds no turn."""
+    """Time of that on `clock`; None: this process holds no turn."""
 
     @classmethod
     def of(cls, storage_root: str, name: str, progress: Progress) -> Turn:
-        """For the schedule of this name."""
+        """Build the turns for the schedule of this name; takes none yet."""
         return cls(storage.join(storage_root, FOLDER, name, "turns"), progress)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block nobody else changes the schedule. Raises LaunchError where somebody does all the time."""
+        """Hold the turn for a block, so that nobody else changes the schedule. Raises LaunchError as `take` does."""
         self.take()
         try:
             yield
@@ -75,66 +75,69 @@ class Turn:
             self.give_back()
 
     def take(self) -> bool:
-        """Waits for the turn; False where somebody else had one since the last. Raises LaunchError."""
+        """Wait for the turn; False where somebody else had one since the last. Raises LaunchError where none comes."""
         silence, until = Silence(), self.clock() + MAX_WAIT_SECONDS
         while True:
             start, number = self.clock(), storage.last_number(self.uri)
-            found = self._read(number)
+            holder = self._read_document(number)
+            # The holder's clock may differ, so its times are not read: it is silent while the number stays the same.
             silence = silence.after(str(number).encode(), start, self.clock())
-            if found is None or found.given_back or silence.seconds >= SILENT_SECONDS:
+            if holder is None or holder.given_back or silence.seconds >= SILENT_SECONDS:
                 before = self._number
-                if self._put(number + 1):
+                if self._write_document(number + 1):
                     return number == before
             elif self.clock() >= until:
-                raise self._lost(found)
+                raise self._build_lost_error(holder)
             else:
                 if not silence.seconds:
-                    self.progress(f"{found.host} changes this schedule: waiting for it")
+                    self.progress(f"{holder.host} changes this schedule: waiting for it")
                 self.sleep(POLL_SECONDS)
 
     def keep(self) -> None:
-        """Before each call: nothing, or a turn that grows old is taken anew. Raises LaunchError where it is lost."""
+        """Take a turn that grows old anew; call this before each call to Kubeflow. Raises LaunchError if it is lost."""
         if self._kept_at is None or self.clock() - self._kept_at <= KEPT_SECONDS:
             return
-        if not self._put(self._number + 1):
+        if not self._write_document(self._number + 1):
             self._kept_at = None
-            raise self._lost(self._read(storage.last_number(self.uri)))
+            raise self._build_lost_error(self._read_document(storage.last_number(self.uri)))
 
     def give_back(self) -> None:
-        """Lets others have their turn; where that fails they wait until nothing was heard for long."""
+        """Let others have their turn; where that fails they wait for SILENT_SECONDS."""
         if self._kept_at is None:
             return
         with best_effort("the turn to change the schedule could not be given back"):
             older = [name for name in storage.list_names(self.uri) if storage.number_of(name) < self._number]
-            if self._put(self._number + 1, given_back=True):
+            # Removed only after the newer document is there: the highest number counts, and must never go down.
+            if self._write_document(self._number + 1, given_back=True):
                 for name in older:
                     storage.remove(storage.join(self.uri, name))
         self._kept_at = None
 
-    def _put(self, number: int, given_back: bool = False) -> bool:
-        """Writes the next document; False where somebody was faster, which a listing shows that others went on from."""
+    def _write_document(self, number: int, given_back: bool = False) -> bool:
+        """Write the next document; False where somebody was faster, or where others have gone on from this number."""
         start = self.clock()
         taken = TurnTaken(owner=self._owner, host=socket.gethostname(), time=time.time(), given_back=given_back)
         try:
-            storage.create_json(self._document(number), taken.to_dict())
+            storage.create_json(self._build_uri(number), taken.to_dict())
         except FileExistsError:
             return False
+        # Others who went on may have removed the document of this number, so that it could be created again.
         if storage.last_number(self.uri) != number:
             return False
         self._number, self._kept_at = number, start
         return True
 
-    def _read(self, number: int) -> TurnTaken | None:
-        """None where there is none, or it was removed because others went on."""
-        return documents.read_if_exists(TurnTaken, self._document(number)) if number else None
+    def _read_document(self, number: int) -> TurnTaken | None:
+        """Read a document; None where there is none, or it was removed because others went on."""
+        return documents.read_if_exists(TurnTaken, self._build_uri(number)) if number else None
 
-    def _document(self, number: int) -> str:
+    def _build_uri(self, number: int) -> str:
         return storage.join(self.uri, f"{number}.json")
 
-    def _lost(self, found: TurnTaken | None) -> LaunchError:
+    def _build_lost_error(self, holder: TurnTaken | None) -> LaunchError:
         return LaunchError(
             "somebody changes this schedule at the same time",
             where=self.uri,
-            value=found.host if found else None,
+            value=holder.host if holder else None,
             fix="find out who, and apply it again",
         )
