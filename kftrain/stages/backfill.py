@@ -1,4 +1,4 @@
-"""The end of a training curve: what the job had recorded, and MLflow had not taken when it ended.
+"""Fills in the end of a training curve that MLflow had not taken when the job ended.
 
 A rank does not wait for MLflow at the end of a training: the curve is in the run's folder.
 """
@@ -16,7 +16,10 @@ from kftrain.stages import tracked
 
 
 def complete(paths: RunPaths, config: Config, history: list[dict[str, Any]], progress: Progress) -> None:
-    """Records what its MLflow run lacks of a curve, if there is one. That MLflow is down is a warning."""
+    """Record the points of a training curve that the MLflow run lacks, if there is one.
+
+    Nothing fails here: if MLflow is down, a warning goes to `progress`.
+    """
     mlflow_run_id = tracked.read(paths)
     if not mlflow_run_id:
         return

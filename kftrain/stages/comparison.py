@@ -1,4 +1,4 @@
-"""Versions of a registered model beside each other: gathers what their runs left behind, changes nothing."""
+"""Compares versions of a registered model by what their runs left behind; writes nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from kftrain.tracking.runs import flatten
 from kftrain.trust import Trust
 
 PAGE_VERSIONS = 6
-"""So many stand on a page where none are named: the champion and the newest."""
+"""Number of versions on a page if none are named: the champion and the newest."""
 
 
 def compare_versions(config: Config, names: Sequence[str] = (), at_most: int = 0) -> VersionComparison:
-    """Versions by number or alias (`v3`, `champion`) with what their runs left; see `registry.compare`.
+    """Compare versions by number or alias (`v3`, `champion`), see `registry.compare`, and add what their runs left.
 
-    What cannot be read of a run is left out, and the version says so. Raises TrackingError, EvaluationError.
+    A run that cannot be read is left out, and its version says so. Raises TrackingError, EvaluationError.
     """
     config, task = with_goal(config, is_kept=True), build_task(config.task)
 
@@ -46,19 +46,20 @@ def compare_versions(config: Config, names: Sequence[str] = (), at_most: int = 0
         with user_code("task.slice_names"):
             return task.slice_names(keys, sums)
 
-    found = registry.compare(config, names, task_metrics(config), slice_names, at_most)
+    compared = registry.compare(config, names, task_metrics(config), slice_names, at_most)
     return VersionComparison(
-        model_name=found.model_name,
+        model_name=compared.model_name,
         metric=config.registry.metric,
         goal=config.registry.goal,
         confidence=config.registry.confidence,
-        baseline=found.baseline,
-        evaluation_digest=found.evaluation_digest,
-        versions=[_reported(each, Trust.of(config)) for each in found.versions],
+        baseline=compared.baseline,
+        evaluation_digest=compared.evaluation_digest,
+        versions=[_describe_version(version, Trust.of(config)) for version in compared.versions],
     )
 
 
-def _reported(version: ComparedVersion, trust: Trust) -> ReportedVersion:
+def _describe_version(version: ComparedVersion, trust: Trust) -> ReportedVersion:
+    """Join a version with the documents of its run; a run that cannot be read becomes the version's `problem`."""
     reference, run, problem = version.reference, dict[str, Any](), version.problem
     if reference is not None:
         try:
@@ -79,7 +80,7 @@ def _reported(version: ComparedVersion, trust: Trust) -> ReportedVersion:
 
 
 def _read_run(paths: RunPaths, trust: Trust) -> dict[str, Any]:
-    """What a run's folder says of a version. Raises KftrainError."""
+    """Read the fields of `ReportedVersion` that are in a run's folder. Raises KftrainError."""
     config = read_config(paths)
     shards, manifest = read_dataset(paths)
     completion, history = documents.read(Completion, paths.complete), read_history(paths)
@@ -88,18 +89,18 @@ def _read_run(paths: RunPaths, trust: Trust) -> dict[str, Any]:
         "history": history,
         "timeline": timeline(attempts.claims(paths), completion, history),
         "settings": flatten(config.to_dict()),
-        "data": flatten(_described(manifest)),
+        "data": flatten(_describe_data(manifest)),
         "tokens_per_sample": _tokens_per_sample(config, shards, manifest, trust),
         "has_gpus": config.launch.gpus_per_node > 0,
     }
 
 
-def _described(manifest: Manifest) -> dict[str, Any]:
+def _describe_data(manifest: Manifest) -> dict[str, Any]:
     return {name: value for name, value in manifests.describe(manifest).items() if name != "baselines"}
 
 
 def _tokens_per_sample(config: Config, shards: RunShards, manifest: Manifest, trust: Trust) -> int:
-    """How many new tokens a sample of training holds; 0 where the data is no stream of them."""
+    """Return the number of new tokens in a training sample (windows may overlap); 0 if the data is no token stream."""
     if not is_stream(manifest.sample_schema):
         return 0
     trust.require_kind("task", config.task.kind, TASKS)  # another run names it

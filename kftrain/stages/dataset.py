@@ -1,4 +1,4 @@
-"""`shards.json`: which shards a run trains on."""
+"""Reads the dataset of a run from its `shards.json`, and checks that the run's task can use it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kftrain.trust import require_places
 
 
 def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:
-    """The dataset of a run with its manifest. Raises DataError where one of them is missing or damaged."""
+    """Read the dataset of a run with its manifest. Raises DataError if one of them is missing or damaged."""
     shards = read_shards(paths)
     return shards, read_manifest(shards.manifest_uri)
 
 
 def find_manifest(uri: str) -> str:
-    """The manifest of a dataset that is named by it, by its folder, or by a run that has it."""
+    """Return the URI of the manifest of a dataset, named by its manifest, its folder, or the folder of a run."""
     absolute = storage.absolute(uri)
     if absolute.endswith("/" + MANIFEST_NAME):
         return absolute
@@ -36,9 +36,9 @@ def find_manifest(uri: str) -> str:
 
 
 def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> None:
-    """Raises DataError where files of a dataset are gone, or it does not hold what the task reads.
+    """Raise DataError if files of a dataset are gone, or if it does not hold the fields that the task reads.
 
-    Before a job is launched: no GPU has to wait for that.
+    Called before a job is launched: no GPU has to wait for that.
     """
     require_places(manifest, shards.manifest_uri, config)
     task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
@@ -46,23 +46,23 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
         wanted, grouped = ({split: task.sample_schema(split, has) for split in SPLITS} for has in (False, True))
         conversion = conversion_of(manifest, task)
         former = [dict.fromkeys(SPLITS, schema) for schema in task.former_schemas()]
-    found = {split: manifest.schema_of(split) for split in SPLITS}
-    if conversion is None and found not in (wanted, grouped, *former):
+    schemas = {split: manifest.schema_of(split) for split in SPLITS}
+    if conversion is None and schemas not in (wanted, grouped, *former):
         raise DataError(
-            f"the shards do not hold what the task reads, {_shown(wanted)}",
+            f"the shards do not hold what the task reads, {_format_fields(wanted)}",
             where=shards.manifest_uri,
-            value=_shown(found),
+            value=_format_fields(schemas),
             fix="run the shard step again",
         )
     check_listing(shards.manifest_uri, manifest)
 
 
 def num_training_samples(manifest: Manifest, task: Task) -> int:
-    """Samples that training sees in an epoch: those of the split, or what a stream is cut into."""
+    """Return the number of samples in an epoch of training: those of the split, or the windows of a token stream."""
     split, window = manifest.splits["train"], task.window
     return num_windows(split.num_samples, window) if window and is_stream(manifest.sample_schema) else split.num_samples
 
 
-def _shown(schemas: dict[str, SampleSchema]) -> str:
+def _format_fields(schemas: dict[str, SampleSchema]) -> str:
     fields = dict.fromkeys(field for schema in schemas.values() for field in schema.fields)
     return ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in fields)

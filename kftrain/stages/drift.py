@@ -1,4 +1,4 @@
-"""Drift: what has changed between the dataset of a run and the one before it. Nothing fails where it cannot be told."""
+"""Measures drift: how far the dataset of a run differs from the one before it. A run never fails because of it."""
 
 from __future__ import annotations
 
@@ -23,88 +23,92 @@ PREVIOUS, NONE = "previous", "none"
 
 
 def compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task, progress: Progress) -> Drift | None:
-    """What has changed since the dataset that `data.drift.against` names; None where there is none, or nobody can tell.
+    """Measure the drift since the dataset that `data.drift.against` names; None if there is none, or it is unknown.
 
-    What goes wrong is a line of `progress`.
+    An error becomes a warning in `progress`.
     """
     against = config.data.drift.against
     if against == NONE:
         return None
     try:
-        found = _compared(config, manifest_uri, manifest, task)
+        drift = _measure_drift(config, manifest_uri, manifest, task)
     except KftrainError as error:
         progress(f"warning: how far the data has drifted is not known: {error.line}")
         return None
-    if found is not None:
-        progress(found.line)
-    return found
+    if drift is not None:
+        progress(drift.line)
+    return drift
 
 
 def read_drift(paths: RunPaths) -> Drift | None:
-    """What has changed since the dataset before a run's; None where nobody has compared them, or it is damaged."""
+    """Read the drift that a run has measured; None if it has measured none, or the document is damaged."""
     try:
         return documents.read_if_exists(Drift, paths.drift)
     except DataError:
         return None
 
 
-def _compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task) -> Drift | None:
-    """The profiles are written also where nothing is compared: the next dataset is, with this one."""
-    found = []
-    for name, now, before in _pairs(config, manifest_uri, manifest):
-        profile = _profile(config, now, task)
+def _measure_drift(config: Config, manifest_uri: str, manifest: Manifest, task: Task) -> Drift | None:
+    """Profile the dataset and compare it with the one before, component by component; None if nothing is compared."""
+    drifts = []
+    for name, now, before in _pair_datasets(config, manifest_uri, manifest):
+        profile = _profile(config, now, task)  # also written if nothing is compared: the next dataset needs it
         if before is not None and before != now:
             own = drift_between(_profile(config, before, task), profile, before, now, config)
-            found.append(own if not name else _named(own, name))
-    return _together(found) if found else None
+            drifts.append(own if not name else _prefix_names(own, name))
+    return _merge_drifts(drifts) if drifts else None
 
 
-def _named(found: Drift, name: str) -> Drift:
-    """That of a component, whose name its distributions have."""
-    named = [each.model_copy(update={"name": f"{name}: {each.name}"}) for each in found.distributions]
-    return found.model_copy(update={"distributions": named})
+def _prefix_names(drift: Drift, component: str) -> Drift:
+    """Put the name of the component before the names of a drift's distributions."""
+    named = [entry.model_copy(update={"name": f"{component}: {entry.name}"}) for entry in drift.distributions]
+    return drift.model_copy(update={"distributions": named})
 
 
-def _together(found: list[Drift]) -> Drift:
-    """One of all components that are compared; sizes are those of all together."""
-    if len(found) == 1:
-        return found[0]
-    distributions = sorted((each for one in found for each in one.distributions), key=lambda each: -each.psi)
-    sizes = {"before": _summed([each.before for each in found]), "now": _summed([each.now for each in found])}
-    return found[0].model_copy(update={**sizes, "distributions": distributions})
+def _merge_drifts(drifts: list[Drift]) -> Drift:
+    """Merge the drifts of all components: distributions by size of drift, largest first, and the sums of the sizes."""
+    if len(drifts) == 1:
+        return drifts[0]
+    distributions = sorted((entry for drift in drifts for entry in drift.distributions), key=lambda entry: -entry.psi)
+    sizes = {
+        "before": _sum_sizes([drift.before for drift in drifts]),
+        "now": _sum_sizes([drift.now for drift in drifts]),
+    }
+    return drifts[0].model_copy(update={**sizes, "distributions": distributions})
 
 
-def _summed(sizes: list[ProfiledDataset]) -> ProfiledDataset:
+def _sum_sizes(datasets: list[ProfiledDataset]) -> ProfiledDataset:
     return ProfiledDataset(
-        manifest_uri=", ".join(each.manifest_uri for each in sizes),
-        num_records=sum(each.num_records for each in sizes),
-        content_bytes=sum(each.content_bytes for each in sizes),
-        num_samples=sum(each.num_samples for each in sizes),
+        manifest_uri=", ".join(dataset.manifest_uri for dataset in datasets),
+        num_records=sum(dataset.num_records for dataset in datasets),
+        content_bytes=sum(dataset.content_bytes for dataset in datasets),
+        num_samples=sum(dataset.num_samples for dataset in datasets),
     )
 
 
 def drift_between(before: Profile, now: Profile, before_uri: str, now_uri: str, config: Config) -> Drift:
-    """What has changed between two datasets. Pure."""
+    """Compare the distributions that two profiles have in common, largest drift first. Pure."""
     settings = config.data.drift
     distributions = [
-        _distribution(name, before.distributions[name], now.distributions[name], config)
+        _compare(name, before.distributions[name], now.distributions[name], config)
         for name in sorted(before.distributions.keys() & now.distributions.keys())
     ]
-    found = [each for each in distributions if each is not None]
+    drifted = [entry for entry in distributions if entry is not None]
     return Drift(
-        before=_profiled(before, before_uri),
-        now=_profiled(now, now_uri),
+        before=_describe_dataset(before, before_uri),
+        now=_describe_dataset(now, now_uri),
         some=settings.some,
         large=settings.large,
-        distributions=sorted(found, key=lambda each: -each.psi),
+        distributions=sorted(drifted, key=lambda entry: -entry.psi),
     )
 
 
-def _pairs(config: Config, manifest_uri: str, manifest: Manifest) -> list[tuple[str, str, str | None]]:
-    """Of each dataset that is compared: its name, empty for the only one, and the manifests of now and of before.
+def _pair_datasets(config: Config, manifest_uri: str, manifest: Manifest) -> list[tuple[str, str, str | None]]:
+    """Pair every dataset with the one to compare it with: name, manifest of now, manifest of before or None.
 
-    The new one of a replay is compared with what is seen again; a component of another mixture with the dataset that
-    it was appended to, or with the component of its name.
+    The name is empty for a dataset of one source. The new part of a replay is compared with the replayed part. A
+    component of any other mixture is compared with the dataset that it was appended to or, if `data.drift.against`
+    names a mixture, with the component of the same name there.
     """
     root, against = config.run.storage_root, config.data.drift.against
     own = _components(root, manifest)
@@ -116,29 +120,30 @@ def _pairs(config: Config, manifest_uri: str, manifest: Manifest) -> list[tuple[
         what = "a mixture, and this is a dataset of one source"
         raise ConfigError(what, where="data.drift.against", value=against, fix="name a dataset of one source")
     if not own or own.keys() == {NEW, REPLAYED}:
-        parent = _place(root, manifest.parent) if manifest.parent else None
+        parent = _manifest_uri(root, manifest.parent) if manifest.parent else None
         return [("", own.get(NEW, manifest_uri), named or own.get(REPLAYED, parent))]
     if named:
         return [(name, now, theirs.get(name)) for name, now in own.items()]
     parents = {name: read_manifest(now).parent for name, now in own.items()}
-    return [(name, now, _place(root, parents[name]) if parents[name] else None) for name, now in own.items()]
+    return [(name, now, _manifest_uri(root, parents[name]) if parents[name] else None) for name, now in own.items()]
 
 
 def _components(root: str, manifest: Manifest) -> dict[str, str]:
-    """Name of each component of a mixture, and the manifest of its dataset."""
-    return {each.name: _place(root, each.dataset_digest) for each in manifest.components}
+    """Return the components of a mixture: name -> manifest of its dataset."""
+    return {component.name: _manifest_uri(root, component.dataset_digest) for component in manifest.components}
 
 
-def _place(root: str, dataset_digest: str) -> str:
+def _manifest_uri(root: str, dataset_digest: str) -> str:
     return storage.join(root, below_root(dataset_digest))
 
 
 def _profile(config: Config, manifest_uri: str, task: Task) -> Profile:
+    """Return the profile of a dataset; make it and write it beside the manifest if it is missing."""
     manifest = read_manifest(manifest_uri)
     return write_profile(manifest_uri, manifest, tuple(task.targets), conversion_of(manifest, task))
 
 
-def _profiled(profile: Profile, manifest_uri: str) -> ProfiledDataset:
+def _describe_dataset(profile: Profile, manifest_uri: str) -> ProfiledDataset:
     return ProfiledDataset(
         manifest_uri=manifest_uri,
         num_records=profile.num_records,
@@ -147,14 +152,14 @@ def _profiled(profile: Profile, manifest_uri: str) -> ProfiledDataset:
     )
 
 
-def _distribution(name: str, before: Distribution, now: Distribution, config: Config) -> DriftedDistribution | None:
-    found = change(before, now)
-    if found is None:
+def _compare(name: str, before: Distribution, now: Distribution, config: Config) -> DriftedDistribution | None:
+    difference = change(before, now)
+    if difference is None:
         return None
     return DriftedDistribution(
         name=name,
-        level=found.level(config.data.drift.some, config.data.drift.large),
+        level=difference.level(config.data.drift.some, config.data.drift.large),
         before=mean_and_deviation(before),
         now=mean_and_deviation(now),
-        **vars(found),
+        **vars(difference),
     )

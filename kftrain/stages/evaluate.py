@@ -25,7 +25,7 @@ from kftrain.trust import Trust
 
 
 def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
-    """Evaluates the run at `run_uri`, which must be complete. Raises KftrainError."""
+    """Evaluate the run at `run_uri`, which must be complete, and the champion on the same data. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("evaluate", progress):
         skipped = firing.skipped_outcome(paths, progress)
@@ -36,49 +36,54 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
         config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
-        own, champion = _own_target(paths, completion, digest), list[Champion]()
+        own, champion = _make_own_target(paths, completion, digest), list[Champion]()
         reference = reference_set.settle(paths, config, digest)
 
-        def others() -> list[EvaluationTarget]:
-            champion.extend(_rivals(config, completion))
+        def list_others() -> list[EvaluationTarget]:
+            champion.extend(_find_rivals(config, completion))
             rivals = [
-                _champion_target(each, digest) for each in champion if _is_measurable(paths, config, each, digest)
+                _make_champion_target(rival, digest)
+                for rival in champion
+                if _is_measurable(paths, config, rival, digest)
             ]
             if not all(storage.exists(metrics_uri(target)) for target in (own, *rivals)):
                 require_usable(*read_dataset(paths), config)  # before a job is started for data that is gone
             return [*rivals, *reference_set.targets(config, reference, [own, *rivals])]
 
         storage.remove(paths.unmeasured)
-        evaluation = launch.run_evaluation(paths, config, digest, own, others)[0]
+        evaluation = launch.run_evaluation(paths, config, digest, own, list_others)[0]
         if champion and storage.exists(paths.unmeasured):
             reason = documents.read(Unmeasured, paths.unmeasured, EvaluationError).reason
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
         on_reference = reference_set.read_own(paths, completion)
-        _log(paths, config, {**_values(evaluation), **_values(on_reference, "reference_")})
-        return _outcome(paths, config, evaluation, on_reference, progress)
+        _log_metrics(paths, config, {**_list_values(evaluation), **_list_values(on_reference, "reference_")})
+        return _make_outcome(paths, config, evaluation, on_reference, progress)
 
 
 def read_complete(paths: RunPaths, config: Config) -> Completion:
-    """What a run was completed with. Raises LaunchError where it is not, ConfigError where it names a foreign place."""
+    """Read the completion of a run. Raises LaunchError if it is not complete, ConfigError if its export lies elsewhere.
+
+    The export must lie in a place that the configuration trusts.
+    """
     completion = documents.read(Completion, paths.complete, LaunchError)
     Trust.of(config).require_place(completion.export_uri)
     return completion
 
 
 def read_evaluation(paths: RunPaths, config: Config, completion: Completion) -> Evaluation:
-    """The evaluation of a run's own export. Raises EvaluationError where there is none yet."""
+    """Read the evaluation of a run's own export. Raises EvaluationError if there is none yet."""
     digest = evaluation_digest(config, completion.dataset_digest)
     uri = storage.join(paths.evaluation(completion.checkpoint_digest, digest), "metrics.json")
     return documents.read(Evaluation, uri, EvaluationError)
 
 
 def read_performance(paths: RunPaths, evaluation: Evaluation) -> Performance | None:
-    """What the export of an evaluation costs; None where that was not measured. Raises EvaluationError."""
+    """Read the measured performance of an evaluation's export; None if it was not measured. Raises EvaluationError."""
     folder = paths.evaluation(evaluation.checkpoint_digest, evaluation.evaluation_digest)
     return find_performance(folder, evaluation.export_digest)
 
 
-def _own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:
+def _make_own_target(paths: RunPaths, completion: Completion, digest: str) -> EvaluationTarget:
     return EvaluationTarget(
         export_uri=completion.export_uri,
         export_digest=completion.export_digest,
@@ -87,8 +92,8 @@ def _own_target(paths: RunPaths, completion: Completion, digest: str) -> Evaluat
     )
 
 
-def _champion_target(champion: Champion, digest: str) -> EvaluationTarget:
-    """The champion's figures go to the champion's own run, where the next challenger finds them."""
+def _make_champion_target(champion: Champion, digest: str) -> EvaluationTarget:
+    """Return the champion as a target. Its figures go to its own run's folder, where the next challenger finds them."""
     return EvaluationTarget(
         export_uri=champion.export_uri,
         export_digest=champion.export_digest,
@@ -98,64 +103,65 @@ def _champion_target(champion: Champion, digest: str) -> EvaluationTarget:
     )
 
 
-def _rivals(config: Config, completion: Completion) -> list[Champion]:
-    """The champion, where it is another model than the one to evaluate."""
+def _find_rivals(config: Config, completion: Completion) -> list[Champion]:
+    """Return the champion, or an empty list if there is none, or if it is the very model to evaluate."""
     champion = registry.champion(config)
     return [] if champion is None or champion.checkpoint_digest == completion.checkpoint_digest else [champion]
 
 
 def _is_measurable(paths: RunPaths, config: Config, champion: Champion, digest: str) -> bool:
-    """Whether the champion can be scored on this data; where it cannot, the reason is left for the gate."""
+    """Return True if the champion can be scored on this data; else write the reason into the run's folder."""
     reason = _obstacle(config, champion, digest)
     if reason:
-        found = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=reason)
-        storage.publish_json(paths.unmeasured, found.to_dict())
+        document = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=reason)
+        storage.publish_json(paths.unmeasured, document.to_dict())
     return not reason
 
 
 def _obstacle(config: Config, champion: Champion, digest: str) -> str:
-    """Why the champion cannot be scored on this data; empty where nothing speaks against it."""
+    """Return the reason why the champion cannot be scored on this data; empty if it can."""
     trust = Trust.of(config)
     try:
-        trust.require_place(_champion_target(champion, digest).output_uri)
+        trust.require_place(_make_champion_target(champion, digest).output_uri)
         task = read_recipe(champion.export_uri, champion.export_digest, trust).task
     except (ConfigError, CheckpointError) as error:
         return error.line
-    theirs, ours = (each.model_dump(mode="json") for each in (task, config.task))
+    theirs, ours = (section.model_dump(mode="json") for section in (task, config.task))
     read_alike = build_task(config.task).reading_options if task.kind == config.task.kind else frozenset()
     is_same = all(theirs.get(name) == ours.get(name) for name in {*theirs, *ours} - read_alike)
     return "" if is_same else "it was trained for another task"
 
 
-def _log(paths: RunPaths, config: Config, values: dict[str, float]) -> None:
-    """Logs to the MLflow run of the training, if that has one."""
+def _log_metrics(paths: RunPaths, config: Config, values: dict[str, float]) -> None:
+    """Record values in the MLflow run of the training, if it has one."""
     mlflow_run_id = tracked.read(paths)
     if mlflow_run_id:
         tracking.log_evaluation(config.tracking.uri, mlflow_run_id, values)
 
 
-def _values(evaluation: Evaluation | None, prefix: str = "") -> dict[str, float]:
+def _list_values(evaluation: Evaluation | None, prefix: str = "") -> dict[str, float]:
+    """Return the finite metrics and figures of an evaluation by name; empty without an evaluation."""
     if evaluation is None:
         return {}
     metrics = {name: interval.value for name, interval in evaluation.metrics.items()}
     return finite_metrics({f"{prefix}{name}": value for name, value in {**evaluation.figures, **metrics}.items()})
 
 
-def _outcome(
+def _make_outcome(
     paths: RunPaths, config: Config, evaluation: Evaluation, reference: Evaluation | None, progress: Progress
 ) -> Outcome:
-    values = _values(evaluation)
-    shown = ", ".join(f"{name} {values[name]:.4g}" for name in evaluation.metrics if name in values)
-    result = f"evaluated on {evaluation.num_samples:,} samples: {shown}"
+    values = _list_values(evaluation)
+    metrics = ", ".join(f"{name} {values[name]:.4g}" for name in evaluation.metrics if name in values)
+    result = f"evaluated on {evaluation.num_samples:,} samples: {metrics}"
     progress(result)
     if reference is not None:
-        there = ", ".join(f"{name} {found.value:.4g}" for name, found in reference.metrics.items())
-        progress(f"on the {reference.num_samples:,} samples of the reference set: {there}")
+        metrics = ", ".join(f"{name} {interval.value:.4g}" for name, interval in reference.metrics.items())
+        progress(f"on the {reference.num_samples:,} samples of the reference set: {metrics}")
     performance = read_performance(paths, evaluation)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
-        metrics={**values, **_values(reference, "reference_")},
+        metrics={**values, **_list_values(reference, "reference_")},
         html=report.evaluation_html(config, evaluation, performance, reference),
         markdown=report.evaluation_markdown(config, evaluation, performance, reference),
         confusion=evaluation.confusion,

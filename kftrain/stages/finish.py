@@ -24,13 +24,13 @@ from kftrain.stages import firing, parameters, resolve, tracked
 from kftrain.stages.outcome import Outcome
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
-"""How the other steps ended well, in the words of Kubeflow's backend and of its local runner."""
+"""States of a pipeline run that ended well, in the words of Kubeflow's backend and of its local runner."""
 
 FAILURE_REPORT = "failure.html"
 
 UNREAD = f"launch: {{backend: {POD_BACKENDS[0]}}}"
-"""What is known of a run to go on with that cannot be read: its jobs are pods, of some kind, since `kftrain run` would
-have given the configuration."""
+"""Configuration assumed for a run to resume whose folder cannot be read: its jobs are pods, of some kind, since
+`kftrain run` would have given the configuration."""
 
 
 def finish(
@@ -42,7 +42,7 @@ def finish(
     progress: Progress = to_log,
     values: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Cleans up after a pipeline run that ended in `state`, and writes the failure report if it failed.
+    """Clean up after a pipeline run that ended in `state`, and write the failure report if it failed.
 
     `text` and `values` are the pipeline's `config` and `config_json`.
     """
@@ -50,27 +50,30 @@ def finish(
     try:
         try:
             with retryable("the run's folder cannot be read", resume_run or storage_root):
-                config, paths = _opened(text, knobs, resume_run, job_id, values)
+                config, paths = _find_opened(text, knobs, resume_run, job_id, values)
         except RetryableError as error:
             progress(f"warning: {error.line}")
             given = "" if parameters.is_uri(text) else text.strip()
-            config, paths = _named(given or UNREAD, knobs, resume_run, job_id, values)
+            config, paths = _resolve(given or UNREAD, knobs, resume_run, job_id, values)
     except KftrainError as error:  # the first step has failed with the very same one
-        return _failed(of_stage("configure", error), run_uri="")
-    outcome, failure = _ended(config, paths, resume_run, job_id, state, progress)
+        return _describe_failure(of_stage("configure", error), run_uri="")
+    outcome, failure = _end_run(config, paths, resume_run, job_id, state, progress)
     firing.end(config, paths, job_id, failure, progress)
     return outcome
 
 
-def _ended(
+def _end_run(
     config: Config, paths: RunPaths, resume_run: str, job_id: str, state: str, progress: Progress
 ) -> tuple[Outcome, ErrorDocument | None]:
-    """What the exit handler returns, and why the run failed, if it did."""
-    explained, url = None if state in SUCCESS_STATES else _explained(state), config.tracking.kubeflow_url
+    """Report and clean up; return the exit handler's outcome, and the error of the run if it failed."""
+    explained, url = None if state in SUCCESS_STATES else _explain_state(state), config.tracking.kubeflow_url
     if explained is not None and resume_run and not _is_opened_by(paths, job_id):
-        return _failed(explained, paths.uri, url), explained  # going on with it was refused: it stays as it was
+        return _describe_failure(
+            explained, paths.uri, url
+        ), explained  # the resume was refused: the run stays as it was
     if explained is not None and explained.exit_code == FencedError.exit_code:
-        return _failed(explained, paths.uri, url), explained  # job, folder and MLflow run are those of who is at work
+        # Job, folder and MLflow run belong to somebody who is at work: nothing is cleaned up.
+        return _describe_failure(explained, paths.uri, url), explained
     error_document = None
     with best_effort("error.json could not be read"):
         error_document = read_error(paths.error)
@@ -79,24 +82,24 @@ def _ended(
     is_open = None if error_document is None else _leave_report(paths, error_document, url)
     removed, warnings = _clean_up(config, paths, job_id, progress)
     if error_document is None:
-        return firing.skipped_outcome(paths, progress) or _succeeded(paths, removed, warnings), None
+        return firing.skipped_outcome(paths, progress) or _describe_success(paths, removed, warnings), None
     if warnings:
         error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)
     if is_open:  # a step that was killed has left the MLflow run open
         tracked.mark_failed(paths, config, error_document.to_error(), error_document, progress)
-    return _failed(error_document, paths.uri, url, is_there=is_open is not False), error_document
+    return _describe_failure(error_document, paths.uri, url, is_there=is_open is not False), error_document
 
 
 def _is_opened_by(paths: RunPaths, job_id: str) -> bool:
-    """See `resolve.is_opened_by`; where that cannot be read, the run is taken for ours."""
+    """Return `resolve.is_opened_by`, or True if it cannot be read: an unknown run is taken for ours and cleaned up."""
     with best_effort("who has opened the run could not be read"):
         return resolve.is_opened_by(paths, job_id)
     return True
 
 
 def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) -> tuple[list[str], list[str]]:
-    """What was removed, and what went wrong: a failure of its own must not hide the run's."""
+    """Remove unfinished jobs; return their names, and warnings instead of errors: those would hide the run's error."""
     try:
         removed = launch.build_launcher(config).clean(paths, job_id)
     except KftrainError as error:
@@ -108,44 +111,44 @@ def _clean_up(config: Config, paths: RunPaths, job_id: str, progress: Progress) 
 
 
 def _leave_report(paths: RunPaths, error: ErrorDocument, url: str) -> bool | None:
-    """Writes the failure report into the run's folder; False where nobody has opened that, None where it is unknown."""
+    """Write the failure report into the run's folder if it is opened, and return whether it is; None if unknown."""
     is_open = None
     with best_effort("the failure report could not be written", REPORT_SECONDS):
         is_open = is_opened(paths)
         if is_open:
-            storage.publish(storage.join(paths.uri, FAILURE_REPORT), _failed(error, paths.uri, url).html)
+            storage.publish(storage.join(paths.uri, FAILURE_REPORT), _describe_failure(error, paths.uri, url).html)
     return is_open
 
 
-def _opened(
+def _find_opened(
     text: str, knobs: resolve.Knobs, resume_run: str, job_id: str, values: Mapping[str, Any] | None
 ) -> tuple[Config, RunPaths]:
-    """The run as the first step has opened it, with the knobs of the pipeline run. Raises ConfigError."""
-    config, paths = _named(text, knobs, resume_run, job_id, values)
+    """Return the run with the configuration that the first step has opened it with. Raises ConfigError."""
+    config, paths = _resolve(text, knobs, resume_run, job_id, values)
     return (read_config(paths) if is_opened(paths) else config), paths
 
 
-def _named(
+def _resolve(
     text: str, knobs: resolve.Knobs, resume_run: str, job_id: str, values: Mapping[str, Any] | None
 ) -> tuple[Config, RunPaths]:
-    """The run as the pipeline was called, out of its folder only where no configuration was given."""
+    """Return the run as the pipeline's parameters name it; its folder is read only if they hold no configuration."""
     config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
     return config, RunPaths.of(config.run.storage_root, resolve.make_run_id(resumed, job_id, config.run.name))
 
 
-def _succeeded(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outcome:
+def _describe_success(paths: RunPaths, removed: list[str], warnings: list[str]) -> Outcome:
     summary: dict[str, Any] = {"result": "the run succeeded", "run_uri": paths.uri, "report_uri": paths.report}
-    found = {"removed": removed, "warnings": warnings}
+    lists = {"removed": removed, "warnings": warnings}
     return Outcome(
         run_uri=paths.uri,
-        summary={**summary, **{name: values for name, values in found.items() if values}},
+        summary={**summary, **{name: values for name, values in lists.items() if values}},
         html=report.finish_html(paths.uri, paths.report, removed, warnings),
         markdown=report.finish_markdown(paths.uri, paths.report, removed, warnings),
     )
 
 
-def _failed(error: ErrorDocument, run_uri: str, kubeflow_url: str = "", is_there: bool = True) -> Outcome:
-    """The outcome of a failure; with a run that is not there nobody can go on."""
+def _describe_failure(error: ErrorDocument, run_uri: str, kubeflow_url: str = "", is_there: bool = True) -> Outcome:
+    """Return the outcome of a failure; its advice names the run to go on with only if the run `is_there`."""
     situation = replace(Situation.from_environment(run_uri if is_there else ""), kubeflow_url=kubeflow_url)
     stage = error.stage or "run"
     return Outcome(
@@ -156,10 +159,13 @@ def _failed(error: ErrorDocument, run_uri: str, kubeflow_url: str = "", is_there
     )
 
 
-def _explained(state: str) -> ErrorDocument:
-    """What the Workflow says of a step that could not: terminated, deleted, out of memory, out of time, or fenced."""
-    found = launch.explain_pipeline_run()
-    if found is None:
+def _explain_state(state: str) -> ErrorDocument:
+    """Ask the Workflow why a step failed that could not say it: terminated, deleted, out of memory or time, fenced.
+
+    If the Workflow does not know either, the error names Kubeflow's `state`.
+    """
+    cause = launch.explain_pipeline_run()
+    if cause is None:
         return of_stage("run", LaunchError(f"a step ended without saying why; Kubeflow calls it {state}"))
-    kind = FencedError if found.failure_class is FailureClass.FENCED else LaunchError
-    return of_stage("run", kind(found.line)).found_out(found)
+    kind = FencedError if cause.failure_class is FailureClass.FENCED else LaunchError
+    return of_stage("run", kind(cause.line)).found_out(cause)

@@ -1,4 +1,4 @@
-"""One firing of a schedule in this process: what a rendered CronJob runs. The steps are those of the pipeline."""
+"""Runs a firing of a schedule in this process, as a rendered CronJob does, with the steps of the pipeline."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
 
 SCHEDULED = re.compile(r".*-(\d{8,9})")
-"""Name of a Job that a CronJob has started: it ends with the time for which it did, in minutes since 1970."""
+"""Name of a Job that a CronJob has started: it ends with the time that was due, in minutes since 1970."""
 
 
 def fire(config: Config, job: str, progress: Progress, now: datetime | None = None) -> Outcome:
-    """Runs all stages; a pod that runs again for the same `job` goes on with its run. Raises KftrainError.
+    """Run all stages; a pod that runs again for the same `job` goes on with its run. Raises KftrainError.
 
-    A Job that nobody's CronJob has started is a run by hand. A stage that was told to stop leaves the end to the next
-    pod.
+    A Job that no CronJob has started is a run by hand. If a stage is told to stop (Preempted), the exit handler does
+    not run: the next pod goes on.
     """
     if not config.schedule.name:
         raise ConfigError("the configuration belongs to no schedule", where="schedule.name", fix="render it anew")
-    found = SCHEDULED.fullmatch(job)
-    minutes = int(found.group(1)) if found else 0
-    created = datetime.fromtimestamp(minutes * 60, timezone.utc) if found else now or datetime.now(timezone.utc)
-    if not found:
+    scheduled = SCHEDULED.fullmatch(job)
+    minutes = int(scheduled.group(1)) if scheduled else 0
+    created = datetime.fromtimestamp(minutes * 60, timezone.utc) if scheduled else now or datetime.now(timezone.utc)
+    if not scheduled:
         by_hand = config.schedule.model_copy(update={"trigger": "manual"})
         config = config.model_copy(update={"schedule": by_hand})
     text, job_id = config.to_yaml(), storage.sha256_text(job)[:32]
@@ -47,5 +47,5 @@ def fire(config: Config, job: str, progress: Progress, now: datetime | None = No
         raise
     finally:
         if state:
-            ended = finish(text, "", "", job_id, state, progress)
-    return ended
+            outcome = finish(text, "", "", job_id, state, progress)
+    return outcome

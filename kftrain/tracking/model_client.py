@@ -125,13 +125,13 @@ def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
 
 
 def read_model_file(uri: str, model: LoggedModel, name: str) -> str | None:
-    """The text of a file of a LoggedModel; None where it has no such file."""
+    """Return the text of a file of a LoggedModel; None if it has no such file."""
     with session.connected(uri, f"cannot read {name} of the model {model.model_id}"):
         return session.read_artifact(uri, model.artifact_uri.rstrip("/"), name)
 
 
 def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> None:
-    """Sets tags of a LoggedModel."""
+    """Set tags of a LoggedModel in one request."""
     with session.connected(uri, f"cannot tag the model {model_id}") as client:
         client.set_logged_model_tags(model_id, dict(tags))
 
@@ -139,9 +139,9 @@ def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> N
 def create_version(
     uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str], description: str = ""
 ) -> int:
-    """Number of a new version of a registered model, made of a LoggedModel."""
+    """Create a version of a registered model from a LoggedModel and return its number."""
     with session.connected(uri, f"cannot create a version of {name}") as client, session.as_default_uri(uri):
-        made = client.create_model_version(
+        version = client.create_model_version(
             name,
             f"models:/{model_id}",
             run_id=run_id,
@@ -150,17 +150,17 @@ def create_version(
             await_creation_for=0,
             model_id=model_id,
         )
-        return int(made.version)
+        return int(version.version)
 
 
 def delete_version(uri: str, name: str, version: int) -> None:
-    """Deletes a version, if it is there."""
+    """Delete a version; nothing happens if there is none."""
     with session.connected(uri, f"cannot delete version {version} of {name}", session.ABSENT) as client:
         client.delete_model_version(name, str(version))
 
 
 def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
-    """A version; None where there is none."""
+    """Return a version by its number, or None."""
     with session.connected(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
         return _make_version(client.get_model_version(name, str(version)))
     return None
