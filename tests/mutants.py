@@ -624,7 +624,7 @@ MUTANTS = [
     Mutant(
         "a reference set of the run's own data is missing",
         "kftrain/stages/reference_set.py",
-        "return _named(config).evaluation_digest != own_digest",
+        "return _read_reference_set(config).evaluation_digest != own_digest",
         "return True",
         "tests/unit/stages/test_reference_set.py -k runs_own_data",
     ),
@@ -988,7 +988,7 @@ MUTANTS = [
     Mutant(
         "an instant is run twice",
         "kftrain/stages/firing.py",
-        "    if found.job_id != job_id:\n",
+        "    if claimed.job_id != job_id:\n",
         "    if False:\n",
         "tests/unit/stages/test_firing.py -k once",
     ),

@@ -30,69 +30,70 @@ from kftrain.stages.outcome import Outcome
 from kftrain.stages.windows import leave_behind, with_scheduled_window
 
 SILENT_SECONDS = 30 * 60.0
-"""After so long without a sign a run is taken for dead that no cluster answers for."""
+"""Seconds without a sign of life after which a run is taken for dead, if no cluster can tell."""
 
 Why = Literal["paused", "done", "overlap", "unchanged", "empty"]
 
 
 class Skipped(Document):
-    """`SKIPPED.json`: a scheduled run that had nothing to do."""
+    """`SKIPPED.json`: the reason why a scheduled run had nothing to do."""
 
     why: Why
     line: str
-    """In words."""
+    """The reason in words."""
 
 
 class Fired(Document):
-    """`firing.json` in a run's folder: which firing it is."""
+    """`firing.json` in a run's folder: the firing of a schedule that the run works for."""
 
     schedule: str
     key: str
     job_id: str
     identity: str
-    """Of what it trains."""
+    """Digest of data, model and settings: equal digests train the same."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that was started, by a schedule or by somebody."""
+    """A run that was started, by a schedule or by a person."""
 
     config: Config
-    """With the instant in it."""
+    """The run's configuration, with the instant that it works for."""
     key: str = ""
-    """Of its firing; empty: it belongs to no schedule, or is not the one that works for the instant."""
+    """Key of its firing; empty: it belongs to no schedule, or another run works for the instant."""
     skipped: Skipped | None = None
-    """Why there is nothing to do."""
+    """The reason why there is nothing to do, if so."""
 
 
 def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed: bool, progress: Progress) -> Begun:
-    """Takes the instant that a run was due at, unless there is nothing to do. Nothing happens for other runs.
+    """Claim the instant that a scheduled run was due at, unless there is nothing to do. Other runs pass unchanged.
 
     Args:
-        config: Of the run; its section `schedule` says which one it belongs to.
-        paths: Of the run.
-        job_id: The same for all pods of all steps of a pipeline run.
-        created: When the pipeline run was created, in RFC 3339; anything else stands for now.
-        is_resumed: It goes on with an earlier run, because somebody said so.
+        config: Configuration of the run; its section `schedule` names the schedule.
+        paths: The run's folder.
+        job_id: Id that is the same for all pods of all steps of a pipeline run.
+        created: Time at which the pipeline run was created, in RFC 3339; anything else stands for now.
+        is_resumed: True if a person makes it go on with an earlier run.
         progress: Takes a line at a time.
 
-    Raises ConfigError, DataError for damaged documents, and RetryableError where storage is away.
+    Raises ConfigError, DataError for damaged documents, and RetryableError if storage is away.
     """
     schedule = config.schedule
     if not schedule.name:
         return Begun(config)
-    history, moment = History.of(config.run.storage_root, schedule.name), _moment(created)
-    asked, instant, trigger = config, schedule.due(moment), "manual" if is_resumed else schedule.trigger
+    history, moment = History.of(config.run.storage_root, schedule.name), _parse_moment(created)
+    original, instant, trigger = config, schedule.due(moment), "manual" if is_resumed else schedule.trigger
     key = key_of(instant, moment, trigger, job_id)
     config = config.model_copy(
         update={"schedule": schedule.model_copy(update={"instant": format_instant(instant), "trigger": trigger})}
     )
-    line = _pause(history, instant) if trigger == "cron" and key not in history.keys("firings") else ""
+    line = _explain_pause(history, instant) if trigger == "cron" and key not in history.keys("firings") else ""
     if line:
         return _skip(config, "", "paused", line, progress)
-    found = history.claim(key, _firing(instant, trigger, job_id, paths, moment))
-    if found.job_id != job_id:
-        line = f"what was due at {found.instant} is the work of {RunPaths(found.run_uri).run_id}"
+    # Claim first, then look for other runs: of two at the same moment at least one sees the claim of the other.
+    claimed = history.claim(key, _make_firing(instant, trigger, job_id, paths, moment))
+    if claimed.job_id != job_id:
+        line = f"what was due at {claimed.instant} is the work of {RunPaths(claimed.run_uri).run_id}"
         return _skip(config, "", "done", line, progress)
     before = read_skipped(paths)
     if before is not None and history.ended(key) is not None:  # another run may have begun where this one would
@@ -107,14 +108,14 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
         if _is_registered(RunPaths(firing.run_uri)):
             _close(history, other, firing, moment, progress)
     progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
-    placed = config if is_resumed else with_scheduled_window(asked, instant, paths.uri, progress)
+    placed = config if is_resumed else with_scheduled_window(original, instant, paths.uri, progress)
     if placed is None:
         return _skip(config, key, "empty", f"all from before {format_instant(instant)} was trained on", progress)
     return Begun(placed.model_copy(update={"schedule": config.schedule}), key)
 
 
 def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
-    """That there is nothing to do, because nothing of the source lies in the window. Raises it in any other run."""
+    """Return that nothing of the source lies in the window of a scheduled run; raise `error` again in any other run."""
     if not begun.key:
         raise error
     progress(f"nothing to do: {error.line}")
@@ -124,11 +125,14 @@ def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
 def unchanged(
     begun: Begun, config: Config, paths: RunPaths, dataset_digest: str, job_id: str, progress: Progress
 ) -> Skipped | None:
-    """Why there is nothing to do for a run whose dataset is there; None: it trains. Notes which firing it is."""
+    """Return a reason to skip a scheduled run that would train what was trained last, else None.
+
+    Also notes in the run's folder which firing it is.
+    """
     schedule = config.schedule
     if not begun.key:
         return None
-    identity = _identity(config, dataset_digest)
+    identity = _digest_identity(config, dataset_digest)
     fired = Fired(schedule=schedule.name, key=begun.key, job_id=job_id, identity=identity)
     storage.publish_json(_fired_uri(paths), fired.to_dict())
     if not schedule.skip_unchanged or config.data.window.watermark:  # nothing was trained on what follows one
@@ -141,29 +145,32 @@ def unchanged(
 
 
 def leave_skipped(paths: RunPaths, begun: Begun, skipped: Skipped, job_id: str, progress: Progress) -> Outcome:
-    """Notes in a run's folder that it has nothing to do, and ends its firing: the next one may begin at once."""
+    """Note in a run's folder that it has nothing to do, and end its firing, so that the next one may begin at once."""
     storage.publish_json(paths.skipped, skipped.to_dict())
     if begun.key:
         end(begun.config, paths, job_id, None, progress)
-    return _outcome(paths, skipped)
+    return _make_outcome(paths, skipped)
 
 
 def skipped_outcome(paths: RunPaths, progress: Progress) -> Outcome | None:
-    """What a later step returns for a run that has nothing to do; None: there is something."""
+    """Return the outcome of a later step of a run that has nothing to do; None if the step has work."""
     skipped = read_skipped(paths)
     if skipped is None:
         return None
     progress(f"nothing to do: {skipped.line}")
-    return _outcome(paths, skipped)
+    return _make_outcome(paths, skipped)
 
 
 def read_skipped(paths: RunPaths) -> Skipped | None:
-    """Why a run has nothing to do; None: it has. Raises DataError where the document is damaged."""
+    """Read why a run has nothing to do; None if it has work. Raises DataError if the document is damaged."""
     return documents.read_if_exists(Skipped, paths.skipped)
 
 
 def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | None, progress: Progress) -> None:
-    """Says how a scheduled run has ended, counts failures, pauses the schedule and alerts. What fails is a warning."""
+    """End the firing of a scheduled run: record its result, count failures, pause the schedule and alert.
+
+    Nothing fails here: an error becomes a warning.
+    """
     schedule = config.schedule
     if not schedule.name:
         return
@@ -172,7 +179,7 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
         own = fired if fired is not None and fired.job_id == job_id else None
         history = History.of(config.run.storage_root, schedule.name)
         key, identity = (own.key, own.identity) if own else (history.key_of(job_id), "")
-        result, line = _result(error, read_skipped(paths) if error is None else None)
+        result, line = _classify_end(error, read_skipped(paths) if error is None else None)
         if key:
             ended = FiringEnd(
                 result=result, line=line, job_id=job_id, run_uri=paths.uri, time=time.time(), identity=identity
@@ -181,7 +188,10 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
 
 
 def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
-    """Records how a firing has ended; the first to do so counts, pauses and alerts. Before, the watermark is moved."""
+    """Record how a firing has ended; only the first process to do so counts failures, pauses and alerts.
+
+    The watermark is moved first: once the end is recorded, nobody comes back to move it.
+    """
     schedule, name, paths = config.schedule, history.name, RunPaths(ended.run_uri)
     is_over = ended.result == "trained" or _is_registered(paths)
     if config.data.window.watermark and (is_over or (ended.result == "skipped" and _has_empty_window(config, paths))):
@@ -199,7 +209,10 @@ def record(config: Config, history: History, key: str, ended: FiringEnd, progres
 
 
 def _has_empty_window(config: Config, paths: RunPaths) -> bool:
-    """Whether nothing was in a window that could have ended later: else the rest would never come."""
+    """Return True if a run's window was empty and `max_window_hours` may have cut it short.
+
+    The watermark must pass such a window: else every later run would read it again, and never what comes after it.
+    """
     skipped, data = read_skipped(paths), config.data
     is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
     return skipped is not None and skipped.why == "empty" and config.schedule.max_window_hours > 0 and is_one
@@ -208,27 +221,27 @@ def _has_empty_window(config: Config, paths: RunPaths) -> bool:
 def close_lost(
     cluster: Cluster, storage_root: str, now: datetime, dry_run: bool, progress: Progress
 ) -> list[tuple[str, str]]:
-    """Ends firings below a storage root that nobody works on and nobody has ended: (schedule, run) of each.
+    """End the firings below a storage root that nobody works on and nobody has ended; return (schedule, run) of each.
 
-    What is left of a run that was deleted, or whose last pod was killed, which counts as a failure.
+    They are left by runs that were deleted, or whose last pod was killed, which counts as a failure.
     """
-    found = []
+    closed = []
     for name in names_below(storage_root):
         history = History.of(storage_root, name)
         for key, firing in history.unended(progress).items():
             if not _is_lost(cluster, firing, now):
                 continue
-            found.append((name, firing.run_uri))
+            closed.append((name, firing.run_uri))
             if not dry_run:
                 is_gone = bool(firing.workflow) and cluster.read_workflow(firing.workflow) is None
                 _close(history, key, firing, now, progress, is_gone)
-    return found
+    return closed
 
 
 def _close(
     history: History, key: str, firing: Firing, now: datetime, progress: Progress, is_gone: bool = False
 ) -> None:
-    """Ends a firing in the place of its run. `is_gone`: somebody has deleted its Workflow."""
+    """End a firing in the place of its run. `is_gone`: somebody has deleted its Workflow, which is no failure."""
     paths, line = RunPaths(firing.run_uri), "the run was deleted"
     result: Result = "canceled" if is_gone else "failed"
     if not is_gone:
@@ -242,35 +255,41 @@ def _close(
 
 
 def _is_lost(cluster: Cluster, firing: Firing, now: datetime) -> bool:
-    """Whether nobody works on a firing: a Workflow of this cluster says it, one of another cluster is left alone."""
+    """Return True if nobody works on a firing: its Workflow is over or, without one, its run gives no sign of life.
+
+    A firing with a Workflow of another cluster is left alone.
+    """
     if firing.workflow:
         return firing.cluster == cluster_place(cluster) and bool(is_over(cluster, firing.workflow))
     return not _lives(firing, now)
 
 
 def link(config: Config, ended: FiringEnd) -> str:
-    """Where people see what has happened: the run in Kubeflow's UI, else its folder."""
+    """Return the place where people see what has happened: the run in Kubeflow's UI, else its folder."""
     url = config.tracking.kubeflow_url.rstrip("/")
     return f"{url}/#/runs/details/{ended.job_id}" if url else ended.run_uri
 
 
-def _identity(config: Config, dataset_digest: str) -> str:
-    """What a run trains. Initial weights count as they are asked for: a new champion alone is nothing to train on."""
+def _digest_identity(config: Config, dataset_digest: str) -> str:
+    """Return a digest of data, model and settings; initial weights count by their name in `train.from`.
+
+    So `champion` stays the same when the champion changes: a new champion alone is nothing to train on.
+    """
     asked = config.model_copy(update={"train": config.train.without_weights()})
     return storage.digest_json({**asked.training_identity(dataset_digest), "from": config.train.start_from})
 
 
-def _result(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:
+def _classify_end(error: ErrorDocument | None, skipped: Skipped | None) -> tuple[Result, str]:
     if error is not None:
         canceled = error.failure_class in (FailureClass.TERMINATED, FailureClass.INTERRUPTED)
         return ("canceled" if canceled else "failed"), error.line
     return ("skipped", skipped.line) if skipped is not None else ("trained", "the run succeeded")
 
 
-def _pause(history: History, instant: datetime) -> str:
-    """Why a schedule does not run what was due at an instant: it is paused, or was resumed later; empty: it does.
+def _explain_pause(history: History, instant: datetime) -> str:
+    """Return the reason why a schedule skips an instant: it is paused, or was resumed later; empty if it runs.
 
-    Kubeflow and CronJobs start what they have missed last as soon as they are let go on.
+    Kubeflow and CronJobs start the run that they have missed last as soon as they are resumed.
     """
     event, due = history.last_event(), format_instant(instant)
     if event is not None and event.kind == "paused":
@@ -280,7 +299,7 @@ def _pause(history: History, instant: datetime) -> str:
     return ""
 
 
-def _firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:
+def _make_firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, created: datetime) -> Firing:
     workflow, cluster = launch.pipeline_place()
     return Firing(
         instant=format_instant(instant),
@@ -294,7 +313,7 @@ def _firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, creat
 
 
 def _lives(firing: Firing, now: datetime) -> bool:
-    """Whether a run is at work: its Workflow knows, else its last sign of life says it."""
+    """Return True if a run is at work, by its Workflow or, where that is not known, by its last sign of life."""
     if firing.workflow:
         is_over = launch.is_pipeline_over(firing.workflow, firing.cluster)
         if is_over is not None:
@@ -303,12 +322,12 @@ def _lives(firing: Firing, now: datetime) -> bool:
     return now.timestamp() - max(firing.created, beat) < SILENT_SECONDS
 
 
-def _moment(created: str) -> datetime:
+def _parse_moment(created: str) -> datetime:
     try:
-        found = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        moment = datetime.fromisoformat(created.replace("Z", "+00:00"))
     except ValueError:
-        found = datetime.now(timezone.utc)
-    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
+        moment = datetime.now(timezone.utc)
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
 
 
 def _skip(config: Config, key: str, why: Why, line: str, progress: Progress) -> Begun:
@@ -317,11 +336,11 @@ def _skip(config: Config, key: str, why: Why, line: str, progress: Progress) -> 
 
 
 def _is_registered(paths: RunPaths) -> bool:
-    """Whether a scheduled run has come to its end, whatever was said of it."""
+    """Return True if a scheduled run has come to its end, whatever was said of it."""
     return storage.exists(paths.registration) and storage.exists(_fired_uri(paths))
 
 
-def _outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
+def _make_outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
     return Outcome(
         run_uri=paths.uri,
         summary={"result": f"nothing to do: {skipped.line}", "run_uri": paths.uri, "why": skipped.why},

@@ -1,4 +1,4 @@
-"""MLflow runs that are shown as RUNNING though nobody works on them: what a deleted pipeline run leaves behind.
+"""Ends MLflow runs that are shown as RUNNING though nobody works on them, such as those of deleted pipeline runs.
 
 A pipeline run that is deleted takes all its pods along, and one that was retried has no exit handler any more, so
 nobody ends its MLflow run. Its tags say which Workflow of which cluster it was.
@@ -22,27 +22,27 @@ class Orphan:
 
     mlflow_run_id: str
     run_id: str
-    """Of the training."""
+    """Id of the training."""
     why: str
 
 
 def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: bool = False) -> list[Orphan]:
-    """Ends the MLflow runs of this cluster's namespace whose pipeline run is over; returns them.
+    """End the MLflow runs of this cluster's namespace whose pipeline run is over, and return them.
 
     Raises LaunchError or TrackingError.
     """
-    found = []
+    orphans = []
     for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, cluster_place(clusters[0])).items():
-        why = _why_over(clusters, tags)
+        why = _explain_end(clusters, tags)
         if why:
-            found.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))
-    for orphan in () if dry_run else found:
+            orphans.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))
+    for orphan in () if dry_run else orphans:
         tracking.finish_run(tracking_uri, orphan.mlflow_run_id, "KILLED", {"kftrain.error": orphan.why})
-    return found
+    return orphans
 
 
-def _why_over(clusters: Sequence[JobClient], tags: dict[str, str]) -> str:
-    """Why nobody works on a run; empty where somebody may."""
+def _explain_end(clusters: Sequence[JobClient], tags: dict[str, str]) -> str:
+    """Return the reason why nobody works on a run; empty if somebody may."""
     name, run_id = tags.get(WORKFLOW_TAG, ""), tags.get(RUN_ID_TAG, "")
     if not name or not run_id or jobs_of(clusters, run_id):
         return ""

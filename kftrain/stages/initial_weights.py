@@ -1,4 +1,4 @@
-"""`train.from`: which weights a run starts with, looked up once, when it is opened."""
+"""Looks up the weights that a run starts with (`train.from`), once, when the run is opened."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 def with_initial_weights(config: Config, paths: RunPaths, progress: Progress) -> Config:
-    """The configuration with what `train.from` comes to: what the run has kept, or what is found now.
+    """Return the configuration with the weights that `train.from` names: those that the run has kept, or those of now.
 
-    A champion that there is not yet is no error: the training starts from scratch, and says so. Raises ConfigError for
-    a version that there is not, CheckpointError for an export that is gone, TrackingError.
+    If there is no champion yet, the training starts from scratch and says so. Raises ConfigError for a version that
+    does not exist, CheckpointError for an export that is gone, TrackingError.
     """
     train = config.train
     if train.from_scratch:
-        return _starting_with(config, train.without_weights())
+        return _with_train(config, train.without_weights())
     kept = read_config(paths).train.initial_weights if is_opened(paths) else None
     for known in filter(None, (train.initial_weights, kept)):
         if known.asked == train.start_from:
-            return _starting_with(config, train.model_copy(update={"initial_weights": known}))
-    found = _found(config)
-    progress(f"train.from {train.start_from}: {found.initial_weights.origin}")
-    return _starting_with(config, found)
+            return _with_train(config, train.model_copy(update={"initial_weights": known}))
+    resolved = _find_weights(config)
+    progress(f"train.from {train.start_from}: {resolved.initial_weights.origin}")
+    return _with_train(config, resolved)
 
 
 def require_fit(config: Config, task: Task) -> None:
-    """Raises ConfigError where the weights were trained as another model, or read other files than the task does.
+    """Raise ConfigError if the weights are of another model, or were trained with other files than the task reads.
 
-    Shapes are compared when they are loaded. A tokenizer of another dataset would fit, and each token mean another; so
-    would a model of as many heads as never trained together.
+    Shapes are compared when the weights are loaded, but equal shapes are not enough: with another tokenizer every
+    token would mean something else, and another number of heads would cut the same matrices in another way.
     """
     start, trust = config.train.initial_weights, Trust.of(config)
     if not start.export_uri:
@@ -73,7 +73,7 @@ def require_fit(config: Config, task: Task) -> None:
 
 
 def _require_same_options(config: Config, exported: ModelConfig) -> None:
-    """Raises ConfigError for an option that another one had, even where all shapes are the same."""
+    """Raise ConfigError for an option that differs from the exported model's, even if all shapes are the same."""
     ours, theirs, origin = options_of(config.model), options_of(exported), config.train.initial_weights.origin
     for name in sorted({*ours, *theirs} - TOLD_BY_SHAPES):
         if ours.get(name) != theirs.get(name) and "drop" not in name:  # whatever is dropped is so in training alone
@@ -89,11 +89,11 @@ TOLD_BY_SHAPES = {"num_kv_heads", "ffn_dim"}
 """Options of built-in models of which 0 stands for a size that the tensors tell."""
 
 
-def _starting_with(config: Config, train: TrainConfig) -> Config:
+def _with_train(config: Config, train: TrainConfig) -> Config:
     return config.model_copy(update={"train": train})
 
 
-def _found(config: Config) -> TrainConfig:
+def _find_weights(config: Config) -> TrainConfig:
     train = config.train
     if train.from_champion:
         champion = registry.champion(config)
@@ -103,12 +103,12 @@ def _found(config: Config) -> TrainConfig:
             f"version {champion.version}, the champion", champion.export_uri, champion.export_digest
         )
     if train.from_version is not None:
-        return _of_version(config, train.from_version)
-    uri = _export_uri(config)
+        return _find_version(config, train.from_version)
+    uri = _find_export(config)
     return train.starting_with("an export", uri, export.digest_of_export(uri))
 
 
-def _of_version(config: Config, number: int) -> TrainConfig:
+def _find_version(config: Config, number: int) -> TrainConfig:
     version = model_client.get_version(config.tracking.uri, config.model_name, number)
     if version is None:
         fix = "kftrain models compare shows those that there are"
@@ -117,8 +117,8 @@ def _of_version(config: Config, number: int) -> TrainConfig:
     return config.train.starting_with(f"version {number}", reference.export_uri, reference.export_digest)
 
 
-def _export_uri(config: Config) -> str:
-    """That of `train.from`, or of the run that it names."""
+def _find_export(config: Config) -> str:
+    """Return the URI of the export that `train.from` names by itself, or by the folder of a run."""
     uri = config.train.start_from.rstrip("/")
     Trust.of(config).require_place(uri)
     paths = RunPaths(uri)

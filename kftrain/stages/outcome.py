@@ -1,4 +1,4 @@
-"""What a stage returns, and how a component hands it to Kubeflow.
+"""The outcome that a stage returns, and the function by which a component hands it to Kubeflow.
 
 `save` knows kfp's artifacts only by what they can do, so that neither this module nor the stages import kfp.
 Kubeflow's Metrics take flat finite numbers and nothing else: a dictionary shows as protobuf internals, and a
@@ -27,42 +27,42 @@ class Artifact(Protocol):
 
 
 class MetricsArtifact(Protocol):
-    """A `dsl.Metrics`."""
+    """A `dsl.Metrics`, which takes flat finite numbers."""
 
     def log_metric(self, metric: str, value: float) -> None:
-        """Adds one number."""
+        """Add a number under a name."""
 
 
 class ClassificationArtifact(Artifact, Protocol):
     """A `dsl.ClassificationMetrics`. Kubeflow draws the matrix, and shows the file's beginning as its text."""
 
     def log_confusion_matrix(self, categories: list[str], matrix: list[list[int]]) -> None:
-        """Rows are true classes, columns predicted ones."""
+        """Store a confusion matrix: rows are true classes, columns predicted ones."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a stage."""
+    """The result of a stage, from which a component's artifacts are written."""
 
     run_uri: str
     summary: dict[str, Any]
-    """JSON; the first keys say in words what happened."""
+    """Values for JSON; the first keys say in words what happened."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     html: str = ""
     markdown: str = ""
     confusion: Confusion | None = None
     comparison: str = ""
-    """A page of several versions."""
+    """HTML page that compares several versions; empty: none."""
     next_step: str = "train"
-    """Of the first stage: `finish` where there is nothing to do."""
+    """Step that follows the first stage; `finish` if there is nothing to do."""
 
     def to_json(self) -> str:
-        """The summary in its own order, so that a preview of the first lines can be read by a person."""
+        """Return the summary in its own order, so that a person can read a preview of the first lines."""
         return json.dumps(self.summary, indent=1, allow_nan=False) + "\n"
 
 
 def finite_metrics(metrics: Mapping[str, float | int | None]) -> dict[str, float]:
-    """The numbers among them that can be drawn and compared."""
+    """Return the metrics that are finite numbers, as floats: Kubeflow and MLflow take no others."""
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
@@ -76,7 +76,7 @@ def save(
     comparison: Artifact | None = None,
     next_step: str = "",
 ) -> str:
-    """Writes an outcome into a component's artifacts. Returns the run's URI, its output parameter."""
+    """Write an outcome into a component's artifacts and return the run's URI, its output parameter."""
     pages = ((html, outcome.html), (markdown, outcome.markdown), (comparison, outcome.comparison or NO_COMPARISON))
     texts = ((summary, outcome.to_json()), *pages)
     for artifact, text in texts:
@@ -92,13 +92,13 @@ def save(
     return outcome.run_uri
 
 
-def _save_confusion(artifact: ClassificationArtifact, found: Confusion | None) -> None:
-    """An output that a pipeline declares is there in every run; where there is no matrix, its text says so."""
-    if found is None:
+def _save_confusion(artifact: ClassificationArtifact, confusion: Confusion | None) -> None:
+    """Save the matrix, or a text that there is none: an output that a pipeline declares must exist in every run."""
+    if confusion is None:
         _write(artifact.path, NO_CLASSES)
         return
-    artifact.log_confusion_matrix(found.labels, found.matrix)
-    _write(artifact.path, f"{len(found.labels)} classes: the matrix is shown under Visualization.\n")
+    artifact.log_confusion_matrix(confusion.labels, confusion.matrix)
+    _write(artifact.path, f"{len(confusion.labels)} classes: the matrix is shown under Visualization.\n")
 
 
 def _write(path: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a registered version carries for people and servers; of what cannot be made, a warning says why."""
+"""Makes the files that a registered version carries for people and servers; a warning names what cannot be made."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def package_of(
     evaluation: Evaluation,
     progress: Progress,
 ) -> ModelPackage:
-    """The package of a run's model. Nothing of it is needed for registering, so nothing of it fails a run."""
+    """Make the package of a run's model. Registering needs none of its parts, so none of them fails a run."""
 
-    def made(what: str, make: Callable[[], Made], otherwise: Made) -> Made:
+    def make_or_warn(what: str, make: Callable[[], Made], otherwise: Made) -> Made:
         try:
             return make()
         except KftrainError as error:
@@ -40,20 +40,20 @@ def package_of(
             return otherwise
 
     no_example: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {})
-    example, types = made("input example", lambda: _example(config, shards, manifest), no_example)
-    card = made("card", lambda: report.model_card(config, manifest.to_dict(), completion, evaluation), "")
+    example, types = make_or_warn("input example", lambda: _make_example(config, shards, manifest), no_example)
+    card = make_or_warn("card", lambda: report.model_card(config, manifest.to_dict(), completion, evaluation), "")
     return ModelPackage(
         card=card,
         params=model_parameters(config),
-        requirements=requirements(completion.packages, _installed(), completion.export_uri),
-        wheel=made("wheel of kftrain", own_wheel, None),
+        requirements=requirements(completion.packages, _list_installed(), completion.export_uri),
+        wheel=make_or_warn("wheel of kftrain", own_wheel, None),
         input_example=example,
         answer_types=types,
     )
 
 
-def _example(config: Config, shards: RunShards, manifest: Manifest) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """A row that `predict` takes, made of the first validation sample, and the types of what it gives."""
+def _make_example(config: Config, shards: RunShards, manifest: Manifest) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Return a row for `predict`, made of the first validation sample, and the types of the columns of its answer."""
     task: Task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
     dataset = OpenedDataset(shards.manifest_uri, manifest, "validation")
     if not len(dataset):
@@ -63,12 +63,12 @@ def _example(config: Config, shards: RunShards, manifest: Manifest) -> tuple[Map
         return (example, task.answer_types()) if example else ({}, {})
 
 
-def _installed() -> dict[str, str]:
-    """Distribution -> version, of those that a server may need and that are here."""
-    found = {}
+def _list_installed() -> dict[str, str]:
+    """Return the installed distributions among those that a server may need, name -> version."""
+    versions = {}
     for name in ("mlflow", *(name for names in STORES.values() for name in names)):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -22,47 +22,53 @@ from kftrain.run.best_effort import retryable
 from kftrain.settings import layers
 
 TEXT, OBJECT = "config", "config_json"
-"""Names of the two parameters."""
+"""Names of the pipeline's two parameters that hold a configuration, as text and as an object."""
 
 MAX_BYTES = 64 * 1024
-"""Of both together: they reach a step as one argument of a command, and Linux takes 128 KiB for each."""
+"""Largest size of both together: they reach a step as one argument of a command, which Linux limits to 128 KiB."""
 
 URI = re.compile(r"[a-z][a-z0-9+.-]*:(//|:)\S+")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss")
-"""Where a configuration may lie."""
+"""Schemes of the URIs from which a configuration is read."""
 
 
 def to_send(config: Config, resume_run: str) -> dict[str, str]:
-    """Parameters of a run with this configuration: what differs from the defaults, since that is what people compare.
+    """Return the parameters of a run with this configuration: only what differs from the defaults, as people compare.
 
-    It is sent as text, because that keeps `1.0` apart from `1`. Raises ConfigError where it is too large.
+    The configuration is sent as text, which keeps `1.0` apart from `1`. Raises ConfigError if it is too large.
     """
-    text = _yaml(config)
+    text = _dump_yaml(config)
     require_small(text, {})
     return {TEXT: text, "resume_run": resume_run}
 
 
 def for_form(config: Config) -> str:
-    """What to paste into `config_json` of the run form. Raises ConfigError for what Kubeflow would change or refuse."""
-    found = received(config.beyond_defaults())
-    require_small("", found)
-    return json.dumps(found, indent=2)
+    """Return the JSON to paste into `config_json` of the run form.
+
+    Raises ConfigError for values that Kubeflow would change or refuse.
+    """
+    values = received(config.beyond_defaults())
+    require_small("", values)
+    return json.dumps(values, indent=2)
 
 
 def received(values: Mapping[str, Any] | None) -> layers.Document:
-    """The object as it was meant: whole numbers are integers again. Raises ConfigError that names the key."""
-    return {str(key): _meant(value, str(key)) for key, value in (values or {}).items()}
+    """Restore an object that Kubeflow has passed: whole numbers become integers again.
+
+    Raises ConfigError, which names the key, for null and for numbers that a double cannot hold.
+    """
+    return {str(key): _restore(value, str(key)) for key, value in (values or {}).items()}
 
 
 def is_uri(parameter: str) -> bool:
-    """Whether `config` names a file instead of holding a text."""
+    """Return True if the parameter `config` names a file instead of holding a text."""
     return bool(URI.fullmatch(parameter.strip()))
 
 
 def text_of(parameter: str) -> tuple[str, str]:
-    """The text that `config` holds or names, and where it is from, for errors.
+    """Return the text that the parameter `config` holds or names, and its origin, which errors name.
 
-    Raises ConfigError, and RetryableError where the file cannot be read now.
+    Raises ConfigError, and RetryableError if the file cannot be read now.
     """
     uri = parameter.strip()
     if not is_uri(uri):
@@ -71,11 +77,11 @@ def text_of(parameter: str) -> tuple[str, str]:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError("no configuration is read from there", where=TEXT, value=uri, fix=f"use one of: {known}")
     with retryable("the configuration cannot be read", uri):
-        return _read(uri), uri
+        return _read_text(uri), uri
 
 
 def require_small(text: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError where both parameters together are more than a step can be given."""
+    """Raise ConfigError if both parameters together are larger than `MAX_BYTES`."""
     size = len(text.encode()) + (len(json.dumps(values).encode()) if values else 0)
     if size > MAX_BYTES:
         raise ConfigError(
@@ -85,12 +91,12 @@ def require_small(text: str, values: Mapping[str, Any]) -> None:
         )
 
 
-def _yaml(config: Config) -> str:
-    found = config.beyond_defaults()
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True) if found else ""
+def _dump_yaml(config: Config) -> str:
+    values = config.beyond_defaults()
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
 
 
-def _read(uri: str) -> str:
+def _read_text(uri: str) -> str:
     try:
         content = storage.read_bytes(uri)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
@@ -102,14 +108,14 @@ def _read(uri: str) -> str:
         raise ConfigError("the configuration is not a text", where=uri, fix=f"check the URI in {TEXT}") from error
 
 
-def _meant(value: Any, path: str) -> Any:
+def _restore(value: Any, path: str) -> Any:
     where = f"{OBJECT}: {path}"
     if value is None:
         raise ConfigError("null is no value here", where=where, fix="leave the key out: it then has its default")
     if isinstance(value, Mapping):
-        return {str(key): _meant(item, f"{path}.{key}") for key, item in value.items()}
+        return {str(key): _restore(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_meant(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [_restore(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         return value
     if abs(value) > plain.MAX_INTEGER:

@@ -14,7 +14,7 @@ from kftrain.run.paths import RunPaths
 
 
 class TaskPodSettings(Protocol):
-    """What Kubeflow passes through, as the Kubernetes API writes it; None or empty: nothing was set."""
+    """The pod settings that Kubeflow passes through, in the Kubernetes API's form; None or empty: nothing was set."""
 
     node_selector: dict[str, str] | None
     tolerations: list[dict[str, Any]] | None
@@ -24,30 +24,30 @@ class TaskPodSettings(Protocol):
 
 
 def with_task_config(config: Config, task_config: TaskPodSettings | None) -> Config:
-    """The configuration with what was set on the task in place of, or in addition to, its own pod settings."""
+    """Return the configuration with the task's pod settings: maps and lists are added to its own, affinity wins."""
     if task_config is None:
         return config
     own = config.launch.kubernetes
     settings = own.model_copy(
         update={
             "node_selector": {**own.node_selector, **(task_config.node_selector or {})},
-            "tolerations": _joined(own.tolerations, task_config.tolerations),
+            "tolerations": _join(own.tolerations, task_config.tolerations),
             "affinity": task_config.affinity or own.affinity,
-            "volumes": _joined(own.volumes, task_config.volumes),
-            "volume_mounts": _joined(own.volume_mounts, task_config.volume_mounts),
+            "volumes": _join(own.volumes, task_config.volumes),
+            "volume_mounts": _join(own.volume_mounts, task_config.volume_mounts),
         }
     )
     return config.model_copy(update={"launch": config.launch.model_copy(update={"kubernetes": settings})})
 
 
 def apply(config: Config, paths: RunPaths, task_config: TaskPodSettings | None) -> Config:
-    """The same, saved in the run's folder where it changes anything: workers read it there."""
+    """Return `with_task_config`, and save it in the run's folder if it changes anything: workers read it there."""
     changed = with_task_config(config, task_config)
     if changed != config:
         keep_config(paths, changed)
     return changed
 
 
-def _joined(own: tuple[dict[str, Any], ...], further: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
-    """Each once: a retried step finds what it has saved."""
+def _join(own: tuple[dict[str, Any], ...], further: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
+    """Append the items that are not there yet: a retried step finds those that it has saved before."""
     return (*own, *(item for item in further or () if item not in own))

@@ -1,4 +1,4 @@
-"""What is checked before the first expensive step: a run that cannot end well should end in seconds."""
+"""Checks a run before its first expensive step: a run that cannot end well should end in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_FREE_SHARDS = 2
 """There must be room for this many shards; whoever needs more finds out later, but not within the first one."""
 
 MAX_MODEL_NAME_CHARACTERS = 256
-"""What MLflow's databases hold."""
+"""Longest name that MLflow's databases hold."""
 
 
 def check_names(config: Config, folder: str = ".", sources: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ def check_names(config: Config, folder: str = ".", sources: Sequence[str] = ()) 
 
 
 def describe_oddities(config: Config) -> list[str]:
-    """Say what is allowed, and probably not meant."""
+    """Return a warning for every setting that is allowed, but probably not meant."""
     warmup_steps, steps = config.optimizer.warmup_steps, config.train.steps
     what = f"optimizer.warmup_steps ({warmup_steps}) is more than train.steps ({steps})"
     is_odd = warmup_steps > steps and config.optimizer.schedule != "constant"
@@ -127,13 +127,13 @@ def check_writable(config: Config) -> None:
     try:
         with storage.plain_errors(root):
             storage.publish(probe, "kftrain\n")
-            found = storage.read_text(probe)
+            content = storage.read_text(probe)
             storage.remove(probe)
     except OSError as error:
         what, fix = f"{type(error).__name__}: {error}", "check the path, the permissions and the credentials"
         what = f"the storage root cannot be written: {what}"
         raise ConfigError(what, where="run.storage_root", value=root, fix=fix) from error
-    assert found == "kftrain\n", found
+    assert content == "kftrain\n", content
 
 
 def check_free_space(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""A person's decision: a version becomes champion, or none, whatever the gate says, with a reason that is kept."""
+"""Carries out a person's decision: a version becomes champion or is declined, whatever the gate says, with a reason."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kftrain.stages.outcome import Outcome
 def promote_version(
     config: str, model: str, version: int, reason: str, decline: bool = False, progress: Progress = to_log
 ) -> Outcome:
-    """Makes a version champion, or declines it, and keeps the reason. May be repeated. Raises KftrainError.
+    """Make a version champion, or decline it, and keep the reason. May be repeated. Raises KftrainError.
 
     Args:
         config: Text or URI of a configuration that names storage root and tracking; a run's `config.yaml` will do.
         model: Name of the registered model; empty: as in the configuration.
         version: Its number.
-        reason: Why.
-        decline: It is to be no champion.
-        progress: Told what has happened.
+        reason: The person's reason; must not be empty.
+        decline: True to decline the version instead of promoting it.
+        progress: Takes a line at a time.
     """
     with failure.announced("promote", progress):
         if not reason.strip():
@@ -33,16 +33,18 @@ def promote_version(
         content, where = parameters.text_of(config)
         overrides = [f"registry.model_name={json.dumps(model)}"] if model else []
         resolved = resolve.anchored(configuration.parse_kept(content, where, overrides), ".")
-        said = registry.decline(resolved, version, reason) if decline else registry.promote(resolved, version, reason)
-        result = f"version {said.version} of {resolved.model_name} is {'declined' if decline else 'champion'}"
-        progress(f"{result} ({said.reason})")
-        summary = {"result": result, "model_name": resolved.model_name, **said.to_dict()}
-        return Outcome(run_uri="", summary=summary, markdown=_markdown(result, said))
+        decision = (
+            registry.decline(resolved, version, reason) if decline else registry.promote(resolved, version, reason)
+        )
+        result = f"version {decision.version} of {resolved.model_name} is {'declined' if decline else 'champion'}"
+        progress(f"{result} ({decision.reason})")
+        summary = {"result": result, "model_name": resolved.model_name, **decision.to_dict()}
+        return Outcome(run_uri="", summary=summary, markdown=_format_markdown(result, decision))
 
 
-def _markdown(result: str, said: Entry | Declined) -> str:
-    title = f"## Decision by hand: {escape(result)}.\n\n{escape(said.reason)}\n"
-    if isinstance(said, Declined):
+def _format_markdown(result: str, decision: Entry | Declined) -> str:
+    title = f"## Decision by hand: {escape(result)}.\n\n{escape(decision.reason)}\n"
+    if isinstance(decision, Declined):
         return title
-    before = "none" if said.previous is None else f"version {said.previous}"
-    return f"{title}\nBefore: {before}; entry {said.number}.\n"
+    before = "none" if decision.previous is None else f"version {decision.previous}"
+    return f"{title}\nBefore: {before}; entry {decision.number}.\n"

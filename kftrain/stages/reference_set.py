@@ -1,4 +1,4 @@
-"""The reference set: a second dataset, always the same, on which champion and challenger are measured, too."""
+"""The reference set: a second dataset, always the same, on which champion and challenger are measured as well."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from kftrain.stages.dataset import find_manifest, require_usable
 
 
 def settle(paths: RunPaths, config: Config, own_digest: str) -> ReferenceSet | None:
-    """Which dataset the reference set is now, left for the gate; None where there is none, or it is the run's own.
+    """Write into the run's folder which dataset the reference set is now, for the gate, and return it.
 
-    Raises DataError where it is not there.
+    None if none is configured, or if it is the run's own dataset. Raises DataError if it is missing.
     """
-    found = _named(config) if config.evaluate.reference else None
-    if found is None or found.evaluation_digest == own_digest:
+    reference = _read_reference_set(config) if config.evaluate.reference else None
+    if reference is None or reference.evaluation_digest == own_digest:
         storage.remove(paths.reference_set)
         return None
-    storage.publish_json(paths.reference_set, found.to_dict())
-    return found
+    storage.publish_json(paths.reference_set, reference.to_dict())
+    return reference
 
 
 def targets(
     config: Config, reference: ReferenceSet | None, measured: Sequence[EvaluationTarget]
 ) -> list[EvaluationTarget]:
-    """The same exports on the reference set. Raises DataError where a job would be started for data that is gone."""
+    """Return the same exports as targets on the reference set.
+
+    Raises DataError if some are not evaluated yet and the data is gone: before a job is started for it.
+    """
     if reference is None:
         return []
-    found = [_on(reference, target) for target in measured]
-    if not all(storage.exists(metrics_uri(target)) for target in found):
+    moved = [_move_target(reference, target) for target in measured]
+    if not all(storage.exists(metrics_uri(target)) for target in moved):
         shards = RunShards(manifest_uri=reference.manifest_uri, dataset_digest=reference.dataset_digest)
         require_usable(shards, read_manifest(reference.manifest_uri), config)
-    return found
+    return moved
 
 
 def read_own(paths: RunPaths, completion: Completion) -> Evaluation | None:
-    """How good a run's own export is on its reference set; None where there is none. Raises EvaluationError."""
+    """Read the evaluation of a run's own export on its reference set; None if it has none. Raises EvaluationError."""
     if not storage.exists(paths.reference_set):
         return None
     reference = documents.read(ReferenceSet, paths.reference_set, EvaluationError)
@@ -52,15 +55,18 @@ def read_own(paths: RunPaths, completion: Completion) -> Evaluation | None:
 
 
 def is_missing(paths: RunPaths, config: Config, own_digest: str) -> bool:
-    """Whether the gate is to look at a reference set that the run was not measured on. Raises DataError as `settle`."""
+    """Return True if the gate needs figures on a reference set that the run was not measured on.
+
+    Raises DataError as `settle` does.
+    """
     if storage.exists(paths.reference_set):
         return False
     if config.evaluate.reference:
-        return _named(config).evaluation_digest != own_digest
+        return _read_reference_set(config).evaluation_digest != own_digest
     return config.registry.reference_margin is not None
 
 
-def _named(config: Config) -> ReferenceSet:
+def _read_reference_set(config: Config) -> ReferenceSet:
     uri = find_manifest(config.evaluate.reference)
     manifest = read_manifest(uri)
     return ReferenceSet(
@@ -70,8 +76,8 @@ def _named(config: Config) -> ReferenceSet:
     )
 
 
-def _on(reference: ReferenceSet, target: EvaluationTarget) -> EvaluationTarget:
-    """Its figures lie beside those of the same export on the run's data."""
+def _move_target(reference: ReferenceSet, target: EvaluationTarget) -> EvaluationTarget:
+    """Return the target on the reference set; its figures go beside those of the same export on the run's data."""
     beside = target.output_uri.rstrip("/").rsplit("/", 1)[0]
     return target.model_copy(
         update={

@@ -33,7 +33,7 @@ REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 
 
 def register(run_uri: str, progress: Progress = to_log) -> Outcome:
-    """Registers the evaluated model of a run and promotes it by policy. Raises KftrainError."""
+    """Register the evaluated model of a run, and promote it if gate and policy say so. Raises KftrainError."""
     with failure.announced("register", progress):
         skipped = firing.skipped_outcome(RunPaths(run_uri), progress)
         if skipped is not None:
@@ -43,7 +43,7 @@ def register(run_uri: str, progress: Progress = to_log) -> Outcome:
 
 
 def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_log) -> Outcome:
-    """Decides again on the model of a run that is registered, with other settings of the gate. Raises KftrainError."""
+    """Let the gate decide again on the registered model of a run, with other settings. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("gate", progress):
         saved = with_goal(permit(read_config(RunPaths(run_uri))), is_kept=True)
@@ -54,7 +54,7 @@ def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_
 
 
 def require_only_registry(saved: Config, config: Config) -> None:
-    """Raises ConfigError where an override is not the gate's: what the model is stays as it was trained."""
+    """Raise ConfigError for an override outside the gate's settings: the model stays as it was trained."""
     for key, _, new in differences(saved.to_dict(), config.to_dict()):
         if not key.startswith("registry.") or key == "registry.model_name":
             raise ConfigError("only the gate's settings can change here", where=key, value=new, fix="set registry.…")
@@ -77,31 +77,31 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         )
         metrics = task_metrics(config)
         lacks = reference_set.is_missing(paths, config, evaluation.evaluation_digest)
-        told = (trained_on.gate_reason(config, shards, manifest), lacks)
-        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, *told)
-        compared = _comparison(paths, config)
-        page = _report(paths, config, manifest, completion, evaluation, registration, bool(compared))
-        for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, compared)):
+        notes = (trained_on.gate_reason(config, shards, manifest), lacks)
+        registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, *notes)
+        comparison = _comparison(paths, config)
+        page = _write_report(paths, config, manifest, completion, evaluation, registration, bool(comparison))
+        for name, text in ((REPORT_NAME, page), (COMPARISON_NAME, comparison)):
             if text:
                 tracking.log_text(config.tracking.uri, mlflow_run_id, text, name)
         tracking.finish_run(config.tracking.uri, mlflow_run_id, "FINISHED")
-        outcome = replace(_outcome(paths, config, registration, page, progress), comparison=compared)
+        outcome = replace(_make_outcome(paths, config, registration, page, progress), comparison=comparison)
         registry.remove_dead_writers(config, progress)  # last: it may take a while
         return outcome
 
 
 def _comparison(paths: RunPaths, config: Config) -> str:
-    """Writes the page of the champion and the newest versions; empty where there is but one, or it failed."""
+    """Write the page of the champion and the newest versions and return it; empty for a single version, or an error."""
     page = ""
     with best_effort("there is no comparison page"):
-        found = compare_versions(config, at_most=PAGE_VERSIONS)
-        if len(found.versions) > 1:
-            page = report.comparison_html(found, environment.facts())
+        comparison = compare_versions(config, at_most=PAGE_VERSIONS)
+        if len(comparison.versions) > 1:
+            page = report.comparison_html(comparison, environment.facts())
             storage.publish(paths.comparison, page)
     return page
 
 
-def _report(
+def _write_report(
     paths: RunPaths,
     config: Config,
     manifest: Manifest,
@@ -110,7 +110,7 @@ def _report(
     registration: Registration,
     is_compared: bool,
 ) -> str:
-    """Writes the page of the whole run into its folder."""
+    """Write the page of the whole run into its folder and return it."""
     others = [content.uri("Beside other versions", paths.comparison)] if is_compared else []
     page = report.run_html(
         config,
@@ -129,7 +129,9 @@ def _report(
     return page
 
 
-def _outcome(paths: RunPaths, config: Config, registration: Registration, page: str, progress: Progress) -> Outcome:
+def _make_outcome(
+    paths: RunPaths, config: Config, registration: Registration, page: str, progress: Progress
+) -> Outcome:
     role = "is champion" if registration.promoted else "is not champion"
     what = "no new version" if registration.identical else f"version {registration.version} {role}"
     result = f"{registration.model_name} {what}: {registration.reason}"

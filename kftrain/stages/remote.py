@@ -1,4 +1,4 @@
-"""What a pipeline on a cluster cannot do with a configuration is refused before anything is uploaded.
+"""Refuses configurations that the steps of a pipeline on a cluster cannot use, before anything is uploaded.
 
 The first step refuses it again: a run may have been started from the form of the UI.
 """
@@ -20,7 +20,7 @@ STEPS = "the pipeline's steps"
 
 
 def require_from_here(config: Config) -> None:
-    """Raises LaunchError for what the steps after this one could not do, and where no job can be created.
+    """Raise LaunchError for settings that the steps after this one could not use, and if no job can be created.
 
     In a pod of Kubeflow it refuses what `kftrain submit` refuses, but for folders on a volume that the pod mounts: who
     builds a pipeline of their own may mount one in every step.
@@ -31,7 +31,7 @@ def require_from_here(config: Config) -> None:
 
 
 def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri: False) -> None:
-    """Raises LaunchError for the first setting that works on this machine only.
+    """Raise LaunchError for the first setting that works on this machine only.
 
     The steps mount no volumes, not even those of the worker pods, so a folder is one of this machine, unless
     `is_shared` knows better.
@@ -57,7 +57,7 @@ def _require_remote_source(key: str, source: str) -> None:
 
 
 def _require_no_password(config: Config) -> None:
-    """Kubeflow shows every parameter, and the configuration is one."""
+    """Raise LaunchError for a URI with a password: Kubeflow shows every parameter, and the configuration is one."""
     for key in credentials.keys_with_credentials(config.to_dict()):
         raise LaunchError(
             "Kubeflow would show the password or token in this URI to everybody",
@@ -67,7 +67,7 @@ def _require_no_password(config: Config) -> None:
 
 
 def _is_mounted(uri: str) -> bool:
-    """Whether a path lies on a volume of this pod, and not in its own container."""
+    """Return True if a path lies on a volume of this pod, and not in its own container."""
     if not storage.is_local(uri):
         return False
     path = Path(storage.local_path(uri)).absolute()
