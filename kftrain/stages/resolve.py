@@ -1,4 +1,4 @@
-"""From the text of a configuration and the knobs of a pipeline run to a run's folder.
+"""Turns the parameters of a pipeline run, a configuration and its knobs, into a run and its folder.
 
 A run is one training. Its folder keeps the configuration that it was started with, and a run that is opened
 again must still be the same training: launch settings may change, the model may not.
@@ -31,7 +31,7 @@ from kftrain.stages import parameters
 from kftrain.trust import permit
 
 Knobs = dict[str, str | int | float]
-"""Values of the pipeline's parameters."""
+"""Pipeline parameter -> its value; '' and 0 mean that it is not set."""
 
 KNOBS = {
     "source": "data.source",
@@ -45,13 +45,13 @@ KNOBS = {
     "trainer_image": "launch.kubernetes.trainer_image",
     "queue": "launch.kubernetes.queue",
 }
-"""Pipeline parameter -> configuration key."""
+"""Pipeline parameter -> the configuration key that it sets."""
 
 RUN_ID = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """A Kubernetes label value, and a plain folder name."""
 
 JOB_ID_CHARACTERS = 12
-"""Of a Kubeflow run id (a UUID), how many characters name the folder: 48 bits."""
+"""Number of characters of a Kubeflow run id (a UUID) in the folder's name: 48 bits."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OpenedRun:
     config: Config
     paths: RunPaths
     previous: Config | None = None
-    """What the run was configured with when it was opened the last time; None: it is new."""
+    """The configuration with which the run was opened the last time; None: it is new."""
     is_resumed: bool = False
 
 
@@ -72,16 +72,16 @@ def resolve_run(
     base: str | Path = ".",
     values: Mapping[str, Any] | None = None,
 ) -> tuple[Config, str]:
-    """The configuration of a pipeline run, and the id of the run that it resumes; empty where it starts a new one.
+    """Return the configuration of a pipeline run, and the id of the run that it resumes; empty if it starts a new one.
 
     Args:
-        text: YAML, or the URI of a file; empty takes the defaults, or what the run to resume was configured with.
-        knobs: Values of the pipeline's parameters; each that is not '' or 0 takes the place of its key.
+        text: YAML, or the URI of a file; empty takes the defaults, or the configuration of the run to resume.
+        knobs: Values of the pipeline's parameters; those that are not '' or 0 replace the values of their keys.
         resume_run: Id of the run, or URI of its folder.
         base: Relative paths start there.
         values: Further values as an object, over the text and under the knobs.
 
-    Raises ConfigError, and RetryableError where a file cannot be read now.
+    Raises ConfigError, and RetryableError if a file cannot be read now.
     """
     overrides = [f"{KNOBS[knob]}={json.dumps(value)}" for knob, value in knobs.items() if value]
     above = parameters.received(values)
@@ -100,7 +100,7 @@ def resolve_run(
 
 
 def of_place(overrides: Sequence[str]) -> list[str]:
-    """Those that say where runs are; the others may fit only what the run to resume was configured with."""
+    """Return the overrides that say where runs are; others may fit only the configuration of the run to resume."""
     return [override for override in overrides if override.startswith("run.")]
 
 
@@ -112,15 +112,15 @@ def resumed(
     keep: bool,
     above: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[Config, str]:
-    """The configuration with which a run goes on, and its id.
+    """Return the configuration with which a run goes on, and the run's id.
 
     Args:
-        config: As given. It says where runs are, in case `run` is only an id.
-        overrides: Like `train.steps=200`.
+        config: The configuration that was given; it says where runs are, in case `run` is only an id.
+        overrides: Assignments such as `train.steps=200`.
         run: Id of the run, or URI of its folder.
         base: Relative paths start there.
-        keep: No configuration was given: the run keeps its own, but for the overrides and what lies above it.
-        above: Layers over the run's own configuration, where from -> values.
+        keep: True if no configuration was given: the run keeps its own, but for the overrides and the layers above it.
+        above: Layers over the run's own configuration: origin -> values.
 
     Raises ConfigError.
     """
@@ -134,10 +134,10 @@ def resumed(
 
 
 def anchored(config: Config, base: str | Path) -> Config:
-    """The configuration with the paths in it made absolute against `base`.
+    """Return the configuration with its paths made absolute against `base`.
 
-    Of jobs that inherit our environment user and password of MLflow leave the URI for it: what is written from here on
-    holds none. Pods have secrets; there they are refused.
+    For jobs that inherit our environment, user and password of MLflow move from the URI into it, so that nothing
+    written from here on holds them. Pods have secrets; there a URI with a password is refused.
     """
     data = config.data
     if not config.launch.has_pods:
@@ -145,27 +145,29 @@ def anchored(config: Config, base: str | Path) -> Config:
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    mixture = tuple(each.model_copy(update={"source": _anchored(each.source, base)}) for each in data.mixture)
-    data = data.model_copy(update={"source": _anchored(data.source, base), "mixture": mixture})
+    mixture = tuple(
+        component.model_copy(update={"source": _anchor(component.source, base)}) for component in data.mixture
+    )
+    data = data.model_copy(update={"source": _anchor(data.source, base), "mixture": mixture})
     train = config.train
     if "/" in train.start_from:
         train = train.model_copy(update={"start_from": storage.absolute(train.start_from, base)})
     return config.anchored(base).model_copy(update={"data": data, "train": train})
 
 
-def _anchored(source: str, base: str | Path) -> str:
+def _anchor(source: str, base: str | Path) -> str:
     return storage.absolute(source, base) if _names_a_path(source, base) else source
 
 
 def _names_a_path(source: str, base: str | Path) -> bool:
-    """Whether a source is a file or a folder; a name that is none of the known ones stays, to be refused as it is."""
+    """Return True if a source is a file or a folder. An unknown name stays as it is, so that its refusal shows it."""
     if source in BUILT_IN or is_plugin(source):
         return False
     return "/" in source or is_shard_pattern(source) or storage.exists(storage.absolute(source, base))
 
 
 def _run_folder(uri: str) -> RunPaths:
-    """A run by the URI of its folder. Raises ConfigError for any other place: what is there now may be a copy."""
+    """Return a run by the URI of its folder. Raises ConfigError for any other place: a run there may be a copy."""
     paths = RunPaths(uri)
     if RunPaths.of(paths.storage_root, paths.run_id).uri != uri.rstrip("/"):
         raise ConfigError("not a run's folder", where="run", value=uri, fix="it lies below runs/ in the storage root")
@@ -174,7 +176,7 @@ def _run_folder(uri: str) -> RunPaths:
 
 
 def make_run_id(resume_run: str, job_id: str, name: str) -> str:
-    """The id of the run that a pipeline run works on: the one to resume, or one made of Kubeflow's job id.
+    """Return the id of the run that a pipeline run works on: the one to resume, or one made of Kubeflow's job id.
 
     The job id is the same in all tasks of a pipeline run and in all their retries. Raises ConfigError for an
     unusable name.
@@ -188,7 +190,7 @@ def make_run_id(resume_run: str, job_id: str, name: str) -> str:
 
 
 def valid_run_id(run_id: str) -> str:
-    """The same id. Raises ConfigError where it is no plain name."""
+    """Return the id. Raises ConfigError unless it is a plain name."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             "not a run id",
@@ -200,9 +202,9 @@ def valid_run_id(run_id: str) -> str:
 
 
 def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun:
-    """A run, new or with the configuration that it has; nothing is written.
+    """Return a run, new or with the configuration that it was opened with; nothing is written.
 
-    Raises ConfigError where a run that must exist does not, and OtherTrainingError where it is another training.
+    Raises ConfigError if a run that must exist does not, and OtherTrainingError if it is another training.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
     previous = read_config(paths) if is_opened(paths) else None
@@ -216,9 +218,9 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
 
 
 def keep(run: OpenedRun, job_id: str = "") -> None:
-    """Opens a run: writes the resolved configuration into its folder, and which pipeline run works on it from now on.
+    """Open a run: write its configuration into its folder, and the pipeline run that works on it from now on.
 
-    Call it when nothing of the run can be refused any more, if it has been opened before.
+    A run that was opened before may be opened again only when nothing can refuse it any more.
     """
     if job_id:
         storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
@@ -226,16 +228,16 @@ def keep(run: OpenedRun, job_id: str = "") -> None:
 
 
 def openings(paths: RunPaths) -> list[float]:
-    """When pipeline runs have opened a run, in seconds since the epoch; what is damaged is left out."""
-    folder, found = storage.join(paths.uri, "pipelines"), []
+    """Return the times at which pipeline runs have opened a run, in seconds since 1970; damaged ones are left out."""
+    folder, times = storage.join(paths.uri, "pipelines"), []
     for name in storage.list_names(folder):
         with contextlib.suppress(DataError, ValueError, KeyError, TypeError, FileNotFoundError):
-            found.append(float(storage.read_json(storage.join(folder, name))["time"]))
-    return found
+            times.append(float(storage.read_json(storage.join(folder, name))["time"]))
+    return times
 
 
 def is_opened_by(paths: RunPaths, job_id: str) -> bool:
-    """Whether a pipeline run has opened a run: one that was refused must leave it as it was."""
+    """Return True if the pipeline run has opened the run; one that was refused must leave the run as it was."""
     return storage.exists(_opener(paths, job_id))
 
 
@@ -244,24 +246,24 @@ def _opener(paths: RunPaths, job_id: str) -> str:
 
 
 def has_trained(paths: RunPaths) -> bool:
-    """Whether a checkpoint was ever committed: from then on the run is one training, which cannot become another."""
+    """Return True if a checkpoint was ever committed: from then on the run cannot become another training."""
     return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
 
 
 def _is_of_checkpoints(paths: RunPaths, config: Config) -> bool:
-    """Whether the newest checkpoint is of this training, whatever the folder's configuration says meanwhile."""
+    """Return True if the newest checkpoint is of this training, whatever the folder's configuration says by now."""
     uris = [storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths)[:1]]
     try:
-        found = [commit.read_checkpoint_manifest(uri)[0].training_identity for uri in uris]
+        identities = [commit.read_checkpoint_manifest(uri)[0].training_identity for uri in uris]
     except CheckpointError:  # damaged, or retired this moment
         return False
-    return [{**each, "dataset": ""} for each in found] == [config.training_identity("")]
+    return [{**identity, "dataset": ""} for identity in identities] == [config.training_identity("")]
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:
-    """Raises OtherTrainingError that names every setting by which the two are different trainings.
+    """Raise OtherTrainingError, which names every setting that differs, unless both are the same training.
 
-    OldOrderError where release 0.1 began it, and it is not as complete as it was left there.
+    Raises OldOrderError if release 0.1 began the run, and it is not as complete as it was left there.
     """
     old, new = previous.training_identity(""), config.training_identity("")
     changes = differences(old, new)

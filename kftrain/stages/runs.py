@@ -1,4 +1,4 @@
-"""The runs below a storage root, as their documents show them, or those that MLflow knows; nothing is written."""
+"""Lists the runs below a storage root by their documents, or those that MLflow knows; writes nothing."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run at a glance."""
+    """The state of a run in one row, for `kftrain runs`."""
 
     run_id: str
     uri: str
     state: str
     """`registered`, `trained`, `running`, `stopped`, `failed`, `skipped`, `unfinished`, or `unreadable`."""
     step: int = 0
-    """Of the newest committed checkpoint; of those that MLflow lists, the last one that was recorded."""
+    """Step of the newest committed checkpoint; of runs that MLflow lists, the last recorded step."""
     num_steps: int = 0
     metric: str = ""
-    """What the gate compares."""
+    """Name of the metric that the gate compares."""
     value: float | None = None
     model_name: str = ""
     version: int | None = None
     is_champion: bool = False
-    """By the journal of promotions; of those that MLflow lists, by its alias."""
+    """True if its version is champion by the journal of promotions; of runs that MLflow lists, by the alias."""
     reason: str = ""
-    """Why it failed, stopped or cannot be read."""
+    """The reason why it failed, stopped or cannot be read."""
     chosen: str = ""
-    """Why its model is that of an earlier step than the last one."""
+    """The reason why its model is that of an earlier step than the last one."""
     started: str = ""
-    """When it was opened, or began to train, the first time, in RFC 3339; empty: that is not known."""
+    """Time at which it was first opened, or began to train, in RFC 3339; empty: not known."""
     schedule: str = ""
-    """Which schedule it is a run of."""
+    """Name of the schedule that it is a run of; empty: none."""
 
 
 def list_runs(storage_root: str) -> Iterator[RunOverview]:
-    """Every run below a storage root, by name."""
+    """Yield every run below a storage root that was opened, by name."""
     for name in storage.list_names(storage.join(storage_root, "runs")):
         paths = RunPaths.of(storage_root, name)
         if is_opened(paths):
@@ -63,11 +63,11 @@ def list_runs(storage_root: str) -> Iterator[RunOverview]:
 
 
 def list_tracked(tracking_uri: str) -> list[RunOverview]:
-    """Every run that MLflow knows, whichever storage root it lies in, by name. Raises TrackingError."""
-    return [_tracked(run) for run in listing.list_runs(tracking_uri)]
+    """List every run that MLflow knows, whichever storage root it lies in, by name. Raises TrackingError."""
+    return [_convert_listed(run) for run in listing.list_runs(tracking_uri)]
 
 
-def _tracked(run: ListedRun) -> RunOverview:
+def _convert_listed(run: ListedRun) -> RunOverview:
     states = {"RUNNING": "running", "FINISHED": "trained", "FAILED": "failed", "KILLED": "stopped"}
     is_registered = run.version is not None and run.status == "FINISHED"
     return RunOverview(
@@ -88,16 +88,16 @@ def _tracked(run: ListedRun) -> RunOverview:
 
 
 def read(paths: RunPaths) -> RunOverview:
-    """A run at a glance; one whose documents are damaged says so."""
+    """Read the overview of a run; damaged documents give one in the state `unreadable`, with the reason."""
     try:
-        return _read(paths, read_config(paths))
+        return _read_overview(paths, read_config(paths))
     except KftrainError as error:
         return RunOverview(paths.run_id, paths.uri, UNREADABLE, reason=error.line)
 
 
-def _read(paths: RunPaths, config: Config) -> RunOverview:
+def _read_overview(paths: RunPaths, config: Config) -> RunOverview:
     registration = documents.read_if_exists(Registration, paths.registration)
-    state, reason = _state(paths, registration)
+    state, reason = _read_state(paths, registration)
     completion = documents.read_if_exists(Completion, paths.complete)
     return RunOverview(
         run_id=paths.run_id,
@@ -112,18 +112,19 @@ def _read(paths: RunPaths, config: Config) -> RunOverview:
         is_champion=registration is not None and _is_champion(paths, registration),
         reason=reason,
         chosen=completion.chosen(config.train.steps) if completion else "",
-        started=format_time(_started(paths)),
+        started=format_time(_read_start(paths)),
         schedule=config.schedule.name,
     )
 
 
-def _started(paths: RunPaths) -> float:
+def _read_start(paths: RunPaths) -> float:
     first = documents.read_if_exists(Claim, paths.attempt(1))
     return min([*resolve.openings(paths), *([first.start_time] if first else [])], default=0.0)
 
 
-def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str]:
-    """What a run is now, and why. An error outlives a success only where something was tried again after it."""
+def _read_state(paths: RunPaths, registration: Registration | None) -> tuple[str, str]:
+    """Return the state of a run, and the reason for it."""
+    # The error first: every stage removes an older one, so it is of what was tried last, even beside a success.
     error = read_error(paths.error)
     if error is not None:
         stopped = error.exit_code in (130, 143)
@@ -139,13 +140,13 @@ def _state(paths: RunPaths, registration: Registration | None) -> tuple[str, str
 
 
 def _is_at_work(paths: RunPaths) -> bool:
-    """Whether the process that claimed the run last is alive; only its own machine can tell."""
+    """Return True if the process that claimed the run last is alive; False on any other machine, which cannot tell."""
     number = attempts.last_attempt(paths)
     claim = documents.read_if_exists(Claim, paths.attempt(number)) if number else None
     if claim is None or claim.host != socket.gethostname():
         return False
     try:
-        os.kill(claim.process_id, 0)
+        os.kill(claim.process_id, 0)  # signal 0 only asks whether the process is there
     except ProcessLookupError:
         return False
     except PermissionError:  # it is somebody else's, and alive

@@ -1,4 +1,4 @@
-"""The first stage: opens the run, checks what can be checked cheaply, and writes the shards of its dataset."""
+"""The first stage: opens the run, makes the cheap checks, and writes the shards of its dataset."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def shard_from_pipeline(
     values: Mapping[str, Any] | None = None,
     created: str = "",
 ) -> Outcome:
-    """Shards for a pipeline run: a new training run named after `job_id`, or the one to resume.
+    """Run `shard` for a pipeline run: on a new training run named after `job_id`, or on the one to resume.
 
-    `text`, `values` and `knobs` are the pipeline's parameters; `created`: when the pipeline run was created. What the
-    steps after this one cannot do with them is refused here, whoever has started the pipeline.
+    `text`, `values` and `knobs` are the pipeline's parameters; `created`: time at which the pipeline run was created.
+    Settings that the steps after this one cannot use are refused here, whoever has started the pipeline.
     """
     with failure.announced("shard", progress):
         config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
@@ -62,19 +62,19 @@ def shard(
     job_id: str = "",
     begun: Begun | None = None,
 ) -> Outcome:
-    """Opens the run `run_id` and writes the shards of its dataset, unless they exist.
+    """Open the run `run_id` and write the shards of its dataset, unless they exist.
 
-    A run that exists is opened last, so that whatever is refused leaves it as it was: neither its configuration nor
-    its error nor its MLflow run is touched; only the heartbeat of a scheduled one goes on. A new one is opened first:
-    what fails then is reported in its folder.
+    A run that exists is opened last, so that a refusal leaves it as it was: neither its configuration nor its error
+    nor its MLflow run is touched; only the heartbeat of a scheduled run goes on. A new run is opened first, so that a
+    failure is reported in its folder.
 
     Args:
-        config: What the run is to do.
-        run_id: Its id.
-        must_exist: Whether a new run is refused.
+        config: Configuration of the run.
+        run_id: Id of the run.
+        must_exist: True to refuse a new run.
         progress: Takes a line at a time.
         job_id: Kubeflow's id of the pipeline run that opens it; empty at a shell.
-        begun: What a schedule says to it.
+        begun: The run as its schedule has begun it; None: it belongs to none.
 
     Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
@@ -94,12 +94,12 @@ def shard(
     if not channel.tell(channel.RUN, paths.uri):
         progress(f"run {paths.uri}")
     with failure.reported("shard", paths, config, progress):
-        return _skipped_or_opened(run, begun, prepared, job_id, progress)
+        return _skip_or_open(run, begun, prepared, job_id, progress)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dataset that fits its run."""
+    """A dataset that fits its run, before anything is written into the run's folder."""
 
     run: OpenedRun
     shards: RunShards
@@ -107,43 +107,41 @@ class Prepared:
     reused: bool
     seconds: float
     overview: Any
-    """Some of its samples, for reports."""
+    """Some of the dataset's samples, for reports."""
     drift: Drift | None
-    """What has changed since the dataset before."""
+    """Drift since the dataset before; None: it was not measured."""
     files: WindowFiles | None
-    """What no run before has read; None: that is known, or the window follows no other."""
+    """Files that no run before has read; None: they are noted already, or the window follows no other."""
 
 
 def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
-    """Checks everything cheap and shards; writes nothing into the run's folder."""
+    """Make the cheap checks and write the shards; write nothing into the run's folder."""
     config, paths, start, files = run.config, run.paths, time.monotonic(), None
     preflight.check_run(config)
     config = with_goal(config, is_kept=run.is_resumed or bool(config.schedule.name))
     run = replace(run, config=config)
     for line in preflight.describe_oddities(config):
         progress(line)
-    found = _own_shards(run)
-    if found is None:
+    existing = _find_own_shards(run)
+    if existing is None:
         result = mixing.shard_mixture(config, build_task(config.task), progress)
         shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
         described, reused = result.manifest, result.reused
         _require_same_dataset(paths, shards)
         files = windows.new_files(config.data.window, result.listings, progress)
     else:
-        (shards, described), reused = found, True
+        (shards, described), reused = existing, True
     task = build_task_of(config.task, shards.manifest_uri, described.task_settings)
     preflight.check_samples(config, num_training_samples(described, task))
     if not resolve.has_trained(paths):
         initial_weights.require_fit(config, task)
     validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
-    changed = drift.compared(config, shards.manifest_uri, described, task, progress)
-    return Prepared(run, shards, described, reused, time.monotonic() - start, overview, changed, files)
+    measured = drift.compared(config, shards.manifest_uri, described, task, progress)
+    return Prepared(run, shards, described, reused, time.monotonic() - start, overview, measured, files)
 
 
-def _skipped_or_opened(
-    run: OpenedRun, begun: Begun, prepared: Prepared | None, job_id: str, progress: Progress
-) -> Outcome:
+def _skip_or_open(run: OpenedRun, begun: Begun, prepared: Prepared | None, job_id: str, progress: Progress) -> Outcome:
     skipped = begun.skipped
     try:
         prepared = prepared or (_prepare(run, progress) if skipped is None else None)
@@ -156,29 +154,30 @@ def _skipped_or_opened(
     assert prepared is not None
     resolve.keep(prepared.run, job_id)
     storage.remove(run.paths.skipped)  # of a run that somebody goes on with
-    return _opened(run.paths, prepared, progress)
+    return _write_dataset(run.paths, prepared, progress)
 
 
-def _opened(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
+def _write_dataset(paths: RunPaths, prepared: Prepared, progress: Progress) -> Outcome:
+    """Write the documents of the dataset into the run's folder and return the outcome."""
     shards, described = prepared.shards, prepared.manifest
     if prepared.files is not None:  # first: a run that has shards has these
         storage.publish_json(paths.window_files, prepared.files.to_dict())
     storage.publish_json(paths.shards, shards.to_dict())
     if prepared.drift is not None:
         storage.publish_json(paths.drift, prepared.drift.to_dict())
-    summary = _summary(paths, shards, described, prepared.reused)
+    summary = _summarize(paths, shards, described, prepared.reused)
     progress(summary["result"])
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
-        metrics=_metrics(described, prepared.seconds) | (prepared.drift.metrics if prepared.drift else {}),
+        metrics=_count_metrics(described, prepared.seconds) | (prepared.drift.metrics if prepared.drift else {}),
         html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview, prepared.drift),
         markdown=report.shards_markdown(described.to_dict(), prepared.overview, prepared.drift),
     )
 
 
-def _own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
-    """The run's own shards, if its data settings are still the same: a source may grow while a run is down."""
+def _find_own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
+    """Return the run's own shards if its data settings are unchanged, even if the source has grown meanwhile."""
     before, now = run.previous, run.config
     if before is None or (before.data, before.task) != (now.data, now.task) or not storage.exists(run.paths.shards):
         return None
@@ -201,14 +200,14 @@ def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
 
 
 def _known_dataset(paths: RunPaths) -> str:
-    """Digest of the run's dataset; empty where shards.json is damaged: checkpoints know it too, and refuse another."""
+    """Return the digest of the run's dataset; empty if it is unknown or damaged: checkpoints refuse another dataset."""
     try:
         return read_shards(paths).dataset_digest
     except DataError:
         return ""
 
 
-def _summary(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:
+def _summarize(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:
     how = "already there" if reused else "adopted" if described.is_adopted else "written"
     return {
         "result": f"shards {how}: {manifest.counted(described)}",
@@ -219,7 +218,7 @@ def _summary(paths: RunPaths, shards: RunShards, described: Manifest, reused: bo
     }
 
 
-def _metrics(described: Manifest, seconds: float) -> dict[str, float]:
+def _count_metrics(described: Manifest, seconds: float) -> dict[str, float]:
     metrics = {"seconds": seconds}
     for name, split in described.splits.items():
         metrics |= {

@@ -1,4 +1,4 @@
-"""From sums to the metrics of a run's task and of its user."""
+"""Makes the function that computes a run's metrics from sums, and settles which direction of a metric is better."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from kftrain.tasks.user_metrics import metrics_of
 
 
 def task_metrics(config: Config) -> Metrics:
-    """From sums to the metrics of the task and of `evaluate.metrics`; what they raise is the user's."""
+    """Return the function from sums to the metrics of the task and of `evaluate.metrics`.
+
+    An error in it is the user's: it becomes a UserCodeError.
+    """
     return metrics_of(build_task(config.task), config.evaluate.metrics)
 
 
 def with_goal(config: Config, is_kept: bool = False) -> Config:
-    """The same with the goal that the task says the gate's metric has.
+    """Return the configuration with the goal (minimize, maximize) that the task states for the gate's metric.
 
-    `is_kept`: a run's own configuration, where releases of before wrote a default down; the metric's goal takes its
-    place. Raises ConfigError where another one is given, or nobody gives one.
+    `is_kept`: True for a run's own configuration, in which earlier releases wrote a default down: the metric's goal
+    replaces it. Raises ConfigError if the configuration contradicts the task, or neither of them states a goal.
     """
     metric, goal = config.registry.metric, config.registry.goal
     task = build_task(config.task)

@@ -1,4 +1,4 @@
-"""A tokenizer that is trained by itself: with the file's URI in `task.tokenizer`, several trainings share it."""
+"""Trains a tokenizer by itself: with the file's URI in `task.tokenizer`, several trainings share it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.tokenizers import TrainTokenizer, parse_option
 
 NUM_SHOWN = 100
-"""Documents that the number of bytes per token is of."""
+"""Number of documents from which the bytes per token are computed."""
 
 
 def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """Trains a byte-level BPE on the training split of the configuration's source and writes its `tokenizer.json`.
+    """Train a byte-level BPE on the training split of the configuration's source and write its `tokenizer.json`.
 
-    `vocab_size`: None: what the configuration says, or the default. Raises ConfigError and DataError.
+    `vocab_size`: None: as configured, or the default. Returns URI, digest, number of ids and bytes per token. Raises
+    ConfigError and DataError.
     """
     wanted = parse_option(config.task.options().get("tokenizer", "bytes"))
     given = wanted.train if wanted and wanted.train else TrainTokenizer()

@@ -1,4 +1,4 @@
-"""The MLflow run of a training, and which it is: `tracking.json` in the run's folder."""
+"""The MLflow run of a training: starts and ends it, and keeps its id in `tracking.json` in the run's folder."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from kftrain.tracking import DatasetLineage
 
 
 class Tracked(Document):
-    """The MLflow run of a run."""
+    """`tracking.json`: the id of the MLflow run."""
 
     mlflow_run_id: str
 
 
 def tracked_uri(paths: RunPaths) -> str:
-    """Where `Tracked` lies."""
+    """Return the URI of `tracking.json`."""
     return storage.join(paths.uri, "tracking.json")
 
 
 def read(paths: RunPaths) -> str:
-    """MLflow id of a run; empty where nothing was tracked yet."""
+    """Read the MLflow id of a run; empty if nothing was tracked yet."""
     return documents.read(Tracked, tracked_uri(paths)).mlflow_run_id if storage.exists(tracked_uri(paths)) else ""
 
 
 def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest, progress: Progress = to_log) -> str:
-    """MLflow id of a run, which is open from now on.
+    """Open the MLflow run of a run, creating it if there is none, and return its id.
 
-    A run that has one goes on with it while MLflow is down: its job may have trained for days, and has this very id in
-    its specification. Raises TrackingError where there is none yet.
+    While MLflow is down, a run that has an id goes on with it: its job may have trained for days, and has this very id
+    in its specification. Raises TrackingError if MLflow is down and there is no id yet.
     """
     lineage = DatasetLineage(
         name=manifest.source,
@@ -63,9 +63,10 @@ def start(paths: RunPaths, config: Config, shards: RunShards, manifest: Manifest
 
 @contextlib.contextmanager
 def restored_if_refused(paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
-    """Around `start` and a launch: where a job of another specification holds the run, MLflow shows what it did before.
+    """Restore the MLflow status if the block, `start` and a launch, is refused because another job holds the run.
 
-    Its launcher may be gone, and then nobody else would end a run that is shown as RUNNING.
+    `start` has opened the MLflow run. The launcher of the other job may be gone, and then nobody else would end a run
+    that is shown as RUNNING.
     """
     known, before = read(paths), ""
     with contextlib.suppress(TrackingError):
@@ -84,11 +85,11 @@ def restored_if_refused(paths: RunPaths, config: Config, progress: Progress) -> 
 def mark_failed(
     paths: RunPaths, config: Config, error: BaseException, document: ErrorDocument, progress: Progress
 ) -> None:
-    """Closes the MLflow run, if there is one, with the reason as tags. That MLflow or storage is down is no second one.
+    """Close the MLflow run, if there is one, with the reason as tags. Raises nothing if MLflow or storage is down.
 
-    One that is shown as FINISHED stays as it is: its training is complete and registered, whatever failed after that.
+    A run that is shown as FINISHED stays so: its training is complete and registered, whatever failed after that.
 
-    `document`: what error.json says of it.
+    `document`: the content of error.json.
     """
     tags = {"kftrain.error": document.line, "kftrain.failure_class": document.failure_class.value}
     mlflow_run_id = ""
@@ -102,5 +103,5 @@ def mark_failed(
 
 
 def end_status(error: BaseException) -> tracking.Status:
-    """The MLflow status of a run that ended with `error`."""
+    """Return the MLflow status of a run that ended with `error`: KILLED if somebody stopped it, else FAILED."""
     return "KILLED" if isinstance(error, Preempted | InterruptedByUser | KeyboardInterrupt) else "FAILED"

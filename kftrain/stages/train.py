@@ -24,7 +24,7 @@ from kftrain.stages.pods import TaskPodSettings
 
 
 def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
-    """Trains the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
+    """Train the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
     with failure.announced("train", progress):
         nothing_to_do = firing.skipped_outcome(paths, progress)
@@ -45,14 +45,15 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
                 start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
                 completion = launch.run_training(paths, config, start)
         backfill.complete(paths, config, read_history(paths), progress)
-        return _outcome(paths, config, completion, skipped, progress)
+        return _make_outcome(paths, config, completion, skipped, progress)
 
 
 @contextlib.contextmanager
 def _restored_if_refused(paths: RunPaths, kept: Config, progress: Progress) -> Iterator[None]:
-    """Around a launch: where the run turns out to be another training, or another job holds it, it keeps its settings.
+    """Put the run's configuration back if the block finds that it is another training, or that another job holds it.
 
-    They were changed when it was opened, before it could be seen that its job had committed a checkpoint.
+    The configuration was changed when the run was opened, before it could be seen that its job had committed a
+    checkpoint.
     """
     try:
         yield
@@ -64,14 +65,16 @@ def _restored_if_refused(paths: RunPaths, kept: Config, progress: Progress) -> I
 
 
 def read_history(paths: RunPaths) -> list[dict[str, Any]]:
-    """The recorded points of the training curve; empty before the first checkpoint. Raises DataError."""
-    found = storage.read_json_if_exists(paths.history) or []
-    if not isinstance(found, list) or not all(isinstance(point, dict) for point in found):
+    """Read the recorded points of the training curve; empty before the first checkpoint. Raises DataError."""
+    points = storage.read_json_if_exists(paths.history) or []
+    if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
         raise DataError("history.json is damaged", where=paths.history, fix="restore or delete it")
-    return found
+    return points
 
 
-def _outcome(paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress) -> Outcome:
+def _make_outcome(
+    paths: RunPaths, config: Config, completion: Completion, skipped: bool, progress: Progress
+) -> Outcome:
     loss = completion.metrics.get("loss")
     reached = "" if loss is None else f", loss {loss:.4g}"
     how = "was already trained" if skipped else "trained"

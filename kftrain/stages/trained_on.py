@@ -1,4 +1,4 @@
-"""Whether the champion was trained on what it is now compared on."""
+"""Counts how much of the validation data the champion was trained on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from kftrain.trust import Trust
 def gate_reason(config: Config, shards: RunShards, manifest: Manifest) -> GateReason | None:
     """Count the validation records of a dataset that the champion, or weights that it began with, were trained on.
 
-    Reads the 24 bytes that parts remember of each record. It decides nothing: who is better all the same is better.
-    None without a champion. Raises KftrainError where storage or MLflow is away.
+    Reads the 24 bytes that parts remember of each record. The count decides nothing: a challenger that is better
+    although the champion has seen the data is better. None without a champion. Raises KftrainError if storage or MLflow
+    is away.
     """
     champion = registry.champion(config)
     if champion is None:
@@ -32,9 +33,9 @@ def gate_reason(config: Config, shards: RunShards, manifest: Manifest) -> GateRe
         while export_uri:
             paths = RunPaths(export_uri.rpartition("/export/")[0])
             Trust.of(config).require_place(paths.uri)
-            trained.append(_contents(*read_dataset(paths), "train"))
+            trained.append(_read_hashes(*read_dataset(paths), "train"))
             export_uri = read_config(paths).train.initial_weights.export_uri
-        held_out = _contents(shards, manifest, "validation")
+        held_out = _read_hashes(shards, manifest, "validation")
     except KftrainError as error:
         if error.retryable:
             raise
@@ -45,11 +46,12 @@ def gate_reason(config: Config, shards: RunShards, manifest: Manifest) -> GateRe
     return GateReason(code="trained_on", verdict="for", text=text, figures={"value": count, "total": total})
 
 
-def _contents(shards: RunShards, manifest: Manifest, split: str) -> np.ndarray:
-    found = [shard for each in manifest.splits.values() for shard in each.shards]
-    if not all(shard.folder.startswith("../parts/") for shard in found):
+def _read_hashes(shards: RunShards, manifest: Manifest, split: str) -> np.ndarray:
+    """Read the hashes of a split's records, `[records]`. Raises DataError if its shards remember none."""
+    listed = [shard for content in manifest.splits.values() for shard in content.shards]
+    if not all(shard.folder.startswith("../parts/") for shard in listed):
         raise DataError("adopted shards, and those of release 0.1, remember no records", where=shards.manifest_uri)
-    folders = {shard_uri(shards.manifest_uri, shard).rpartition("/")[0] for shard in found}
+    folders = {shard_uri(shards.manifest_uri, shard).rpartition("/")[0] for shard in listed}
     tables = np.concatenate([read_table(folder) for folder in folders])
     hashes: np.ndarray = tables[(tables[:, 2] == SPLITS.index(split)) & (tables[:, 1] != UNKNOWN), 1]
     return hashes

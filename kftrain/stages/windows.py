@@ -1,4 +1,4 @@
-"""Runs over windows of time: which one a run of a schedule reads, and one window after another."""
+"""Windows of time: chooses the one that a scheduled run reads, and runs a backfill, one window after another."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from kftrain.schedule.state import History
 T = TypeVar("T")
 
 MAX_WINDOWS = 10_000
-"""Of one backfill: more are a mistake in a length or in a year."""
+"""Most windows of a backfill: more are a mistake in a length or in a year."""
 
 
 @dataclass(frozen=True)
 class WindowResult(Generic[T]):
-    """What became of one window of a backfill."""
+    """A window of a backfill with the result of its run."""
 
     window: TimeWindow
     result: T | None
-    """What the run returned; None where nothing lay in the window."""
+    """The value that the run returned; None if nothing lay in the window."""
 
 
 def consecutive_windows(start: datetime, end: datetime, length: timedelta) -> list[TimeWindow]:
-    """Windows of one length, one after another from `start` on; one that would end after `end` is left out.
+    """Return windows of equal length, one after another from `start` on, as long as they end by `end`.
 
-    `start` and `end` name a zone. Raises ConfigError for a length that is not above 0, and for too many windows.
+    `start` and `end` have a time zone. Raises ConfigError for a length that is not above 0, and for too many windows.
     """
     if length <= timedelta():
         raise ConfigError("a window has a length above 0", where="length", value=str(length))
@@ -54,9 +54,10 @@ def consecutive_windows(start: datetime, end: datetime, length: timedelta) -> li
 
 
 def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetime]) -> TimeWindow | None:
-    """What a run reads that was due at an instant; None: nothing. Sliding, or since what was trained on last. Pure.
+    """Return the window of a run that was due at an instant; None if it is empty. Pure.
 
-    `ends`: before which instants sources were trained on; that of those which never were is `schedule.first`.
+    The window slides if `schedule.window_hours` is set; else it begins where the last training's ended. `ends`: the
+    instants up to which sources were trained on; a source that never was counts as `schedule.first`.
     """
     until = instant - timedelta(hours=schedule.settle_hours)
     if schedule.window_hours:
@@ -70,9 +71,9 @@ def scheduled_window(schedule: Policy, instant: datetime, ends: Sequence[datetim
 
 
 def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progress: Progress) -> Config | None:
-    """The configuration of a run of a schedule, with its window; None: nothing can lie in it. Raises DataError.
+    """Return the configuration of a scheduled run with its window; None if nothing can lie in it. Raises DataError.
 
-    A run for an instant that somebody has given reads the time since the instant before, and none goes on from there.
+    A run for an instant that a person has named reads the time since the instant before; it moves no watermark.
     """
     schedule, settings, uri, ends = config.schedule, config.data.window, "", []
     if not schedule.window_hours and schedule.window != SINCE and (settings.start or not settings.is_set):
@@ -99,17 +100,17 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
 def new_files(
     window: WindowConfig, listings: Mapping[str, list[dict[str, Any]]], progress: Progress
 ) -> WindowFiles | None:
-    """The files in the listings of some sources that no run before has read; says how many of them came late.
+    """Return the files in the listings of sources that no run before has read, and tell how many of them came late.
 
-    None where the window follows no other.
+    None if the window follows no other.
     """
     if not window.watermark:
         return None
     files, num_late = {}, 0
     for source, listing in listings.items():
-        listed = [each for each in listing if isinstance(each, dict) and "name" in each]  # others are people's own
-        files[source] = sorted({str(each["name"]) for each in listed} - read_names(window.watermark, source))
-        num_late += sum(LATE in each for each in listed)
+        entries = [entry for entry in listing if isinstance(entry, dict) and "name" in entry]  # others are people's own
+        files[source] = sorted({str(entry["name"]) for entry in entries} - read_names(window.watermark, source))
+        num_late += sum(LATE in entry for entry in entries)
     if num_late:
         what = "are read for the first time, with what they hold" if window.by == "column" else "came late, and are"
         progress(f"{num_late} files {what} from before {window.start}")
@@ -117,18 +118,21 @@ def new_files(
 
 
 def leave_behind(config: Config, paths: RunPaths, progress: Progress) -> None:
-    """Moves the watermark behind the window of a run, unless another run has done so. Raises DataError."""
+    """Move the watermark to the end of a run's window, unless another run has moved it. Raises DataError."""
     window = config.data.window
-    found = documents.read_if_exists(WindowFiles, paths.window_files)
+    document = documents.read_if_exists(WindowFiles, paths.window_files)
     ends = dict.fromkeys(config.data.windowed_sources, window.end)
-    if move_watermark(window.watermark, ends, found.files if found else {}, paths.uri):
+    if move_watermark(window.watermark, ends, document.files if document else {}, paths.uri):
         progress(f"the next window begins at {window.end}")
     else:
         progress("warning: another run was trained from where this window begins: the next one begins behind that")
 
 
 def with_window(config: Config, window: TimeWindow, **beside: str) -> Config:
-    """The configuration of a run of that window, with `beside` in it. Raises ConfigError for no `data.window.by`."""
+    """Return the configuration of a run of a window; `beside`: further keys of `data.window`.
+
+    Raises ConfigError if `data.window.by` is not set.
+    """
     settings = config.data.window
     if not settings.is_set:
         fix = "set it to path, modified or column"
@@ -138,9 +142,9 @@ def with_window(config: Config, window: TimeWindow, **beside: str) -> Config:
 
 
 def with_replay(config: Config, paths: RunPaths, progress: Progress) -> Config:
-    """The configuration that says whether there is anything to see again: as the run has kept it, or as it is now.
+    """Return the configuration with `data.replay.is_empty` settled: as the run has kept it, or as it is now.
 
-    Raises ConfigError where the window has no instants.
+    The replay is empty if nothing lies before the window. Raises ConfigError if the window has no instants.
     """
     data = config.data
     if not data.replay.windows or data.replay.is_empty:
@@ -163,20 +167,20 @@ def with_replay(config: Config, paths: RunPaths, progress: Progress) -> Config:
 def backfill(
     config: Config, windows: Sequence[TimeWindow], run: Callable[[Config], T], progress: Progress = to_log
 ) -> list[WindowResult[T]]:
-    """Runs one window after another, oldest first; none is promoted. A window with nothing in it is passed over.
+    """Run one window after another, oldest first; none is promoted. A window with nothing in it is passed over.
 
-    `run`: a whole run, to its end. What it raises beside EmptyWindowError ends the backfill; the windows before have
-    been run. Raises ConfigError where the configuration says nothing of windows.
+    `run`: makes a whole run, to its end. Any error of it but EmptyWindowError ends the backfill; the windows before it
+    stay as they were run. Raises ConfigError if the configuration has no windows.
     """
-    found: list[WindowResult[T]] = []
+    results: list[WindowResult[T]] = []
     ordered = sorted(windows, key=lambda window: (window.start, window.end))
     registry = config.registry.model_copy(update={"promotion": "never"})
     configs = [with_window(config.model_copy(update={"registry": registry}), window) for window in ordered]
     for number, (window, placed) in enumerate(zip(ordered, configs, strict=True), start=1):
         progress(f"window {number} of {len(ordered)}: {window}")
         try:
-            found.append(WindowResult(window, run(placed)))
+            results.append(WindowResult(window, run(placed)))
         except EmptyWindowError as error:
             progress(f"passed over: {error.line}")
-            found.append(WindowResult(window, None))
-    return found
+            results.append(WindowResult(window, None))
+    return results
