@@ -280,6 +280,7 @@ def _publish(
     config: Config,
     scored: _ScoredModel,
 ) -> None:
+    """Compute the metrics of a scored model, and publish them with all files that belong to them."""
     content = pack_statistics(*of_units(scored.sums, scored.keys, scored.units))
     components = [key.partition("/")[0] for key in scored.keys] if manifest.components else []
     part_of = parts_of(scored.task, scored.sums, scored.keys, components)

@@ -97,6 +97,7 @@ def _run_to_end(spec: JobSpec, paths: RunPaths, config: Config, launcher: Launch
 
 
 def _error_of(spec: JobSpec, paths: RunPaths, code: int) -> KftrainError:
+    """Return the error of a failed attempt: the one in `error.json`, or one that its exit code alone tells."""
     if code == FencedError.exit_code:  # error.json is that of the launch that holds the run
         return FencedError(FencedError.BY_ATTEMPT, where=spec.run_uri)
     document = read_error(paths.error)

@@ -172,6 +172,7 @@ class LocalLauncher:
         return code
 
     def _child_for(self, spec: JobSpec) -> KeptProcess:
+        """Return the child that is kept for this command; end one that was kept for another command."""
         command = [*COMMAND, *spec.workers.arguments]
         if self._child is None or command != self._command:
             self.close()

@@ -98,6 +98,7 @@ class Supervisor:
             return self._run()
 
     def _run(self) -> int:
+        """Run the ranks unless the job is complete already; announce the error that ends the attempt, if any."""
         try:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)

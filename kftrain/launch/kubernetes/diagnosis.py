@@ -74,6 +74,7 @@ def _is_consequence(error: ErrorDocument | None) -> bool:
 
 
 def _from_error(task: str, error: ErrorDocument, tails: Mapping[str, Sequence[str]]) -> ErrorDocument:
+    """Summarize an attempt by its workers' own error, without credentials and with that worker's last lines."""
     texts = {name: redacted(getattr(error, name)) for name in ("line", "what", "where", "fix")}
     return error.model_copy(
         update={**texts, "stage": task, "last_lines": _last_lines(tails, place_of(WORKER, error.node_rank or 0))}

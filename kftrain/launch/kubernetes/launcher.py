@@ -99,6 +99,7 @@ class ClusterLauncher(ClusterJobs):
         """Do nothing: pods are new for each attempt, so nothing was kept."""
 
     def _run(self, spec: JobSpec) -> int:
+        """Create or adopt the job, follow it to its end and delete it; return its exit code."""
         paths = RunPaths(spec.run_uri)
         owner, kfp_run_id = ownership.find_owner(self._cluster)
         if self._cluster.own_namespace:
@@ -129,6 +130,7 @@ class ClusterLauncher(ClusterJobs):
         return code
 
     def _follow(self, watcher: Watcher, spec: JobSpec, paths: RunPaths) -> int:
+        """Look at the job until it has ended or this process is told to stop; publish why it failed, if it did."""
         try:
             while not self.interrupted:
                 state = watcher.look()

@@ -202,6 +202,7 @@ class Logs:
                 return
 
     def _take(self, pod: Pod, line: str, gauge: _Gauge) -> None:
+        """Keep a line in the pod's tail, note its step, and show it; lines about steps are shown at any rate."""
         text = unmarked(line)
         step = STEP.search(text) if text is not None else None
         with self._lock:

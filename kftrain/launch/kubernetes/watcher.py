@@ -107,6 +107,7 @@ class Watcher:
         return diagnosis.diagnose(self._spec.task, error, self._pod_exits.last(), self._logs.tails())
 
     def _observe(self) -> Observation:
+        """Read the job, its pods and what explains them; note endings of pods, and follow new logs."""
         now = self._seen_at = time.time()
         item = self._cluster.read_job(self._name)
         kind = self._cluster.kind
@@ -160,6 +161,7 @@ class Watcher:
         return complete
 
     def _give_up_if_hopeless(self, assessment: Assessment) -> None:
+        """Raise JobFailedError if the job was deleted, or if two looks in a row found no hope."""
         if assessment.state is State.GONE:
             raise self._failure("somebody deleted the job", FailureClass.DELETED)
         if assessment.hopeless is not None and self._was_hopeless:
@@ -178,6 +180,7 @@ class Watcher:
             raise self._failure(text, last.failure_class, last)
 
     def _give_up_if_late(self, assessment: Assessment, seen: Observation) -> None:
+        """Raise JobFailedError if a time limit of the job is exceeded and a late start is not excused."""
         limit = self._clock.exceeded(self._limits)
         if not limit or (assessment.state in STARTING and self._is_excused(assessment, seen)):
             return
