@@ -27,16 +27,16 @@ class KeptTensor:
 
     shape: tuple[int, ...]
     names: list[str]
-    """A tied one has several."""
+    """Its names in the model; a tied one has several."""
 
 
 class ModelSlots:
-    """Where the tensors of a model stand. Made before it is distributed, which may change their names."""
+    """The places of a model's tensors. Made before it is distributed, which may change their names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: Places = initialize.places_of(model)
         self.tensors = _kept_tensors(model)
-        """First name of each tensor that an export holds -> what it is."""
+        """First name of each tensor that an export holds -> its shape and all its names."""
         self._buffers = {
             name: _owner(model, name)
             for name, _ in model.named_buffers()
@@ -49,30 +49,30 @@ class ModelSlots:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there are any that are saved."""
+        """True where the model has buffers that are saved."""
         return bool(self._buffers)
 
     def misfit(self, forms: Mapping[str, TensorForm]) -> str:
-        """Which tensor is not the one of an export: its name, its shape here and its shape there; empty: all fit."""
+        """Name the first tensor that is not the one of an export, with its shape here and there; empty if all fit."""
         unsaved = next((name for name in self.places if name not in self.tensors), None)
         if unsaved is not None:
             return f"{unsaved} is left out of the model's state, and missing there"
         for first, tensor in self.tensors.items():
             theirs = forms.get(self._name_in(forms, first))
             if theirs is None or theirs.shape != tensor.shape:
-                return f"{first} is {list(tensor.shape)}, and {_shown(theirs)} there"
+                return f"{first} is {list(tensor.shape)}, and {_format_shape(theirs)} there"
         known = {name for tensor in self.tensors.values() for name in tensor.names}
         strange = min(forms.keys() - known, default="")
-        return f"{strange} is missing, and {_shown(forms[strange])} there" if strange else ""
+        return f"{strange} is missing, and {_format_shape(forms[strange])} there" if strange else ""
 
     def fill_buffers(self, tensors: ExportTensors, world: World | None = None) -> None:
-        """Gives the buffers that are saved their values. Collective."""
+        """Give the buffers that are saved their values. Collective."""
         values = self._empty_buffers()
-        tensors.load(self._wanted(tensors, values), world)
+        tensors.load(self._list_wanted(tensors, values), world)
         self._set_buffers(values)
 
     def fill(self, model: nn.Module, tensors: ExportTensors, world: World | None = None, on_host: bool = False) -> None:
-        """Gives parameters memory and values, of each this process's part, and buffers their values. Collective.
+        """Give parameters memory and values, of each this process's part, and buffers their values. Collective.
 
         `model`: what became of the one that the slots are of. `on_host`: in the host's memory, whatever the device.
         """
@@ -80,22 +80,23 @@ class ModelSlots:
         parts = {name: part_of(initialize.stored_parameter(slots[0])) for name, slots in self.places.items()}
         values = {name: torch.empty(part[1], dtype=torch.float32, device=device) for name, part in parts.items()}
         buffers = self._empty_buffers()
-        tensors.load(self._wanted(tensors, {**values, **buffers}, parts), world)
+        # Into tensors of their own: nothing of the model is changed before `load` has returned, when all is verified.
+        tensors.load(self._list_wanted(tensors, {**values, **buffers}, parts), world)
         self._set_buffers(buffers)
         initialize.fill_parts(model, self.places, lambda name, _: values.pop(name), device)
 
-    def _wanted(
+    def _list_wanted(
         self,
         tensors: ExportTensors,
         values: Mapping[str, torch.Tensor],
         parts: Mapping[str, Part] = MappingProxyType({}),
     ) -> dict[str, WantedPart]:
-        """What goes into these values: parts of tensors, or else the whole of them."""
-        found = {}
+        """List what goes into these values: parts of tensors, or else the whole of them."""
+        wanted = {}
         for name, value in values.items():
             stored = self._name_in(tensors.forms, name)
-            found[stored] = WantedPart(parts.get(name, tensors.forms[stored].whole), value)
-        return found
+            wanted[stored] = WantedPart(parts.get(name, tensors.forms[stored].whole), value)
+        return wanted
 
     def _empty_buffers(self) -> dict[str, torch.Tensor]:
         return {name: torch.empty(self.tensors[name].shape, dtype=self._buffer(name).dtype) for name in self._buffers}
@@ -116,26 +117,26 @@ class ModelSlots:
 
 
 def is_fillable(model: nn.Module) -> bool:
-    """Whether an export has all that a model without memory for its weights lacks.
+    """Tell whether an export has all that a model without memory for its weights lacks.
 
     It has not where the constructor has computed from weights what is not saved.
     """
     kept = set(model.state_dict())
     if any(buffer.is_meta and name not in kept for name, buffer in model.named_buffers()):
         return False
-    return not any(each.is_meta for each in initialize.kept_tensors(model))
+    return not any(tensor.is_meta for tensor in initialize.kept_tensors(model))
 
 
 def _kept_tensors(model: nn.Module) -> dict[str, KeptTensor]:
     saved = set(model.state_dict())
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first_names: dict[int, str] = {}
-    found: dict[str, KeptTensor] = {}
+    tensors: dict[str, KeptTensor] = {}
     for name, tensor in both:
         if name in saved:
             first = first_names.setdefault(id(tensor), name)
-            found.setdefault(first, KeptTensor(tuple(tensor.shape), [])).names.append(name)
-    return found
+            tensors.setdefault(first, KeptTensor(tuple(tensor.shape), [])).names.append(name)
+    return tensors
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -143,5 +144,5 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _shown(form: TensorForm | None) -> str:
+def _format_shape(form: TensorForm | None) -> str:
     return "missing" if form is None else str(list(form.shape))

@@ -23,32 +23,33 @@ class Mesh:
         self.shape = shape
         self.world = world
         self.num_data_ranks = shape.num_data_ranks
-        """How many different batches there are at a time."""
+        """Number of different batches at a time."""
         self.data_rank = shape.data_rank(world.rank)
         """Place among the processes that read different samples."""
         self.counts_loss = shape.counts_loss(world.rank)
-        """Whether this process's loss terms count; where several compute the same ones, those of one do."""
+        """True where this process's loss terms count; where several compute the same ones, those of one do."""
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
     def of_copies(cls, world: World) -> Mesh:
-        """Each process has the whole model, and samples of its own."""
+        """Build the mesh in which each process has the whole model, and samples of its own."""
         return cls(Shape(replicate=world.size), world)
 
     def sum_of_losses(self, values: list[float]) -> list[float]:
-        """Sums over all processes of what belongs to loss terms, each term once. Collective."""
+        """Sum over all processes what belongs to loss terms, each term once. Collective."""
         return self.world.sum(values if self.counts_loss else [0.0] * len(values))
 
     def norm_group(self) -> dist.ProcessGroup | None:
-        """Of the processes that have different parts of the gradients; None where this one has all of them."""
+        """Return the group of the processes with different parts of the gradients; None where this one has all."""
         return self.group(NORM_AXES) if any(getattr(self.shape, axis) > 1 for axis in NORM_AXES) else None
 
     def group(self, axes: Collection[str]) -> dist.ProcessGroup:
-        """Of the processes that differ from this one along these axes only. Collective when first asked.
+        """Return the group of the processes that differ from this one along these axes only. Collective at first.
 
         Groups are made by hand, since those of torch's own meshes forget the timeout.
         """
+        # Axes of size 1 are left out of the key, so that equal groups are one: each has connections of its own.
         key = frozenset(axis for axis in axes if getattr(self.shape, axis) > 1)
         if key not in self._groups:
             own = next(ranks for ranks in self.shape.groups(key) if self.world.rank in ranks)
@@ -60,7 +61,7 @@ class Mesh:
         return self._groups[key]
 
     def device_mesh(self) -> DeviceMesh:
-        """The axes `replicate` and `shard`, and `tensor` where there is one, as torch's own mesh.
+        """Return the axes `replicate` and `shard`, and `tensor` where there is one, as torch's own mesh.
 
         It is one object: what is spread along an axis must know the others. Collective when first asked.
         """

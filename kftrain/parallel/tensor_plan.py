@@ -45,20 +45,20 @@ _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
     "vocabulary": (nn.Embedding,),
     "random": (nn.Dropout,),
 }
-"""Kind -> what a module must be for it."""
+"""Kind -> types of modules that it is for."""
 
 
 @dataclass(frozen=True)
 class SplitModule:
-    """What becomes of a module."""
+    """The part that a process has of a module, or the exchange that stands before it."""
 
     kind: str
     num_matrices: int = 1
-    """That stand one below the other in a `column`."""
+    """Number of matrices that stand one below the other in a `column`."""
 
 
 def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> dict[str, SplitModule]:
-    """Name of each module that the model's plan names -> what becomes of it. Raises ConfigError."""
+    """Map the name of each module that the model's plan names to how it is split. Raises ConfigError."""
     method: Any = getattr(model, METHOD, None)
     if not callable(method):
         raise ConfigError(
@@ -73,24 +73,26 @@ def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> di
     if not isinstance(patterns, Mapping) or not patterns:
         raise _error("is no plan", type(patterns).__name__, "return patterns of modules' names -> kinds")
     names = [name for name, _ in model.named_modules() if name]
-    kinds = {pattern: _part(pattern, kind) for pattern, kind in patterns.items()}
+    kinds = {pattern: _parse_kind(pattern, kind) for pattern, kind in patterns.items()}
     for pattern in kinds:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise _error("names no module of the model", pattern, "see model.named_modules()")
-    found = {name: next((kind for p, kind in kinds.items() if fnmatchcase(name, p)), None) for name in names}
-    plan = {name: part for name, part in found.items() if part is not None}
+    chosen = {name: next((kind for p, kind in kinds.items() if fnmatchcase(name, p)), None) for name in names}
+    plan = {name: part for name, part in chosen.items() if part is not None}
     for name, part in plan.items():
         _require_fit(name, model.get_submodule(name), part, num_processes)
     return plan
 
 
 def is_gathered(name: str, plan: Mapping[str, SplitModule]) -> bool:
-    """Whether a module above this one gathers its input."""
+    """Tell whether a module above this one gathers its input."""
     return any(part.kind == "gather" and name.startswith(f"{other}.") for other, part in plan.items())
 
 
 def split_dim(part: SplitModule | None, key: str) -> int | None:
-    """Along which dim a parameter of a module is split; None: each process has a copy."""
+    """Return the dim along which a parameter of a module is split; None where each process has a copy."""
+    # torch keeps a linear layer's weight as [outputs, inputs]: a column splits its outputs, dim 0, and the bias with
+    # them; a row its inputs, dim 1, and its bias is added to the sum, so each process has all of it.
     if part is None or part.kind not in ("column", "row", "vocabulary", "logits"):
         return None
     if part.kind == "row":
@@ -98,7 +100,7 @@ def split_dim(part: SplitModule | None, key: str) -> int | None:
     return 0
 
 
-def _part(pattern: str, kind: Any) -> SplitModule:
+def _parse_kind(pattern: str, kind: Any) -> SplitModule:
     fitting = _KIND.fullmatch(kind) if isinstance(kind, str) else None
     if fitting is None:
         raise _error("knows no such kind", f"{pattern}: {kind}", f"use one of {', '.join(KINDS)}, column/3")
@@ -106,7 +108,7 @@ def _part(pattern: str, kind: Any) -> SplitModule:
 
 
 def _require_fit(name: str, module: nn.Module, part: SplitModule, num_processes: int) -> None:
-    """Raises ConfigError where a module is nothing that can be split so."""
+    """Raises ConfigError where a module is of a type, or of a size, that cannot be split so."""
     types = _TYPES.get(part.kind)
     if types is not None and not isinstance(module, types):
         needed = types[0].__name__

@@ -39,28 +39,28 @@ class World:
     background: dist.ProcessGroup
     """Gloo group of the checkpoint thread, and before the first step of what reads large files; it is patient."""
     store: Any = None
-    """Where the processes have met. Rank 0 answers there as long as this lives: the other nodes wait for its end."""
+    """Store where the processes have met. Rank 0 answers there while this lives: the other nodes wait for its end."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long a collective operation may take in further groups of the training."""
+    """Longest time of a collective operation in further groups of the training."""
     places: tuple[Site, ...] = ()
-    """Where each process stands, by rank; empty where all are on one node."""
+    """Site of each process, by rank; empty where all are on one node."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes what is written once."""
+        """True on rank 0, the one process that writes what is written once."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Elementwise sum over all processes, in float64; every process gets the same result."""
+        """Sum values elementwise over all processes, in float64; every process gets the same result. Collective."""
         if self.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.control)
-        found: list[float] = tensor.tolist()
-        return found
+        sums: list[float] = tensor.tolist()
+        return sums
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in order of rank, on every process."""
+        """Return the values of all processes, in order of rank, on every process. Collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -75,49 +75,50 @@ class World:
         return values
 
     def agree(self, work: Callable[[], object]) -> None:
-        """Does work that may take long; the first error of any process is raised on all. As `gather_slowly`."""
+        """Do work that may take long, and raise the first error of any process on all. As `gather_slowly`."""
+        # Errors of the user's and of storage only: a bug ends its process at once, and the others see its end.
         problem = None
         try:
             work()
         except KftrainError as error:
             problem = error.to_dict()
-        first = next((each for each in self.gather_slowly(problem) if each), None)
+        first = next((other for other in self.gather_slowly(problem) if other), None)
         if first is not None:
             raise error_from_dict(first)
 
     def gather_on_main(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Tensors of equal shape, on CPUs, of all processes in order of rank: on the first one; None on the others."""
-        found = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_main else None
-        dist.gather(tensor, found, dst=0, group=self.control)
-        return found
+        """Return the CPU tensors, of equal shape, of all processes by rank on the first one; None on the others."""
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_main else None
+        dist.gather(tensor, tensors, dst=0, group=self.control)
+        return tensors
 
     def sum_on_main(self, tensor: torch.Tensor) -> None:
-        """Adds the tensors of all processes up, in place, on the first one; those of the others are of no use then."""
+        """Add the tensors of all processes up, in place, on the first one; those of the others are of no use then."""
         dist.reduce(tensor, dst=0, group=self.control)
 
     def from_main(self, value: Any) -> Any:
-        """The value of rank 0 on every process."""
+        """Return the value of rank 0 on every process. Collective."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def copy_from_main(self, tensor: torch.Tensor) -> None:
-        """Gives `tensor` the numbers that it has on rank 0, bit by bit; it may be of any type, on any device."""
+        """Give `tensor` the numbers that it has on rank 0, bit by bit; it may be of any type, on any device."""
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         dist.broadcast(content, src=0, group=self.control)
         with torch.no_grad():
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        """Returns when all processes have called it."""
+        """Wait until all processes have called it."""
         dist.barrier(group=self.control)
 
 
 @contextlib.contextmanager
 def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World]:
-    """Joins the process group that the environment describes as torchrun's would, and leaves it again.
+    """Join the process group that the environment describes as torchrun's would, and leave it after the block.
 
-    `gpus_per_node`: what this machine was to have; 0: what it has is used. Raises LaunchError where torch sees none.
+    `gpus_per_node`: GPUs required here; 0 uses whatever is present. Raises LaunchError where torch sees too few.
 
     Leaving it matters: a process that exits with gloo alive dies of SIGABRT, which would hide its exit code.
     """
@@ -128,9 +129,10 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
     if cuda:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    store = _meet(timeout)
+    # Ranks are dealt out anew by node before torch's groups are made, which keep them for good.
+    store = _meet_others(timeout)
     size = int(os.environ["WORLD_SIZE"])
-    rank, places = _placed(store, int(os.environ["RANK"]), size)
+    rank, places = _find_place(store, int(os.environ["RANK"]), size)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
@@ -141,8 +143,8 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
         dist.destroy_process_group()
 
 
-def _meet(timeout: timedelta) -> Any:
-    """The store of rank 0, once all processes have come. On a single node that one is given the listening socket."""
+def _meet_others(timeout: timedelta) -> Any:
+    """Open the store of rank 0, once all processes have come. On a single node it is given the listening socket."""
     is_main = os.environ["RANK"] == "0"
     return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
@@ -154,18 +156,19 @@ def _meet(timeout: timedelta) -> Any:
     )
 
 
-def _placed(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:
-    """The number of this process among neighbours (`topology.order_of`), and where all stand by their numbers."""
+def _find_place(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:
+    """Return this process's number among neighbours (`topology.order_of`), and the sites of all by their numbers."""
     if size == int(os.environ.get("LOCAL_WORLD_SIZE", size)):
         return rank, ()
     store.set(f"place/{rank}", json.dumps(astuple(Site.of(os.environ))))
-    places = [Site(*json.loads(each)) for each in store.multi_get([f"place/{other}" for other in range(size)])]
+    # multi_get waits until all have set theirs. All read the same, so all come to the same order.
+    places = [Site(*json.loads(text)) for text in store.multi_get([f"place/{other}" for other in range(size)])]
     order = order_of(places)
-    return order.index(rank), tuple(places[each] for each in order)
+    return order.index(rank), tuple(places[old] for old in order)
 
 
 def _require_gpus(gpus_per_node: int, local_rank: int) -> None:
-    """A GPU that torch cannot use is paid for, and the CPU would take its place without a word."""
+    """Raises LaunchError for a GPU that torch cannot use: it is paid for, and the CPU would silently take its place."""
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus_per_node and not seen:
         raise LaunchError(
