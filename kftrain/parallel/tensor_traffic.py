@@ -1,4 +1,4 @@
-"""What the processes of the axis `tensor` exchange for a model, read off its plan: numbers for the formulas of `wire`.
+"""Numbers for the formulas of `wire`, read off a model's plan: what the processes of the axis `tensor` exchange for it.
 
 A module that is given all places gathers them, one that leaves a part of the sum with each process sums them, and
 backwards it is the other way round (`tensor_exchange`). Without sequence parallelism the sum of either way goes to all,
@@ -20,26 +20,26 @@ from kftrain.parallel.tensor_plan import SIZES, SplitModule, is_gathered, plan_o
 from kftrain.parallel.wire import AlongTensor
 
 SUMS_OF_A_CROSS_ENTROPY = 3
-"""Of a token: the largest logit, the sum of the exponentials, the target's logit."""
+"""Sums for a token: the largest logit, the sum of the exponentials, the target's logit."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a model that is split, but has not been yet."""
+    """Sizes and exchanges of a model that will be split, and has not been yet."""
 
     split: AlongTensor
     num_parameters: int
-    """That a process has a part or a copy of: those numbers alone."""
+    """Numbers of the parameters that a process has, as parts or copies."""
     num_trained: int
-    """Of them."""
+    """Those of them that are trained."""
     num_places: int | None
-    """Of a row; None where the model does not tell."""
+    """Places of a row; None where the model does not tell."""
 
 
 def traffic_of(
     model: nn.Module, num_processes: int, sequence_parallel: bool, split_logits: bool, recomputed: Sequence[str] = ()
 ) -> Traffic:
-    """What a process has and sends of a model with a plan. `recomputed`: names of blocks. Raises ConfigError."""
+    """Count what a process has and sends of a model with a plan. `recomputed`: names of blocks. Raises ConfigError."""
     plan = plan_of(model, num_processes, sequence_parallel)
     names = {id(module): name for name, module in model.named_modules()}
     num_parameters = num_trained = num_copied = 0
@@ -72,7 +72,7 @@ class _Ways:
 
     @property
     def _is_tied(self) -> bool:
-        """Whether an embedding gives the logits, too: nothing else does."""
+        """True where an embedding gives the logits, too: nothing else does."""
         kinds = {part.kind for part in self.plan.values()}
         return "vocabulary" in kinds and not kinds & {"logits", "whole"}
 
@@ -80,7 +80,7 @@ class _Ways:
         return sum(self._entering(name) + self._leaving(name) + self._once(name) for name in names)
 
     def features_again(self, block: str) -> float:
-        """Of the forward pass of a block that is computed again, up to the last sum, after which nothing is kept."""
+        """Count the forward pass of a block that is computed again, up to the last sum, after which nothing is kept."""
         within = [name for name in self.plan if _is_within(name, [block])]
         leaving = [self._leaving(name) for name in within]
         is_last_kept = any(self.plan[name].kind == "random" for name in within)

@@ -27,12 +27,12 @@ from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy, sharding_of
 
 SUM_BYTES = 4
-"""Of a number that is summed over `tensor`: of a gradient, and of a cross-entropy."""
+"""Bytes of a number that is summed over `tensor`: of a gradient, or of a cross-entropy."""
 
 
 @dataclass(frozen=True)
 class AlongTensor:
-    """What the processes of `tensor` exchange for a model that is split over them."""
+    """Counts of what the processes of `tensor` exchange for a model that is split over them."""
 
     num_features: float
     """Numbers of a place that are exchanged both ways; what is gathered or summed into parts one way only is half."""
@@ -46,45 +46,45 @@ class AlongTensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step moves."""
+    """Sizes of a step, from which the bytes that it moves follow."""
 
     parameter_bytes: float
-    """Of all that a process of `tensor` has of the model, in the format of the computation."""
+    """Bytes of all that a process of `tensor` has of the model, in the format of the computation."""
     gradient_bytes: float
-    """The same of what is trained, in the format of the reduction."""
+    """Bytes of what is trained of it, in the format of the reduction."""
     num_micro_batches: int = 1
     split: AlongTensor | None = None
     """None where nothing is split, or not known."""
     num_places: float = 0.0
-    """Of a micro batch: rows, times the length of a sequence."""
+    """Places of a micro batch: rows, times the length of a sequence."""
     compute_bytes: int = 4
-    """Of a number in the format of the computation."""
+    """Bytes of a number in the format of the computation."""
 
 
 def bytes_sent(shape: Shape, strategy: Strategy, exchange: Exchange, step: Step) -> dict[str, float]:
-    """Axis -> bytes that a process sends along it in a step; axes of one process are left out."""
-    found = {
-        "shard": _part(shape.shard) * _gathered(strategy, exchange, step),
-        "replicate": 2 * _part(shape.replicate) * step.gradient_bytes / shape.shard,
-        "tensor": _along_tensor(shape, step, step.split) if step.split else 0.0,
+    """Compute the bytes that a process sends along each axis in a step; axes of one process are left out."""
+    amounts = {
+        "shard": _share_sent(shape.shard) * _count_sharded(strategy, exchange, step),
+        "replicate": 2 * _share_sent(shape.replicate) * step.gradient_bytes / shape.shard,
+        "tensor": _count_along_tensor(shape, step, step.split) if step.split else 0.0,
     }
-    return {axis: amount for axis, amount in found.items() if getattr(shape, axis) > 1}
+    return {axis: amount for axis, amount in amounts.items() if getattr(shape, axis) > 1}
 
 
-def _gathered(strategy: Strategy, exchange: Exchange, step: Step) -> float:
-    """Bytes of the whole vectors that are gathered, and summed in parts."""
+def _count_sharded(strategy: Strategy, exchange: Exchange, step: Step) -> float:
+    """Count the bytes of the whole vectors that are gathered, and summed in parts."""
     sharding = sharding_of(strategy, exchange)
     num_gathers = 1 if sharding.keep_gathered else 2 * step.num_micro_batches
     num_exchanges = step.num_micro_batches if sharding.exchange == "micro_batch" else 1
     return num_gathers * step.parameter_bytes + num_exchanges * step.gradient_bytes
 
 
-def _along_tensor(shape: Shape, step: Step, split: AlongTensor) -> float:
+def _count_along_tensor(shape: Shape, step: Step, split: AlongTensor) -> float:
     places = step.num_places * (step.compute_bytes * split.num_features + SUM_BYTES * split.num_sums)
     summed = step.num_micro_batches * places + SUM_BYTES * split.num_copied / shape.shard
-    return 2 * _part(shape.tensor) * summed + step.num_micro_batches * step.compute_bytes * split.num_moved
+    return 2 * _share_sent(shape.tensor) * summed + step.num_micro_batches * step.compute_bytes * split.num_moved
 
 
-def _part(size: int) -> float:
-    """Of a vector that each of so many processes has a part of, what is not its own."""
+def _share_sent(size: int) -> float:
+    """Return the share of a vector that is not a process's own part, where each of `size` has one."""
     return (size - 1) / size

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named parts, each with the version of its form.
+"""The parts of a training's state that a checkpoint holds: by name, each with the version of its form.
 
 A release that does not know a part, or knows it in another form, must not go on without it: it refuses the checkpoint.
 """
@@ -30,11 +30,11 @@ class Part:
     """One part of the state of a training."""
 
     version: int
-    """Goes up when what `save` returns changes its form."""
+    """Version of the form of what `save` returns; it goes up when that changes."""
     save: Callable[[], dict[str, Any]]
-    """Tensors and plain data, as they are now; nothing is copied."""
+    """Returns tensors and plain data, as they are now; nothing is copied."""
     load: Callable[[dict[str, Any]], None]
-    """Takes what `save` has returned, with the tensors of a checkpoint."""
+    """Takes what `save` has returned, with the tensors of a checkpoint in place."""
 
 
 class Parts:
@@ -45,15 +45,15 @@ class Parts:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Name -> version."""
+        """Version of each part, by name."""
         return {name: part.version for name, part in self._parts.items()}
 
     def save(self) -> State:
-        """The whole state, as it is now."""
+        """Return the whole state, as it is now. Collective."""
         return {name: part.save() for name, part in self._parts.items()}
 
     def load(self, state: State) -> None:
-        """The inverse of `save`."""
+        """Put a state back: the inverse of `save`."""
         for name, part in self._parts.items():
             part.load(state[name])
 
@@ -74,10 +74,10 @@ class Parts:
 
 
 def model_part(model: nn.Module, world: World) -> Part:
-    """Parameters and buffers, by the names that they have in the plain model."""
+    """Make the part with parameters and buffers, by the names that they have in the plain model."""
 
     def save() -> dict[str, Any]:
-        buffers.require_equal(model, world)
+        buffers.require_equal(model, world)  # a checkpoint holds those of one process, and a resume gives them to all
         return get_model_state_dict(model)
 
     def load(state: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def model_part(model: nn.Module, world: World) -> Part:
 
 
 def optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:
-    """What the optimizer's members keep of each parameter, by the parameter's name."""
+    """Make the part with what the optimizer's members keep of each parameter, by the parameter's name."""
 
     def load(state: dict[str, Any]) -> None:
         set_optimizer_state_dict(model, members, state, options=StateDictOptions(strict=True))

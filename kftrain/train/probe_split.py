@@ -42,22 +42,22 @@ from kftrain.train.lender import Lender
 from kftrain.train.step import loss_of, receive_tensors
 
 CHANGE = 2.0**-20
-"""Of each weight, relative: sixteen times what fp32 resolves, more than what another order of sums does to it."""
+"""Relative change of each weight: sixteen times what fp32 resolves, more than what another order of sums does to it."""
 
 MAX_RATIO = 100.0
-"""How much further than by that change a number may move: what is zero but for roundings moves five times as far."""
+"""Limit of how much further than by that change a number moves; what is zero but for roundings moves five times."""
 
 MAX_DIFFERENCE = 1e-5
-"""Relative to the tensor: what may be however little a change has moved."""
+"""Difference, relative to the tensor, that is accepted however little the change has moved it."""
 
 NUM_PRODUCTS = 8
-"""Of each tensor: that all of them are small where tensors differ does not happen by chance."""
+"""Products of each tensor: that all of them are small where tensors differ does not happen by chance."""
 
 Label = tuple[str, str, int]
 """Name of a module or a parameter; `output`, `mask`, `loss` or `gradient`; which one of them."""
 
 Record = dict[Label, list[list[float]]]
-"""In the order in which it was computed; of a whole model for the part of each process."""
+"""Label -> products, in the order of computation; of a whole model one list for the part of each process."""
 
 
 def require_same_as_whole(
@@ -70,8 +70,9 @@ def require_same_as_whole(
     units: Sequence[str],
     seed: int,
 ) -> None:
-    """Collective. `model`: not split yet, and not afterwards; `names`: of its blocks, `units`: of those lent by call.
+    """Compare the split model with the whole one. Collective.
 
+    `model`: not split yet, and not afterwards; `names`: of its blocks, `units`: of those that are lent weights by call.
     Raises ConfigError with the first module, in order of execution or of backward, that shows other numbers.
     """
     group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
@@ -105,18 +106,18 @@ def require_same_as_whole(
     whole = compute(dist.get_rank(group), size)
     everyones: list[Any] = [None] * size
     dist.all_gather_object(everyones, (split, whole), group=group)
-    (copied,) = (each for each in distributed.after_backward if isinstance(each, CopiedParameters))
-    mesh.world.agree(lambda: _compare([each[0] for each in everyones], [each[1] for each in everyones], copied))
+    (copied,) = (work for work in distributed.after_backward if isinstance(work, CopiedParameters))
+    mesh.world.agree(lambda: _compare([own for own, _ in everyones], [whole for _, whole in everyones], copied))
 
 
 class _Seen(TorchFunctionMode):
-    """What a pass shows: of a split model its own, of a whole one the part of each process.
+    """The numbers that a pass shows: of a split model its own, of a whole one the part of each process.
 
     Within it nothing is dropped: a mask of parts is not one of the whole. All else draws alike in both.
     """
 
     def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
-        """`own_shapes`: of the parts of this process, which the pass of the split model notes."""
+        """Record a pass. `own_shapes`: of this process's parts; the split model's pass, the first one, notes them."""
         super().__init__()
         self.record: Record = {}
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -145,7 +146,8 @@ class _Seen(TorchFunctionMode):
 
     def take_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         self.take(name, "gradient", gradient)
-        return gradient.new_zeros(()).expand(gradient.shape)  # autograd keeps what it is given back
+        # Autograd keeps what it is given back to the end of the pass: a zero without memory instead of the gradient.
+        return gradient.new_zeros(()).expand(gradient.shape)
 
     def take(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         label = (name, kind, self._counts[name, kind])
@@ -154,13 +156,13 @@ class _Seen(TorchFunctionMode):
         if kind == "mask":  # whether each process draws its own; of the whole model, whether it must
             tensor = torch.tensor(self._draws_apart if self._num_parts == 1 else tensor.shape != own_shape)
             own_shape = tensor.shape
-        parts = _parts(tensor.detach().float(), own_shape, self._num_parts)
-        products = [_products(part) for part in dict.fromkeys(parts)]
+        parts = _cut_parts(tensor.detach().float(), own_shape, self._num_parts)
+        products = [_make_products(part) for part in dict.fromkeys(parts)]
         self.record[label] = products * (len(parts) // max(len(products), 1))
 
 
-def _parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
-    """What each process has of a tensor, where this one has so much; nothing where it is no slice."""
+def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
+    """Cut a tensor into what each process has of it, where this one has `shape`; nothing where that is no slice."""
     odd = [dim for dim, length in enumerate(whole.shape) if shape[dim : dim + 1] != (length,)]
     if not odd or count == 1:
         return [whole] * count
@@ -168,8 +170,8 @@ def _parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch
     return parts if len(odd) == 1 and len(shape) == whole.dim() and len(parts) == count else []
 
 
-def _products(tensor: torch.Tensor) -> Any:
-    """Of each of some pairs of random vectors with the tensor between them, as a matrix."""
+def _make_products(tensor: torch.Tensor) -> Any:
+    """Multiply some pairs of random vectors with the tensor between them, as a matrix."""
     matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(NUM_PRODUCTS, length, generator=draw).to(tensor.device) for length in matrix.shape)
@@ -180,13 +182,13 @@ class _Weights:
     """Weights of which none is zero, and no two are alike; of a model that is split this process's part of each."""
 
     def __init__(self, model: nn.Module, change: int) -> None:
-        """`change`: 0, or which one of the changes by a millionth."""
+        """Remember the shapes. `change`: 0, or the number of a change by a millionth."""
         self.places = places_of(model)
         self._change = change
         self._parameters = {name: stored_parameter(slots[0]) for name, slots in self.places.items()}
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
-        """Matrices keep the size of what passes through them; gains and biases are about one."""
+        """Draw a weight: matrices keep the size of what passes through them; gains and biases are about one."""
         shape = self._parameters[name].shape
         draw = torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
         if len(shape) < 2:
@@ -201,19 +203,20 @@ class _Weights:
 
 
 def _compare(split: list[Record], whole: list[Record], copied: CopiedParameters) -> None:
-    """Of all processes of the axis, in order of rank. Raises ConfigError."""
+    """Compare the records of all processes of the axis, in order of rank. Raises ConfigError."""
+    # whole[0] is the reference; the others computed the same with changed weights, and show how far roundings go.
     size, first, nothing = len(whole), whole[0], [[0.0] * NUM_PRODUCTS] * len(whole)
     if not all(map(math.isfinite, first["", "loss", 0][0])):
         to_log("warning: how the matrices are split could not be compared: the loss of random weights is not finite")
         return
     odd: list[Label] = []
     for label, references in first.items():
-        own = [each.get(label, nothing)[0] for each in split]
+        own = [record.get(label, nothing)[0] for record in split]
         share = copied.share_of(label[0]) if label[1] == "gradient" else None
         if share is not None:
             own = [[share * sum(values) for values in zip(*own, strict=True)]] * size
         for rank, reference in enumerate(references if math.isfinite(sum(map(sum, references))) else []):
-            moved = max(math.dist(reference, each.get(label, nothing)[rank]) for each in whole[1:])
+            moved = max(math.dist(reference, record.get(label, nothing)[rank]) for record in whole[1:])
             limit = MAX_RATIO * moved + MAX_DIFFERENCE * math.hypot(*reference)
             odd += [] if math.dist(own[rank], reference) <= limit else [label]
     if any(name == "" or kind != "output" for name, kind, _ in odd):
