@@ -77,7 +77,8 @@ def model_part(model: nn.Module, world: World) -> Part:
     """Make the part with parameters and buffers, by the names that they have in the plain model."""
 
     def save() -> dict[str, Any]:
-        buffers.require_equal(model, world)  # a checkpoint holds those of one process, and a resume gives them to all
+        # A checkpoint holds the buffers of one process, and a resume gives them to all.
+        buffers.require_equal(model, world)
         return get_model_state_dict(model)
 
     def load(state: dict[str, Any]) -> None:
