@@ -45,7 +45,7 @@ def test_a_schedule_becomes_the_configuration_of_its_runs(folder):
         ("- nightly", "a schedule is a mapping"),
         ("name: [", "not valid YAML"),
         (GOOD.replace("base.yaml", "none.yaml"), "none.yaml: cannot read"),
-        (GOOD + "\nknobs: {schedule.name: x}\n", "schedule"),
+        (GOOD.replace("knobs: {", "knobs: {schedule.name: x, "), "schedule"),
     ],
 )
 def test_what_is_wrong_is_one_line(folder, text, line):

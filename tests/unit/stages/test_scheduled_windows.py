@@ -62,7 +62,7 @@ def test_a_window_since_the_last_training_is_bounded_and_never_goes_back():
         ends = [window.end] if window else ends
     assert found == [(0 * HOUR, 30 * HOUR), (30 * HOUR, 60 * HOUR), (60 * HOUR, 70 * HOUR), None]
     assert windows.scheduled_window(schedule, FIRST + DAY, ends) is None
-    last = Policy(cron="0 0 0 * * *", max_window_hours=100_000, window_start="9999-12-31T00:00:00Z")
+    last = Policy(cron="0 0 0 * * *", max_window_hours=100_000, window_start="8999-12-31T00:00:00Z")
     assert windows.scheduled_window(last, FIRST, ()) is None
     everything = windows.scheduled_window(Policy(cron="0 0 0 * * *", max_window_hours=30), FIRST, ())
     assert everything.start.year == 1 and everything.end == FIRST
