@@ -13,7 +13,8 @@ from kftrain.run.documents import Completion, Confusion, Evaluation, Example, In
 
 @pytest.fixture
 def settings() -> config.Config:
-    return config.parse("run: {name: stdlib-lm, storage_root: /data/runs}\ntrain: {steps: 400}\nregistry: {goal: minimize}\n")
+    text = "run: {name: stdlib-lm, storage_root: /data/runs}\ntrain: {steps: 400}\nregistry: {goal: minimize}\n"
+    return config.parse(text)
 
 
 @pytest.fixture
