@@ -149,7 +149,7 @@ class _PlainLoader(Composer, _Parser, SafeConstructor, Resolver):
             _key(key): value for key, value in super().construct_mapping(node, deep=deep).items()
         }
         if len(mapping) < len(node.value):
-            names = [_key(self.construct_object(key)) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            names = [_key(self.construct_object(key)) for key, _ in node.value]
             twice = next(name for name in names if names.count(name) > 1)
             raise yaml.YAMLError(f"the key {twice!r} is there twice")
         return mapping

@@ -22,7 +22,7 @@ TEMPORARY_SUFFIX = ".tmp"
 """Suffix of the metadata before DCP renames it. Object stores cannot rename: until then it is held in memory."""
 
 
-class CheckpointFiles(filesystem.FileSystemBase):  # type: ignore[misc]
+class CheckpointFiles(filesystem.FileSystemBase):
     """A file system for DCP over our storage. Raises OSError and StorageError."""
 
     def __init__(self) -> None:

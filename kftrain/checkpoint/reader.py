@@ -96,11 +96,11 @@ def _require_own_files(metadata: Metadata, files: Mapping[str, FileEntry]) -> No
             raise CheckpointError("the metadata names a file that is none of the checkpoint's", value=name)
 
 
-class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
+class _LocalReader(_SafeMetadata, dcp.filesystem.FileSystemReader):
     """A reader of a folder on this machine."""
 
 
-class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):  # type: ignore[misc]
+class _RemoteReader(_SafeMetadata, dcp.filesystem.FileSystemReader):
     """A reader of a folder in object storage, by streams that have deadlines and ride an outage out."""
 
     def __init__(self, uri: str) -> None:

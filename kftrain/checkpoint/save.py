@@ -269,7 +269,7 @@ class CheckpointWriter:
             to_log(f"warning: after the commit of step {name.step}: {_in_words(error)}")
 
 
-class _Writer(dcp.filesystem.FileSystemWriter):  # type: ignore[misc]
+class _Writer(dcp.filesystem.FileSystemWriter):
     """DCP's writer, over our files; it writes what is on the CPU already."""
 
     fs: Any

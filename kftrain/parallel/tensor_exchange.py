@@ -99,12 +99,12 @@ class _Exchange(torch.autograd.Function):
     """An operation with another one for its gradient: autograd does not see through collectives of torch."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:
         ctx.back = back
         return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return ctx.back(gradient), None, None
 
 

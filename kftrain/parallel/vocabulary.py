@@ -86,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, peers: Peers, first: int) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, peers: Peers, first: int) -> torch.Tensor:
         # The largest logit of all processes, so that all exponentials are shifted alike and none overflows.
         largest = peers.total(logits.max(dim=-1).values, dist.ReduceOp.MAX)
         shifted = logits - largest.unsqueeze(-1)
@@ -100,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total.log() - target
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # Probabilities less one at the target. A target of another process stands for class 0 here and subtracts 0.
         # Nothing is exchanged: a process's logits need no others' gradients, and all have the same `gradient`.
         probabilities, local, is_own = ctx.saved_tensors

@@ -79,11 +79,11 @@ class CudaStreams:
 
     def mark(self) -> Any:
         """See `Streams`."""
-        return self._side.record_event()  # type: ignore[no-untyped-call]
+        return self._side.record_event()
 
     def wait(self, event: Any) -> None:
         """See `Streams`."""
-        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See `Streams`."""
