@@ -145,7 +145,7 @@ def test_a_comparison_does_not_run_what_another_runs_configuration_names(tmp_pat
     task = TaskConfig(kind="subprocess:check_output", args=["touch", str(called)])
     storage.publish(planted.config, own.model_copy(update={"task": task}).to_yaml())
     monkeypatch.setattr(comparison, "is_stream", lambda schema: True)
-    version = comparison._reported(ComparedVersion(2, reference=reference_to(planted.uri)), Trust.of(own))
+    version = comparison._describe_version(ComparedVersion(2, reference=reference_to(planted.uri)), Trust.of(own))
     assert "neither built-in nor one that may be built here" in version.problem and not called.exists()
 
 
