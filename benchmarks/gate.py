@@ -14,9 +14,9 @@ import sys
 
 import numpy as np
 
-from kftrain.bootstrap import paired_improvement
 from kftrain.registry.gate import confidence_at
 from kftrain.registry.settings import RegistryConfig
+from kftrain.statistics.bootstrap import paired_improvement
 
 NUM_GROUPS = (1, 2, 3, 4, 5, 10, 20, 50, 200)
 NIGHTS = 40

@@ -7,7 +7,7 @@ kubernetes) is imported by the module that needs it, when it needs it.
 
 from typing import TYPE_CHECKING
 
-from kftrain.lazy import attributes
+from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
     from kftrain.api import (

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.run import documents
 from kftrain.run.config import read_config

@@ -16,8 +16,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError, model_validator
 
-from kftrain import storage
 from kftrain.checkpoint.settings import CheckpointConfig
+from kftrain.core import storage
 from kftrain.data.settings import DataConfig
 from kftrain.errors import ConfigError
 from kftrain.evaluate.settings import EvaluateConfig

@@ -37,8 +37,8 @@ import traceback
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from kftrain.credentials import redacted
-from kftrain.printable import printable
+from kftrain.core.credentials import redacted
+from kftrain.core.printable import printable
 
 Error = TypeVar("Error", bound="KftrainError")
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plugins import search_current_folder, user_code
 from kftrain.errors import ConfigError, DataError, UserCodeError
-from kftrain.plugins import search_current_folder, user_code
 
 if TYPE_CHECKING:
     from kftrain.config import Config
@@ -195,7 +195,7 @@ def require_places(manifest: Manifest, manifest_uri: str, config: Config) -> Non
 
     That is below the storage root, below `data.source` or where the environment lists. Nothing is asked of a store.
     """
-    from kftrain.data.sources.webdataset import source_folder
+    from kftrain.sharding.sources.webdataset import source_folder
 
     folders = {shard.folder for split in manifest.splits.values() for shard in split.shards if shard.is_adopted}
     allowed = (config.run.storage_root, source_folder(config.data.source), *_listed(ROOTS_VARIABLE)) if folders else ()

@@ -9,7 +9,8 @@ from typing import Any
 
 from kfp.compiler import Compiler, KubernetesManifestOptions
 
-from kftrain import __version__, storage
+from kftrain import __version__
+from kftrain.core import storage
 from kftrain.pipelines.promote import promote_pipeline
 from kftrain.pipelines.train import train_pipeline
 

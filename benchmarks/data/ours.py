@@ -17,6 +17,7 @@ import fresh_process
 import numpy as np
 from fresh_process import Work
 
+from kftrain.core.storage import publish_json
 from kftrain.data import images
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoding
@@ -26,7 +27,6 @@ from kftrain.data.schema import BYTES, Arrays, Block, Field, SampleSchema, Windo
 from kftrain.data.shards.manifest import Manifest, Split, content_digest
 from kftrain.data.shards.writer import SplitWriter
 from kftrain.data.windows import TokenWindows, windowed
-from kftrain.storage import publish_json
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ def dataset(kind: str, folder: Path, num_samples: int, shard_size_bytes: int = c
 def adopt(shards: Path, into: Path) -> None:
     """A dataset of the peer's shards, as they are, found at `into`; one more shard is held out."""
     from kftrain.config import Config
-    from kftrain.data.adopted import adopting
+    from kftrain.sharding.adopted import adopting
 
     with tarfile.open(shards / "validation-000000.tar", "w") as archive:
         for extension, value in (("jpg", content.images(shards.parent)[0]), ("cls", b"0")):
@@ -269,7 +269,7 @@ def torch_loader(arguments: argparse.Namespace) -> Work:
 def shard(num_processes: int, arguments: argparse.Namespace) -> Work:
     """The whole shard step: a folder of images, which stay the files that they are."""
     from kftrain.config import Config
-    from kftrain.data.sharding import shard_dataset
+    from kftrain.sharding.shard_dataset import shard_dataset
     from kftrain.tasks import build_task
 
     folder, results = Path(arguments.folder) / "photos", []

@@ -17,7 +17,7 @@ from PIL import Image
 
 import kftrain
 from kftrain.config import parse
-from kftrain.data.sharding import shard_dataset
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.tasks import build_task
 
 CONFIG = """

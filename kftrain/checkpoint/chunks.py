@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from kftrain import storage
 from kftrain.checkpoint import reader
 from kftrain.checkpoint.tensor_files import TensorForm
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run.commit import FileEntry
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.errors import CheckpointError
 from kftrain.models import build_model
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.settings import ModelConfig
-from kftrain.plugins import user_code
 from kftrain.process import machine
 from kftrain.run import commit, documents
 from kftrain.run.export import (

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kftrain import storage
 from kftrain.checkpoint.tensor_files import (
     PIECE_BYTES,
     Part,
@@ -27,6 +26,7 @@ from kftrain.checkpoint.tensor_files import (
     read_header,
     row_range,
 )
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import FileEntry

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kftrain import storage
 from kftrain.checkpoint.export import DESCRIPTION, Description
+from kftrain.core import storage
 from kftrain.errors import ConfigError, RetryableError
 from kftrain.run import commit
 from kftrain.run.commit import FileEntry

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint import filesystem
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run.commit import FileEntry
 
 TEMPORARY_SUFFIX = ".tmp"

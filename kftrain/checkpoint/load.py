@@ -14,9 +14,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kftrain import storage
 from kftrain.checkpoint import reader
 from kftrain.checkpoint.staging import State
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import (
     CheckpointError,
     KftrainError,
@@ -26,7 +27,6 @@ from kftrain.errors import (
     error_from_dict,
 )
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 from kftrain.run import attempts, commit, documents
 from kftrain.run.attempts import Claim
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry

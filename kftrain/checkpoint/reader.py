@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from kftrain import storage
 from kftrain.checkpoint.files import CheckpointFiles
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.run.commit import FileEntry
 

@@ -23,9 +23,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from kftrain import storage, threads
 from kftrain.checkpoint.files import CheckpointFiles
 from kftrain.checkpoint.staging import Staging, State
+from kftrain.core import storage, threads
+from kftrain.core.progress import to_log
 from kftrain.errors import (
     BUG_CODE,
     KftrainError,
@@ -36,7 +37,6 @@ from kftrain.errors import (
     print_traceback,
 )
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName, FileEntry
 from kftrain.run.paths import RunPaths

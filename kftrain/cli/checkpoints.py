@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from kftrain import storage
 from kftrain.cli.options import echo, json_option
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointName

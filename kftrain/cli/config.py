@@ -8,7 +8,7 @@ import click
 
 from kftrain import config as configuration
 from kftrain.cli.options import config_options, echo, json_option
-from kftrain.credentials import redacted
+from kftrain.core.credentials import redacted
 from kftrain.stages import preflight
 
 

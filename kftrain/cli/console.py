@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from kftrain.cli.options import echo
-from kftrain.printable import printable
-from kftrain.progress import STEP
+from kftrain.core.printable import printable
+from kftrain.core.progress import STEP
 
 PLAIN_INTERVAL_SECONDS = 10.0
 """Between two step lines where there is no terminal; the last step is always shown."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kftrain import storage
 from kftrain.cli.options import echo, json_option
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import ConfigError, KftrainError
 from kftrain.kubeflow.client import ENDPOINT_ENV
 from kftrain.run.best_effort import best_effort

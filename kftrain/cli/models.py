@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from kftrain import config as configuration
-from kftrain import registry, report, storage
+from kftrain import registry, report
 from kftrain.cli import summary
 from kftrain.cli.options import config_options, echo, json_option, require_text
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.report import environment
 from kftrain.report.comparison import headline

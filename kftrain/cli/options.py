@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from kftrain.printable import printable
+from kftrain.core.printable import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

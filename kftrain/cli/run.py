@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 import click
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.cli import log, runner
 from kftrain.cli.child import PipelineProcess
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo, resume_option
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import unmarked
 from kftrain.errors import InterruptedByUser, StorageError
 from kftrain.process import channel
 from kftrain.process.channel import Channel
-from kftrain.progress import unmarked
 from kftrain.run.advice import Place, Situation
 from kftrain.run.best_effort import best_effort
 from kftrain.run.error import ErrorDocument, of_stage, read_error

@@ -8,9 +8,9 @@ import json
 import click
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.cli.options import config_options, echo, json_option
-from kftrain.credentials import redacted
+from kftrain.core import storage
+from kftrain.core.credentials import redacted
 from kftrain.report import wording
 from kftrain.stages import resolve, runs
 from kftrain.stages.runs import RunOverview

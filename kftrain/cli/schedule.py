@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import click
 
 from kftrain import config as configuration
-from kftrain import outages
 from kftrain.cli import submit
 from kftrain.cli.compile import compiling_with
 from kftrain.cli.options import config_file_option, echo, json_option
 from kftrain.cli.submit import connection_options
 from kftrain.config import Config
+from kftrain.core import outages
+from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.kubeflow.client import Connection
 from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.kubeflow.submission import Submission
-from kftrain.progress import to_log
 from kftrain.run.best_effort import best_effort
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import cron, overview, spec

@@ -71,8 +71,8 @@ def adopt(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as
     URI: a .tar, a folder of them, or a pattern as shard-{000..012}.tar. Index and manifest go to the storage root.
     """
     from kftrain import config as configuration
-    from kftrain.data.adopted.adopting import adopt as adopt_shards
     from kftrain.data.shards import manifest
+    from kftrain.sharding.adopted.adopting import adopt as adopt_shards
     from kftrain.stages import resolve
 
     chosen = [*overrides, f"data.source={json.dumps(uri)}", "data.shards=adopt"]

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 import click
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo, override_option
-from kftrain.progress import ERROR_LINE, Progress, unmarked
+from kftrain.core import storage
+from kftrain.core.progress import ERROR_LINE, Progress, unmarked
 from kftrain.run.completion import JobTask
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.shards.manifest import reading
 from kftrain.errors import DataError
 

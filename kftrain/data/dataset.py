@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kftrain.data.adopted.conversion import Conversion
+from kftrain.data.conversion import Conversion
 from kftrain.data.schema import Arrays, Field, SampleSchema
 from kftrain.data.shards.manifest import Manifest, again, read_manifest, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import stored_dtype

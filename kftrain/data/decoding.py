@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kftrain.core.plugins import user_code
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, KftrainError, UserCodeError, error_from_dict
-from kftrain.plugins import user_code
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kftrain.data.sources.decoding import load_library
+from kftrain.data.file_content import load_library
 from kftrain.errors import DataError
 
 Box = tuple[float, float, float, float]

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kftrain.core.plain import MAX_INTEGER
 from kftrain.data.shares import slots_by_weight
 from kftrain.data.time_window import UTC, TimeWindow, instant, utc_text, zone_of
 from kftrain.errors import ConfigError
-from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Amount, Count, Section
 
 MAX_WINDOW_SAMPLES = 1 << 22

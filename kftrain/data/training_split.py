@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import Conversion
+from kftrain.data.conversion import Conversion
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Samples
 from kftrain.data.length_groups import LengthGroups

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import Conversion, conversion_of
+from kftrain.core import storage
+from kftrain.core.progress import Progress
+from kftrain.data.conversion import Conversion, conversion_of
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.decoding import Decoder, Decoding, Layout, decode_row
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.shards.verified import Uses
 from kftrain.errors import DataError, UserCodeError
 from kftrain.process.machine import num_cpus
-from kftrain.progress import Progress
 
 if TYPE_CHECKING:
     from kftrain.tasks.base import Task

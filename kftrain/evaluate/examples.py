@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from kftrain.core.plugins import user_code
 from kftrain.data.expanded import ValidationRows
 from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics
 from kftrain.models.modes import evaluating
-from kftrain.plugins import user_code
 from kftrain.run.documents import Example
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 
 FORMAT_VERSION = 1
 """Part of the digest: raise it when the same model and data would give other numbers."""

@@ -16,13 +16,13 @@ from kftrain.checkpoint import export
 from kftrain.checkpoint.export import EmptyExport
 from kftrain.checkpoint.filling import ModelSlots
 from kftrain.config import Config
+from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError
 from kftrain.parallel import blocks
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 
 COPIES_UP_TO_BYTES = 1 << 30
 """Weights of no more bytes are copied, unless the configuration says otherwise."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kftrain import bootstrap
-from kftrain.bootstrap import Metrics
+from kftrain.core.plugins import user_code
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.score import Statistics, group_sums
-from kftrain.plugins import user_code
 from kftrain.run.documents import Interval, Slice
+from kftrain.statistics import bootstrap
+from kftrain.statistics.bootstrap import Metrics
 from kftrain.tasks.base import Task
 
 CONFIDENCE = 0.95

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from kftrain.core.plugins import user_code
 from kftrain.data.expanded import ValidationRows
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
-from kftrain.plugins import user_code
 from kftrain.run.documents import Performance, Spread
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded, prepare

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from kftrain import bootstrap, threads
+from kftrain.core import threads
+from kftrain.core.plugins import user_code
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.schema import CLUSTER, Arrays
 from kftrain.errors import EvaluationError, UserCodeError
@@ -28,7 +29,7 @@ from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
-from kftrain.plugins import user_code
+from kftrain.statistics import bootstrap
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import decoded, prepare
 from kftrain.tasks.user_metrics import MetricsOfSums

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kftrain import bootstrap, storage
 from kftrain.checkpoint.export import EmptyExport, read_empty
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import conversion_of
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
+from kftrain.data.conversion import conversion_of
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import ValidationRows, expanded
 from kftrain.data.shards.cache import first_use_of
@@ -32,7 +33,6 @@ from kftrain.evaluate.measures import CONFIDENCE, measure, parts_of, sums_by_sli
 from kftrain.evaluate.performance import measure_performance
 from kftrain.evaluate.score import Scores, Statistics, group_sums, score, share_of
 from kftrain.parallel.world import World, join_world
-from kftrain.plugins import user_code
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.run import documents
 from kftrain.run.documents import (
@@ -47,6 +47,7 @@ from kftrain.run.documents import (
 )
 from kftrain.run.export import read_export_manifest
 from kftrain.run.paths import RunPaths
+from kftrain.statistics import bootstrap
 from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.user_metrics import MetricsOfSums, metrics_of

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kftrain.plain import MAX_INTEGER
+from kftrain.core.plain import MAX_INTEGER
 from kftrain.settings.section import Amount, Count, Section
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kftrain.config import Config
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
 from kftrain.launch.backends import BACKENDS, POD_BACKENDS
 from kftrain.launch.spec import JobSpec
-from kftrain.progress import Progress, to_log
 from kftrain.run.paths import RunPaths
 
 

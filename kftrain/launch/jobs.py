@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import (
     FIRST_RETRYABLE_CODE,
     FencedError,
@@ -23,7 +24,6 @@ from kftrain.errors import (
 )
 from kftrain.launch.base import Launcher, build_launcher
 from kftrain.launch.spec import JobSpec, evaluate_job, train_job
-from kftrain.progress import to_log
 from kftrain.run import attempts
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.completion import metrics_uri, read_completion, read_evaluations

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import FIRST_RETRYABLE_CODE, LaunchError
 from kftrain.launch.base import JobStatus, Request
 from kftrain.launch.role_processes import RoleProcesses, root_cause

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import DataError, LostPeerError, Preempted, is_error_document
 from kftrain.launch.spec import ERROR_FILE_ENV, NODE_RANK_ENV, Role
 from kftrain.process.output import Output

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kftrain.credentials import SECRET_VARIABLES
+from kftrain.core.credentials import SECRET_VARIABLES
 from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
 from kftrain.settings.section import Amount, Count, Section

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
 from kftrain.process.machine import num_local_gpus
 from kftrain.run.completion import JobTask

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kftrain.lazy import attributes
+from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
     from kftrain.models.output import ModelOutput

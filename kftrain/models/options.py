@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from kftrain.core.plugins import is_plugin, user_code
 from kftrain.errors import ConfigError
-from kftrain.plugins import is_plugin, user_code
 from kftrain.trust import load_code
 
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)

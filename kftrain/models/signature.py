@@ -18,12 +18,12 @@ from typing import Any
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
+from kftrain.core.plugins import search_current_folder
 from kftrain.errors import ConfigError
 from kftrain.models.options import Taken
 from kftrain.models.registry import BUILT_IN
 from kftrain.models.settings import ModelConfig
 from kftrain.models.sizes import SIZES, SPLITS
-from kftrain.plugins import search_current_folder
 from kftrain.settings import section
 from kftrain.trust import require_code
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from torch import nn
 
+from kftrain.core.progress import to_log
 from kftrain.errors import UserCodeError
 from kftrain.parallel import initialize
-from kftrain.progress import to_log
 
 
 def built_empty(construct: Callable[[], nn.Module], says_so: bool = False) -> nn.Module:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
 from kftrain.parallel.initialize import Places, set_hooks, stored_parameter
 from kftrain.parallel.sharded import index_of, local, whole_of
-from kftrain.plugins import user_code
 
 
 class ParameterHooks:

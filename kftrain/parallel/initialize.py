@@ -29,11 +29,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.gradients import watch_units
 from kftrain.parallel.sharded import Part, index_in, part_of
 from kftrain.parallel.world import World
-from kftrain.plugins import user_code
 
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 """`init_weights` of a model."""

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from kftrain.core.plain import MAX_INTEGER
 from kftrain.errors import ConfigError
 from kftrain.parallel.equal_parts import require_equal_sizes
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy
-from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Count, Section
 
 NOT_OFFERED = {

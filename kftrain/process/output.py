@@ -18,8 +18,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from kftrain.printable import printable
-from kftrain.progress import to_log
+from kftrain.core.printable import printable
+from kftrain.core.progress import to_log
 from kftrain.run.log_size import MAX_LOG_BYTES, shortened
 
 OUTPUT_ENV = "KFTRAIN_OUTPUT_FOLDER"

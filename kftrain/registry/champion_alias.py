@@ -25,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.journal import Entry, Journal, champion_version, entered_digest, next_entry, predecessors

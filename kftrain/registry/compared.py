@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kftrain import bootstrap
-from kftrain.bootstrap import KEYS, Metrics
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError, TrackingError
 from kftrain.registry import comparison, lineage
@@ -17,6 +15,8 @@ from kftrain.registry.champion_alias import CHAMPION, ChampionAlias
 from kftrain.registry.comparison import RESAMPLING_SEED, MeasuredExport
 from kftrain.registry.reference import Reference
 from kftrain.run.documents import Evaluation, Interval
+from kftrain.statistics import bootstrap
+from kftrain.statistics.bootstrap import KEYS, Metrics
 from kftrain.tracking import model_client
 from kftrain.tracking.model_client import ModelVersion
 from kftrain.trust import Trust

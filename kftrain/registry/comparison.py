@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kftrain import bootstrap, storage
-from kftrain.bootstrap import Metrics, Statistics
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.registry.reference import Reference
 from kftrain.run import documents
 from kftrain.run.documents import Evaluation, Interval, Performance, ReferenceSet, Unmeasured
 from kftrain.run.paths import RunPaths
-from kftrain.significance import PairedTest, mcnemar
+from kftrain.statistics import bootstrap
+from kftrain.statistics.bootstrap import Metrics, Statistics
+from kftrain.statistics.significance import PairedTest, mcnemar
 from kftrain.trust import Trust
 
 SLICES = "slices.npz"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry.journal import Declined, Entry
 from kftrain.run import documents

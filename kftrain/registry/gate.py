@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from math import isfinite, isnan
 from typing import TypeVar
 
-from kftrain import significance
 from kftrain.errors import ConfigError
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import GateReason, Interval
-from kftrain.significance import PairedTest
+from kftrain.statistics import significance
+from kftrain.statistics.significance import PairedTest
 
 Value = TypeVar("Value")
 

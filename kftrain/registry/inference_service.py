@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from kftrain.config import Config
+from kftrain.core.plugins import is_plugin
 from kftrain.errors import ConfigError
-from kftrain.plugins import is_plugin
 from kftrain.registry.reference import Reference
 from kftrain.trust import KINDS_VARIABLE
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import RetryableError, TrackingError
 from kftrain.run import documents
 from kftrain.run.documents import GateReason, Interval

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.errors import ConfigError, EvaluationError
 from kftrain.registry import comparison, tries
@@ -22,6 +21,7 @@ from kftrain.registry.registration import RegisteredVersion
 from kftrain.registry.tries import Tries
 from kftrain.run.documents import GateReason, Interval
 from kftrain.run.paths import RunPaths
+from kftrain.statistics.bootstrap import Metrics
 
 NO_EVALUATION = "has no evaluation on the same data with the same settings"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry.reference import (
     EVALUATION_DIGEST_TAG,

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.registry.wheel import Wheel
 
 LEAST = {

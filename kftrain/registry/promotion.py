@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kftrain import storage
-from kftrain.bootstrap import Metrics
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
-from kftrain.progress import Progress, to_log
 from kftrain.registry import comparison, declined, journal, judgement, lineage, recorded
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
@@ -31,6 +30,7 @@ from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
 from kftrain.registry.registration import CONTENT_DIGEST_TAG, RegisteredVersion, require_same_export
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
+from kftrain.statistics.bootstrap import Metrics
 from kftrain.tracking import client, endpoint, model_client
 from kftrain.tracking.model_client import ModelVersion
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from math import isfinite
 
-from kftrain import bootstrap
-from kftrain.bootstrap import Metrics
 from kftrain.config import Config
 from kftrain.registry import judgement
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import RESAMPLING_SEED, MeasuredExport
 from kftrain.registry.judgement import Challenger
+from kftrain.statistics import bootstrap
+from kftrain.statistics.bootstrap import Metrics
 from kftrain.tracking import client, runs
 
 REFERENCE_PREFIX = "reference_"

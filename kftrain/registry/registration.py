@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import EvaluationError, KftrainError
 from kftrain.registry import lineage
 from kftrain.registry.champion_alias import ChampionAlias

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry.gate import Decision
 from kftrain.run import documents

@@ -13,7 +13,7 @@ import re
 import unicodedata
 from typing import Any
 
-from kftrain.credentials import redacted
+from kftrain.core.credentials import redacted
 
 MINUS = "\u2212"
 REPLACEMENT = "\ufffd"

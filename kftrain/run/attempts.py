@@ -16,7 +16,7 @@ import socket
 import time
 import uuid
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import DataError, FencedError
 from kftrain.run import documents
 from kftrain.run.paths import RunPaths

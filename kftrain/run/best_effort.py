@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from kftrain.core.outages import one_line, plain_errors, retrying_for
+from kftrain.core.progress import to_log
 from kftrain.errors import KftrainError, StorageError
-from kftrain.outages import one_line, plain_errors, retrying_for
-from kftrain.progress import to_log
 
 REPORT_SECONDS = 10.0
 """Seconds for which a process that ends retries to leave its reason behind; once told to stop, it has 30 in all."""

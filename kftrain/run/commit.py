@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
 from kftrain.run import attempts, documents
 from kftrain.run.paths import RunPaths

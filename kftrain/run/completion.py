@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, DataError, EvaluationError, LaunchError, OtherTrainingError
 from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunShards

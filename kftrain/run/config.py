@@ -7,8 +7,8 @@ opens the run meanwhile, with other launch settings, must not change what worker
 from __future__ import annotations
 
 from kftrain import config as configuration
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import ConfigError
 from kftrain.run.best_effort import retryable
 from kftrain.run.paths import RunPaths

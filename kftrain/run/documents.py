@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import DataError, KftrainError
 from kftrain.run.paths import RunPaths
 from kftrain.run.selection import BestEvaluation, in_words

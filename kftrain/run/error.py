@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kftrain import errors, storage
+from kftrain import errors
+from kftrain.core import storage
 from kftrain.errors import BUG_CODE, DataError, FailureClass, KftrainError, is_error_document
 
 SCHEMA_VERSION = 1

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit, documents
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run.best_effort import best_effort
 from kftrain.run.paths import RunPaths
 

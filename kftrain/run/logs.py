@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import attempts
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.completion import JobTask

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kftrain import storage
+from kftrain.core import storage
 
 
 class _Below:

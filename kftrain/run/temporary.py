@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run.paths import RunPaths
 
 STALE_SECONDS = 3600.0

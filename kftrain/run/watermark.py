@@ -14,10 +14,10 @@ import time
 
 from pydantic import Field
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.storage import number_of
 from kftrain.run import documents
 from kftrain.run.documents import Document
-from kftrain.storage import number_of
 
 
 class Watermark(Document):

@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from kftrain.progress import Progress
+from kftrain.core.progress import Progress
 
 URL_ENV = "KFTRAIN_ALERT_URL"
 """Key of the secret `kftrain-alert`, and the variable that it becomes."""

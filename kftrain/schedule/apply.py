@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from kftrain.core.progress import Progress
 from kftrain.errors import LaunchError, UnavailableError
-from kftrain.progress import Progress
 from kftrain.schedule.plan import Action, Content, Create, Delete, Disable, Enable, Recurring, Wanted, plan
 from kftrain.schedule.turn import Turn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import ConfigError
 from kftrain.schedule import cron
 from kftrain.schedule.spec import Schedule

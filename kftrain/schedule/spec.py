@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from kftrain import config as configuration
-from kftrain import plain
 from kftrain.config import Config
+from kftrain.core import plain
 from kftrain.errors import ConfigError
 from kftrain.schedule import cron
 from kftrain.schedule.settings import NAME, SINCE, Policy, ScheduleConfig, parse_instant

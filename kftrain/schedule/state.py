@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import DataError
-from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.documents import Document
 

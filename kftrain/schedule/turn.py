@@ -16,9 +16,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.progress import Progress
 from kftrain.errors import LaunchError
-from kftrain.progress import Progress
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.documents import Document

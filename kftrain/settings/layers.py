@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kftrain import plain
+from kftrain.core import plain
 from kftrain.errors import ConfigError
 
 Document = dict[str, Any]

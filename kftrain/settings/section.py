@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from kftrain.plain import MAX_INTEGER
+from kftrain.core.plain import MAX_INTEGER
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]

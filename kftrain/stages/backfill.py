@@ -9,8 +9,8 @@ from typing import Any
 
 from kftrain import tracking
 from kftrain.config import Config
+from kftrain.core.progress import Progress
 from kftrain.errors import TrackingError
-from kftrain.progress import Progress
 from kftrain.run.paths import RunPaths
 from kftrain.stages import tracked
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from kftrain import registry
 from kftrain.config import Config
+from kftrain.core.plugins import user_code
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Manifest
 from kftrain.data.windows import is_stream
 from kftrain.errors import KftrainError
-from kftrain.plugins import user_code
 from kftrain.registry import ComparedVersion
 from kftrain.report.versions import ReportedVersion, VersionComparison
 from kftrain.run import attempts, documents

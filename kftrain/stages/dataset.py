@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import conversion_of
+from kftrain.core import storage
+from kftrain.core.plugins import is_plugin, user_code
+from kftrain.data.conversion import conversion_of
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kftrain.data.shards.verify import check_listing
 from kftrain.data.windows import is_stream, num_windows
 from kftrain.errors import DataError
-from kftrain.plugins import is_plugin, user_code
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import Task, build_task_of

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import conversion_of
-from kftrain.data.drift import Distribution, change
-from kftrain.data.profile import Profile, mean_and_deviation, write_profile
+from kftrain.core import storage
+from kftrain.core.progress import Progress
+from kftrain.data.conversion import conversion_of
 from kftrain.data.settings import NEW, REPLAYED
-from kftrain.data.sharding import below_root
 from kftrain.data.shards.manifest import Manifest, read_manifest
 from kftrain.errors import ConfigError, DataError, KftrainError
-from kftrain.progress import Progress
 from kftrain.run import documents
 from kftrain.run.drift import Drift, DriftedDistribution, ProfiledDataset
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.drift import Distribution, change
+from kftrain.sharding.profile import Profile, mean_and_deviation, write_profile
+from kftrain.sharding.shard_dataset import below_root
 from kftrain.stages.dataset import find_manifest
 from kftrain.tasks import Task
 from kftrain.trust import Trust

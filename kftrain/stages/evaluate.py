@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kftrain import launch, registry, report, storage, tracking
+from kftrain import launch, registry, report, tracking
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
 from kftrain.evaluate.identity import evaluation_digest
-from kftrain.progress import Progress, to_log
 from kftrain.registry import Champion
 from kftrain.registry.comparison import find_performance
 from kftrain.run import documents

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-from kftrain import errors, storage
+from kftrain import errors
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import ERROR_LINE, Progress
 from kftrain.errors import FencedError, KftrainError
 from kftrain.process import channel, stage_lifetime
 from kftrain.process.termination import leave_message
-from kftrain.progress import ERROR_LINE, Progress
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import of_stage, read_error
 from kftrain.run.heartbeat import Heartbeat

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kftrain import launch, report, storage
+from kftrain import launch, report
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, RetryableError
 from kftrain.launch.backends import POD_BACKENDS
-from kftrain.progress import Progress, to_log
 from kftrain.run.advice import Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from datetime import datetime, timezone
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress
 from kftrain.errors import ConfigError, Preempted
-from kftrain.progress import Progress
 from kftrain.schedule.settings import format_instant
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import SUCCESS_STATES, finish

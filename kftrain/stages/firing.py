@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
 
-from kftrain import launch, report, storage
+from kftrain import launch, report
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress
 from kftrain.errors import EmptyWindowError, FailureClass
 from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.workflow import cluster_place, is_over
-from kftrain.progress import Progress
 from kftrain.run import documents, heartbeat
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.config import is_opened, read_config

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kftrain import registry, storage
+from kftrain import registry
 from kftrain.checkpoint.export import read_recipe
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.models.settings import ModelConfig
 from kftrain.models.signature import options_of
-from kftrain.progress import Progress
 from kftrain.registry import lineage
 from kftrain.run import documents, export
 from kftrain.run.config import is_opened, read_config

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from kftrain import report
 from kftrain.config import Config
+from kftrain.core.plugins import user_code
+from kftrain.core.progress import Progress
 from kftrain.data.opened import OpenedDataset
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import KftrainError
-from kftrain.plugins import user_code
-from kftrain.progress import Progress
 from kftrain.registry.package import STORES, ModelPackage, requirements
 from kftrain.registry.wheel import own_wheel
 from kftrain.run.documents import Completion, Evaluation, RunShards

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from kftrain import plain, storage
 from kftrain.config import Config
+from kftrain.core import plain, storage
 from kftrain.errors import ConfigError
 from kftrain.run.best_effort import retryable
 from kftrain.settings import layers

@@ -7,15 +7,16 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from kftrain import credentials, storage, tracking
+from kftrain import tracking
 from kftrain.config import Config
-from kftrain.data.sources.resolve_source import BUILT_IN as SOURCES
-from kftrain.data.sources.resolve_source import require_there
+from kftrain.core import credentials, storage
+from kftrain.core.plugins import is_plugin
 from kftrain.errors import ConfigError, TrackingError
 from kftrain.models import options
 from kftrain.models.registry import BUILT_IN as MODELS
 from kftrain.models.signature import check_options, splits_of
-from kftrain.plugins import is_plugin
+from kftrain.sharding.sources.resolve_source import BUILT_IN as SOURCES
+from kftrain.sharding.sources.resolve_source import require_there
 from kftrain.tasks import build_task
 from kftrain.tasks.registry import BUILT_IN as TASKS
 from kftrain.tracking.endpoint import probe_database, require_private_credentials, sqlite_path

@@ -6,8 +6,8 @@ import json
 
 from kftrain import config as configuration
 from kftrain import registry
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError
-from kftrain.progress import Progress, to_log
 from kftrain.registry.journal import Declined, Entry
 from kftrain.report.markdown import escape
 from kftrain.stages import failure, parameters, resolve

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import evaluation_digest

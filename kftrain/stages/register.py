@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kftrain import config as configuration
-from kftrain import registry, report, storage, tracking
+from kftrain import registry, report, tracking
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import ConfigError, TrackingError
-from kftrain.progress import Progress, to_log
 from kftrain.report import content, environment
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort

@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kftrain import credentials, launch, storage
+from kftrain import launch
 from kftrain.config import Config
-from kftrain.data.sources.resolve_source import BUILT_IN
+from kftrain.core import credentials, storage
+from kftrain.core.plugins import is_plugin
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes.reachable import require_remote_storage, require_tracking_server
-from kftrain.plugins import is_plugin
+from kftrain.sharding.sources.resolve_source import BUILT_IN
 
 STEPS = "the pipeline's steps"
 

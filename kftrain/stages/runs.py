@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import KftrainError, TrackingError
 from kftrain.registry.journal import Journal, champion_version
 from kftrain.run import attempts, commit, documents

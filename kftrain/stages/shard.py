@@ -8,19 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kftrain import report, storage
+from kftrain import report
 from kftrain.config import Config
-from kftrain.data import mixing, validation
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
+from kftrain.data import validation
 from kftrain.data.shards import manifest
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
 from kftrain.process import channel
-from kftrain.progress import Progress, to_log
 from kftrain.run.config import is_opened
 from kftrain.run.documents import RunShards
 from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
 from kftrain.run.watermark import WindowFiles
+from kftrain.sharding import mixing
 from kftrain.stages import drift, failure, firing, initial_weights, preflight, remote, resolve, windows
 from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
 from kftrain.stages.firing import Begun

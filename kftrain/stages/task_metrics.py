@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kftrain.bootstrap import Metrics
 from kftrain.config import Config
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
-from kftrain.plugins import user_code
+from kftrain.statistics.bootstrap import Metrics
 from kftrain.tasks import build_task
 from kftrain.tasks.user_metrics import metrics_of
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.sharding import known_strata, training_records
-from kftrain.data.sources import resolve_source
-from kftrain.data.sources.keyed import KeyedSource
+from kftrain.core import storage
 from kftrain.errors import ConfigError
+from kftrain.sharding.shard_dataset import known_strata, training_records
+from kftrain.sharding.sources import resolve_source
+from kftrain.sharding.sources.keyed import KeyedSource
 from kftrain.tasks import build_task, language_modeling
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.tokenizers import TrainTokenizer, parse_option

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import cast
 
-from kftrain import launch, storage, tracking
+from kftrain import launch, tracking
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import InterruptedByUser, KftrainError, OtherJobError, Preempted, TrackingError
-from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.documents import Document, RunShards

@@ -7,10 +7,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from kftrain import launch, report, storage
+from kftrain import launch, report
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import DataError, OtherJobError, OtherTrainingError
-from kftrain.progress import Progress, to_log
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import refuse_old_order
 from kftrain.run.completion import find_completion

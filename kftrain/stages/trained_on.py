@@ -6,14 +6,14 @@ import numpy as np
 
 from kftrain import registry
 from kftrain.config import Config
-from kftrain.data.parts.content import UNKNOWN
-from kftrain.data.parts.records import read_table
 from kftrain.data.schema import SPLITS
 from kftrain.data.shards.manifest import Manifest, shard_uri
 from kftrain.errors import DataError, KftrainError
 from kftrain.run.config import read_config
 from kftrain.run.documents import GateReason, RunShards
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.parts.content import UNKNOWN
+from kftrain.sharding.parts.records import read_table
 from kftrain.stages.dataset import read_dataset
 from kftrain.trust import Trust
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data import mixing
+from kftrain.core import storage
+from kftrain.core.progress import Progress, to_log
 from kftrain.data.settings import WindowConfig
-from kftrain.data.sources.selection import LATE
 from kftrain.data.time_window import TimeWindow, utc_text
 from kftrain.errors import ConfigError, DataError, EmptyWindowError
-from kftrain.progress import Progress, to_log
 from kftrain.run import documents
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.paths import RunPaths
@@ -22,6 +20,8 @@ from kftrain.run.watermark import WindowFiles, find_watermark, move_watermark, r
 from kftrain.schedule import cron
 from kftrain.schedule.settings import EARLIEST, SINCE, Policy, parse_instant
 from kftrain.schedule.state import History
+from kftrain.sharding import mixing
+from kftrain.sharding.sources.selection import LATE
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import ConfigError, DataError
 from kftrain.tasks import tokenizer_json
 from kftrain.tasks.tokenizers import Tokenizer

@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field as Limits
 
 from kftrain.data import images
+from kftrain.data.file_content import load_library
 from kftrain.data.schema import BYTES, Arrays, Block, Field, Record, SampleSchema
-from kftrain.data.sources.decoding import load_library
 from kftrain.errors import ConfigError, DataError
 from kftrain.settings.section import Count
 from kftrain.tasks.augment import Augment

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import SPLITS, Arrays
 from kftrain.data.shards.manifest import Manifest, shard_uri
 from kftrain.data.shards.reader import read_index
 from kftrain.data.shards.verify import block_keys
 from kftrain.errors import UserCodeError
-from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.shown import fields
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kftrain.core.plugins import user_code
 from kftrain.data.decoding import at_place
 from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, UserCodeError
-from kftrain.plugins import user_code
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
+from kftrain.core.plugins import is_plugin, user_code
 from kftrain.data.assets import read_assets, root_of
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import options
-from kftrain.plugins import is_plugin, user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.settings import TaskConfig
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from kftrain.data.file_content import IMAGE_SUFFIXES
 from kftrain.data.images import decode_image
 from kftrain.data.schema import Arrays, Field, SampleSchema
-from kftrain.data.sources.decoding import IMAGE_SUFFIXES
 from kftrain.errors import DataError, UserCodeError
 
 MAX_NAMES = 8

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plain import MAX_INTEGER
 from kftrain.errors import ConfigError
 from kftrain.models.options import suggest
-from kftrain.plain import MAX_INTEGER
 from kftrain.settings.section import Section
 from kftrain.tasks import tokenizer_json
 

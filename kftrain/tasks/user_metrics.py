@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError, UserCodeError
-from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.trust import load_code
 

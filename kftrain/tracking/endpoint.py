@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from kftrain import credentials
-from kftrain.credentials import redacted as redacted
+from kftrain.core import credentials
+from kftrain.core.credentials import redacted as redacted
 from kftrain.errors import TrackingError
 from kftrain.tracking.settings import TrackingConfig
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kftrain import outages
+from kftrain.core import outages
 from kftrain.errors import KftrainError, MlflowError, TrackingError
 from kftrain.tracking import endpoint
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from kftrain.checkpoint.settings import CheckpointConfig
 from kftrain.config import Config
+from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError, KftrainError, error_from_dict
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 from kftrain.run.selection import BestEvaluation, Goal, after_evaluation, improves, in_words
 
 

@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from kftrain import storage
 from kftrain.checkpoint import exporting
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import CheckpointError
-from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointName
 from kftrain.run.documents import Completion

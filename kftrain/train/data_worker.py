@@ -11,8 +11,8 @@ import signal
 import socket
 import sys
 
-from kftrain import outages
 from kftrain.config import Config
+from kftrain.core import outages
 from kftrain.data.worker_messages import WorkerConnection
 from kftrain.data.worker_processes import decode_rows
 from kftrain.errors import BUG_CODE, error_to_dict, print_traceback

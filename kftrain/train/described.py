@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from kftrain import storage
 from kftrain.checkpoint import exporting
 from kftrain.checkpoint.export import Description
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.models import build_model
-from kftrain.plugins import user_code
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.base import Task

@@ -14,9 +14,9 @@ from kftrain.checkpoint import export_tensors
 from kftrain.checkpoint.export import read_recipe
 from kftrain.checkpoint.filling import ModelSlots
 from kftrain.config import Config
+from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 from kftrain.run.export import ExportManifest, read_export_manifest
 from kftrain.train.settings import InitialWeights
 from kftrain.trust import Trust

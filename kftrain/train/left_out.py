@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kftrain.core.progress import to_log
 from kftrain.data.decoding import BadSample
 from kftrain.errors import DataError
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 
 
 class LeftOut:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from kftrain.core.progress import to_log
 from kftrain.errors import KftrainError, error_from_dict
 from kftrain.models.base import has_init_weights
 from kftrain.models.registry import build_model, find_target
@@ -15,7 +16,6 @@ from kftrain.parallel import initialize
 from kftrain.parallel.empty import built_empty
 from kftrain.parallel.initialize import Drawn, Scattered, Weights
 from kftrain.parallel.world import World
-from kftrain.progress import to_log
 
 
 def build_empty(

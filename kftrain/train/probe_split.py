@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from kftrain.core.progress import to_log
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError
 from kftrain.parallel.initialize import places_of, stored_parameter
@@ -34,7 +35,6 @@ from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
 from kftrain.parallel.tensor_plan import SplitModule, plan_of
 from kftrain.parallel.transforms import Distributed
-from kftrain.progress import to_log
 from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.attributes import lend_attributes

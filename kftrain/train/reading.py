@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kftrain import storage
 from kftrain.config import Config
-from kftrain.data.adopted.conversion import conversion_of
+from kftrain.core import storage
+from kftrain.data.conversion import conversion_of
 from kftrain.data.decoding import Decoding, Samples, decode_row
 from kftrain.data.expanded import Gather, ValidationRows, expanded
 from kftrain.data.loader import CountTerms, Send, TrainLoader, Workers

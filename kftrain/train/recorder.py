@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kftrain.progress import to_log
+from kftrain.core.progress import to_log
 from kftrain.tracking.base import Tracker
 
 MAX_POINTS = 4096

@@ -13,8 +13,8 @@ from typing import Any
 from kftrain.checkpoint.save import CheckpointWriter
 from kftrain.checkpoint.settings import CheckpointConfig
 from kftrain.checkpoint.staging import State
+from kftrain.core.progress import to_log
 from kftrain.errors import RetryableError
-from kftrain.progress import to_log
 
 
 class Saves:

@@ -19,10 +19,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from kftrain import storage, tracking
+from kftrain import tracking
 from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.save import CheckpointWriter, Identity
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.data.shards.cache import first_use_of
@@ -48,7 +50,6 @@ from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.parallel.world import World, join_world
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
-from kftrain.progress import to_log
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest
 from kftrain.run.completion import find_completion

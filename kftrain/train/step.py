@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from kftrain.core.plugins import user_code
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import UserCodeError
 from kftrain.models.output import split_output
-from kftrain.plugins import user_code
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import arguments_of
 from kftrain.train.carrier import Tensors, built, to_device

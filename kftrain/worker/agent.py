@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.launch.spec import ERROR_FILE_ENV, RENDEZVOUS_PORT
 from kftrain.process import store_socket
 from kftrain.process.imports import imports_for_good

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import (
     FailureClass,
     GpuMemoryError,

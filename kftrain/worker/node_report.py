@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import FencedError
 from kftrain.launch.spec import NODE_NAME_ENV
 from kftrain.process.termination import leave_message

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 
-from kftrain import outages
 from kftrain.config import Config
+from kftrain.core import outages
 from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.process import output
 from kftrain.process.imports import imports_for_good

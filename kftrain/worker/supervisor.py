@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import KftrainError, LostPeerError, Preempted
 from kftrain.launch.spec import ERROR_FILE_ENV
 from kftrain.process.kept import KeptProcess, Reporter
@@ -28,7 +29,6 @@ from kftrain.process.liveness import LIVENESS_ENV
 from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import INTERRUPT, handled
-from kftrain.progress import to_log
 from kftrain.run.best_effort import best_effort, retryable
 from kftrain.run.completion import is_complete
 from kftrain.run.config import read_job_config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import jobs, overfitting
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import attempts, commit, documents
 from kftrain.run.documents import Completion
 

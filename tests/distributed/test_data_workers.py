@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers import jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 

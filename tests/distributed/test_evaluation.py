@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from helpers import jobs
 
-from kftrain import config, storage
+from kftrain import config
 from kftrain.checkpoint.export import load_export
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.identity import evaluation_digest

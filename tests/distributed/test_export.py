@@ -8,10 +8,10 @@ from helpers import jobs
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kftrain import storage
 from kftrain.checkpoint import export, exporting
 from kftrain.checkpoint.export import load_export
 from kftrain.checkpoint.exporting import group_by_size
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import documents
 from kftrain.run.documents import Completion

@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers import jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
 from kftrain.run import attempts, commit
 

@@ -6,7 +6,8 @@ import re
 import pytest
 from helpers import jobs
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.launch.spec import ADDRESS_ENV, NODE_RANK_ENV
 
 pytestmark = pytest.mark.slow

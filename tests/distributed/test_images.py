@@ -7,7 +7,7 @@ import pytest
 import webdataset
 from helpers import jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import attempts
 
 pytestmark = pytest.mark.slow

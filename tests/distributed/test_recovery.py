@@ -7,7 +7,8 @@ import psutil
 import pytest
 from helpers import jobs
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from helpers import jobs
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion

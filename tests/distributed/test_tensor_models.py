@@ -7,7 +7,7 @@ from helpers.parity_oracle import BASE, STEPS, text_rows
 from helpers.pool import Pools
 from helpers.tensor_models import seven_tokens
 
-from kftrain.plain import load
+from kftrain.core.plain import load
 
 MIXED = "\n".join(line for line in BASE.splitlines() if not line.startswith("model:"))
 

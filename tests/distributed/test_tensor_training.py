@@ -5,7 +5,8 @@ import pytest
 from helpers import jobs
 from safetensors.numpy import load_file
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 

@@ -9,7 +9,7 @@ from helpers import jobs
 from helpers.toy_data import shard_folder
 from safetensors.torch import load_file
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import commit, documents
 from kftrain.run.documents import Completion
 

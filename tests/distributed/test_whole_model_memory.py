@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from helpers import ranks
 from helpers.memory import peak_of_memory
 
-from kftrain import config, storage
+from kftrain import config
 from kftrain.checkpoint import exporting, save
 from kftrain.checkpoint.export import Description, load_export, read_empty
+from kftrain.core import storage
 from kftrain.evaluate.layout import spread_out
 from kftrain.models.base import has_init_weights
 from kftrain.models.registry import find_target

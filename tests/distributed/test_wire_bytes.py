@@ -13,10 +13,10 @@ from helpers import private_network, ranks
 from helpers.parity_rank import new_loader
 
 from kftrain import config
+from kftrain.core.plain import load
 from kftrain.data.order import BatchPlan
 from kftrain.models import build_model
 from kftrain.parallel.mesh import Mesh
-from kftrain.plain import load
 from kftrain.tasks import build_task
 from kftrain.tasks.logits import task_reads_parts
 from kftrain.train import session

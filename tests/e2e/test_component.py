@@ -5,7 +5,7 @@ from e2e.commands import kftrain, options
 from e2e.kfp_step import delete_workflow, terminate_workflow
 from e2e.namespace import wait_until
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths

@@ -10,11 +10,11 @@ from e2e.commands import EXAMPLE, SMALL
 from e2e.namespace import wait_until
 from helpers.object_store import BUCKET
 
+from kftrain.core.storage import read_json
 from kftrain.run import documents
 from kftrain.run.documents import Registration
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.state import History
-from kftrain.storage import read_json
 
 pytestmark = pytest.mark.timeout(1500, func_only=True)
 

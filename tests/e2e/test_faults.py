@@ -5,7 +5,7 @@ from e2e.commands import kftrain, options, running
 from e2e.namespace import wait_until
 from helpers.jobs import losses
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.run import attempts
 from kftrain.run.error import read_error

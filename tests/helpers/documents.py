@@ -3,11 +3,12 @@
 import hashlib
 import json
 
-from kftrain import config, storage
-from kftrain.data.sharding import shard_dataset
+from kftrain import config
+from kftrain.core import storage
 from kftrain.evaluate.identity import evaluation_digest
 from kftrain.run.documents import Completion, Confusion, Evaluation, Interval, Registration, RunShards
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.stages import resolve
 from kftrain.tasks import build_task
 

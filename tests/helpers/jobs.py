@@ -9,11 +9,12 @@ from pathlib import Path
 
 import psutil
 
-from kftrain import config, storage
-from kftrain.data.sharding import shard_dataset
+from kftrain import config
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import Completion, EvaluationRequest, EvaluationTarget
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.tasks import build_task
 
 TINY = """

@@ -4,9 +4,10 @@ import contextlib
 
 from helpers.parity_rank import COLLECTIVE_SECONDS, Trained, new_loader, whole
 
-from kftrain import config, storage
+from kftrain import config
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter, Identity
+from kftrain.core import storage
 from kftrain.errors import Preempted
 from kftrain.parallel.mesh import Mesh
 from kftrain.process.liveness import Liveness

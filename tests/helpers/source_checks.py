@@ -15,8 +15,8 @@ from helpers.toy_data import toy_config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Record
 from kftrain.data.settings import DataConfig
-from kftrain.data.sharding import shard_dataset
-from kftrain.data.sources import resolve_source
+from kftrain.sharding.shard_dataset import shard_dataset
+from kftrain.sharding.sources import resolve_source
 from kftrain.tasks.base import Task
 
 
@@ -63,7 +63,7 @@ import importlib, sys
 for name in sys.argv[3:]:
     importlib.import_module(name)
 from kftrain.data.settings import DataConfig
-from kftrain.data.sources import resolve_source
+from kftrain.sharding.sources import resolve_source
 
 def memory():
     status = open("/proc/self/status").read()

@@ -10,8 +10,8 @@ from helpers.toy_task import ToyTask
 
 from kftrain.config import Config, RunConfig
 from kftrain.data.settings import DataConfig
-from kftrain.data.sharding import ShardingResult, shard_dataset
 from kftrain.data.shards.manifest import read_manifest, shard_uri
+from kftrain.sharding.shard_dataset import ShardingResult, shard_dataset
 
 
 def text_folder(folder: Path, num_files: int = 40) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import jobs, overfitting
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import Completion, Registration
 from kftrain.run.paths import RunPaths

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from helpers import crds
 
-from kftrain import __version__, cli, storage
+from kftrain import __version__, cli
 from kftrain.cli import runner
 from kftrain.components.images import STEPS_IMAGE
+from kftrain.core import storage
 from kftrain.pipelines.compile import compiled, manifests, version_name
 from kftrain.pipelines.train import SECRETS, train_pipeline
 from kftrain.stages.outcome import Outcome

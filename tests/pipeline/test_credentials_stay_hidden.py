@@ -12,7 +12,7 @@ from helpers.mlflow_server import Server
 from helpers.object_store import BUCKET, ObjectStore
 from helpers.proxies import AuthProxy
 
-from kftrain import storage
+from kftrain.core import storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

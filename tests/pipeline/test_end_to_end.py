@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers.documents import DIGITS
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import Registration
 from kftrain.run.paths import RunPaths

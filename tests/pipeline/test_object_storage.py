@@ -16,7 +16,7 @@ from helpers.documents import DIGITS
 from helpers.jobs import losses
 from helpers.object_store import BUCKET, ObjectStore
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import commit
 from kftrain.run.documents import Registration, read
 from kftrain.run.paths import RunPaths

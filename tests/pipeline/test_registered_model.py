@@ -10,12 +10,12 @@ from helpers import jobs
 from helpers.documents import DIGITS
 from helpers.mlflow_server import Server
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.settings import DataConfig
-from kftrain.data.sources import resolve_source
 from kftrain.run import documents
 from kftrain.run.documents import Evaluation
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.sources import resolve_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -15,8 +15,8 @@ from kfp.compiler import Compiler
 
 from kftrain.cli import runner
 from kftrain.cli.child import PipelineProcess
+from kftrain.core.progress import unmarked
 from kftrain.pipelines.compile import compiled
-from kftrain.progress import unmarked
 from kftrain.stages import parameters
 
 
@@ -26,7 +26,7 @@ def work(folder: str, seconds: float) -> str:
     from pathlib import Path
 
     from kftrain.config import Config
-    from kftrain.progress import to_log
+    from kftrain.core.progress import to_log
     from kftrain.run.paths import RunPaths
     from kftrain.stages.failure import reported
 

@@ -12,8 +12,7 @@ from helpers.kfp_server import Server
 from helpers.webhook import Webhook
 
 from kftrain import config as configuration
-from kftrain import storage
-from kftrain.data.parts.store import PartStore
+from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.kubeflow.client import TOKEN_ENV, Connection
 from kftrain.kubeflow.recurring import RecurringPipelines
@@ -28,6 +27,7 @@ from kftrain.schedule.plan import Content, Wanted
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
+from kftrain.sharding.parts.store import PartStore
 from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish

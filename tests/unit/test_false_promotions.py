@@ -10,11 +10,11 @@ import math
 import numpy as np
 import pytest
 
-from kftrain import bootstrap
 from kftrain.registry.gate import Evidence, confidence_at, decide
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import Interval
-from kftrain.significance import t_quantile
+from kftrain.statistics import bootstrap
+from kftrain.statistics.significance import t_quantile
 
 LEVEL, TRIES, RESAMPLES, CHUNK = 0.025, 20, 200, 4_000_000
 SETTINGS = RegistryConfig(metric="loss", goal="minimize")

@@ -9,10 +9,10 @@ from helpers.documents import finished_run
 from unit.stages.test_comparison import reference_to
 from unit.test_layering import place, sources
 
-from kftrain import config, storage, trust
+from kftrain import config, trust
 from kftrain.cli import cli
 from kftrain.config import Config
-from kftrain.data.sources.user import UserSource
+from kftrain.core import storage
 from kftrain.errors import ConfigError
 from kftrain.models import build_model
 from kftrain.models.settings import ModelConfig
@@ -20,6 +20,7 @@ from kftrain.models.signature import options_of
 from kftrain.registry import ComparedVersion
 from kftrain.run.config import keep_job_config, read_config, read_job_config
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.sources.user import UserSource
 from kftrain.stages import comparison, preflight
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
@@ -30,12 +31,12 @@ KIND = "os:getcwd"
 
 IMPORTERS = {
     "trust.py": "the way from a document to an import",
-    "lazy.py": "names of ours, from a table in the source",
+    "core/lazy.py": "names of ours, from a table in the source",
     "cli/__init__.py": "commands, from a table in the source",
     "launch/base.py": "launchers, from a table in the source",
     "launch/kubernetes/kinds/__init__.py": "kinds of jobs, from a table in the source",
-    "data/sources/decoding.py": "libraries that the callers name in the source",
-    "data/parts/encoder.py": "unpickles a temporary file that this process itself has written",
+    "data/file_content.py": "libraries that the callers name in the source",
+    "sharding/parts/encoder.py": "unpickles a temporary file that this process itself has written",
     "checkpoint/reader.py": "an unpickler that knows what torch's own header consists of, and nothing else",
     "models/signature.py": "looks for a file after asking trust, and evaluates annotations of our own source",
     "registry/wheel.py": "looks for our own packages, and copies their list of entry points",
@@ -51,12 +52,12 @@ IMPORTING = {
 }
 
 COMPUTED_ATTRIBUTES = {
-    *("trust.py", "lazy.py", "cli/__init__.py", "remote.py", "outages.py", "checkpoint/reader.py"),
+    *("trust.py", "core/lazy.py", "cli/__init__.py", "core/remote.py", "core/outages.py", "checkpoint/reader.py"),
     *("process/liveness.py", "tasks/logits.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
     *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/wire.py"),
     *("parallel/tensor_traffic.py", "parallel/buffers.py", "parallel/topology.py"),
-    *("train/settings.py", "train/attributes.py", "registry/gate.py", "data/mixing.py", "data/settings.py"),
-    *("data/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
+    *("train/settings.py", "train/attributes.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
+    *("sharding/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
 }
 """Who takes attributes by names that stand elsewhere in the source, or, in trust.py alone, in a document."""
 

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.outages import one_line
+from kftrain.core.progress import to_log
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards.manifest import reading
 from kftrain.data.shards.verified import File, FirstUse, Memory, Opened, node_folder, require_content
-from kftrain.outages import one_line
-from kftrain.progress import to_log
 
 CHUNK_BYTES = 1 << 20
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data import schema as schemas
 from kftrain.data.schema import SPLITS, SampleSchema
 from kftrain.data.shards.npy_header import stored_dtype

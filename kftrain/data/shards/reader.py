@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.schema import Arrays, SampleSchema
 from kftrain.data.shards.manifest import Shard, index_uri, reading, row_bytes, shard_uri
 from kftrain.data.shards.npy_header import NOT_ARRAY, npy_header

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kftrain import storage
+from kftrain.core import storage
 
 ABANDONED_SECONDS = 6 * 3600.0
 """A live sharding writes to its folder every few MiB, so that a folder silent for hours has no owner."""

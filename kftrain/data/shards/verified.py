@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kftrain import remote, storage, threads
+from kftrain.core import remote, storage, threads
 from kftrain.data.shards.manifest import SHARD_AGAIN, reading
 from kftrain.errors import DataError, KftrainError, StorageAwayError, StorageError
 

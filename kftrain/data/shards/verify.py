@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.schema import SPLITS, SampleSchema
+from kftrain.data.shards import tar_reader, tar_samples
 from kftrain.data.shards.keys import decode_key
 from kftrain.data.shards.manifest import (
     MANIFEST_NAME,
@@ -31,7 +32,6 @@ from kftrain.data.shards.manifest import (
 from kftrain.data.shards.npy_header import npy_header
 from kftrain.data.shards.reader import read_index
 from kftrain.data.shards.verified import require_content, require_shard_size, truncated
-from kftrain.data.sources import tar_reader, tar_samples
 from kftrain.errors import DataError
 
 MAX_LISTINGS = 16

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.retry import FORBIDDEN_SECONDS, PASSING, UNAUTHORIZED, RetryPolicy, message_of
-from kftrain.progress import Progress, to_log
 
 WORKLOADS = ("kueue.x-k8s.io", "v1beta1", "workloads")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")

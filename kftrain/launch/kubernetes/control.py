@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes import observation, states
@@ -22,7 +23,6 @@ from kftrain.launch.kubernetes.labels import QUEUE_LABEL, RUN_LABEL, TASK_LABEL,
 from kftrain.launch.kubernetes.lease import any_pods
 from kftrain.launch.kubernetes.logs import Logs
 from kftrain.launch.kubernetes.observation import Observation
-from kftrain.progress import Progress, to_log
 from kftrain.run.paths import RunPaths
 
 FINISHED_SECONDS = 3600.0

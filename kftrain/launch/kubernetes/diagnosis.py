@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kftrain import errors
-from kftrain.credentials import redacted
+from kftrain.core.credentials import redacted
 from kftrain.errors import FailureClass, KftrainError, StorageError
 from kftrain.launch.kubernetes.logs import FIRST
 from kftrain.launch.kubernetes.observation import Pod, place_of

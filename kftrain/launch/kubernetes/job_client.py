@@ -6,10 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 
+from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes.client import CONFLICT, FORBIDDEN, NOT_FOUND, Cluster
 from kftrain.launch.kubernetes.kinds.kind import Kind, Object
-from kftrain.progress import Progress, to_log
 
 MAX_LINE_BYTES = 16_384
 """Bytes that are kept of a line of a log, from its beginning."""

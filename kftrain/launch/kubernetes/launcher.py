@@ -13,8 +13,9 @@ from types import FrameType
 
 import yaml
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, Preempted
 from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
@@ -30,7 +31,6 @@ from kftrain.launch.kubernetes.terminate import TerminateWatch
 from kftrain.launch.kubernetes.watcher import Watcher
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handled
-from kftrain.progress import to_log
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import Heartbeat

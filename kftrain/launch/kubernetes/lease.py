@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kftrain.core.progress import to_log
 from kftrain.errors import LaunchError, OtherJobError
 from kftrain.launch.kubernetes.annotations import DIGEST_ANNOTATION, LAUNCH_ANNOTATION
 from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind
 from kftrain.launch.kubernetes.labels import KFP_RUN_LABEL, RUN_LABEL
 from kftrain.launch.kubernetes.observation import parse_pods
-from kftrain.progress import to_log
 
 POLL_SECONDS = 1.0
 GOING_SECONDS = 900.0

@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
+from kftrain.core.printable import printable
+from kftrain.core.progress import STEP, to_log, unmarked
 from kftrain.errors import KftrainError
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
-from kftrain.printable import printable
-from kftrain.progress import STEP, to_log, unmarked
 
 FIRST = place_of(WORKER, 0)
 """Place of the pod that prints the lines about steps."""

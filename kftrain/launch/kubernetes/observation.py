@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from kftrain.core.progress import STEP
 from kftrain.launch.kubernetes.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.labels import QUEUE_LABEL, TASK_LABEL
 from kftrain.launch.spec import WORKER
-from kftrain.progress import STEP
 
 
 @dataclass(frozen=True)

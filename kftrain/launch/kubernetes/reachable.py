@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.errors import LaunchError
 
 

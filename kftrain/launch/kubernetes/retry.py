@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kftrain.core.progress import Progress
 from kftrain.errors import LaunchError
-from kftrain.progress import Progress
 
 CALL_TIMEOUT_SECONDS = (5.0, 10.0)
 """Seconds to connect, and of silence while an answer is read; a call cannot be interrupted for that long."""

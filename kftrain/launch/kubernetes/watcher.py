@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from kftrain.config import Config
+from kftrain.core.progress import to_log
 from kftrain.errors import FailureClass, FencedError
 from kftrain.launch.kubernetes import diagnosis, observation, states
 from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, SEEN_ANNOTATION, STATE_ANNOTATION
@@ -20,7 +21,6 @@ from kftrain.launch.kubernetes.observation import Observation, Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
 from kftrain.launch.kubernetes.states import Assessment, State
 from kftrain.launch.spec import WORKER, JobSpec
-from kftrain.progress import to_log
 from kftrain.run.best_effort import best_effort
 from kftrain.run.completion import is_complete
 from kftrain.run.error import ErrorDocument, read_error

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kftrain.config import Config
+from kftrain.core.progress import to_log
 from kftrain.errors import BUG_CODE, FailureClass, KftrainError, Preempted, class_of
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import SERVICE_ACCOUNT, Cluster
 from kftrain.launch.kubernetes.control import ENDED_PHASES
 from kftrain.launch.kubernetes.terminate import is_terminated
 from kftrain.process.termination import said_in
-from kftrain.progress import to_log
 from kftrain.run.error import ErrorDocument
 
 _TRY = re.compile(r"\(\d+\)$")

@@ -5,7 +5,8 @@ import signal
 import time
 import uuid
 
-from kftrain import errors, storage
+from kftrain import errors
+from kftrain.core import storage
 from kftrain.tasks.language_modeling import LanguageModeling
 
 

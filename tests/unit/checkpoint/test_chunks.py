@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kftrain import storage
 from kftrain.checkpoint import chunks
 from kftrain.checkpoint.chunks import StoredChunks
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 

@@ -10,7 +10,7 @@ import stat
 import pytest
 from helpers import checkpoints
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.shards import staging
 from kftrain.run import attempts, commit
 from kftrain.run.paths import RunPaths

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from helpers import full_disk
 from helpers.pool import SERVER
 
-from kftrain import storage
 from kftrain.checkpoint import chunks, export, exporting
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName

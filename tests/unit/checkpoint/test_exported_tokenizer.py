@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kftrain import storage
 from kftrain.checkpoint import export, exporting
 from kftrain.checkpoint.export import load_export
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.data.schema import Record
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.models import build_model

@@ -27,7 +27,7 @@ KINDS = [
     "builtins:eval",
     "builtins:exec",
     "subprocess:check_output",
-    "kftrain.storage:remove",
+    "kftrain.core.storage:remove",
     "kftrain.models.registry:build_model",
     "torch.hub:load",
     "pickle:loads",
@@ -233,7 +233,7 @@ def test_an_export_with_a_flipped_bit_is_refused(tmp_path, trained, name):
 @pytest.mark.parametrize("name", ["model.safetensors", "kftrain.json", "manifest.json", "config.json"])
 def test_the_bytes_that_are_checked_are_the_ones_that_are_loaded(tmp_path, trained, monkeypatch, name):
     """Whoever can write replaces each file between any two times that it is opened."""
-    from kftrain import storage
+    from kftrain.core import storage
 
     uri, digest = write(tmp_path / "export", trained)
     zeros = {key: torch.zeros_like(tensor) for key, tensor in weights(trained).items()}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kftrain import storage
 from kftrain.checkpoint import load
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, FencedError, RetryableError
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
-from kftrain import storage
 from kftrain.checkpoint import load, reader
 from kftrain.checkpoint.reader import ALLOWED
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, RetryableError
 from kftrain.run import commit
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import checkpoints
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import DataError, error_to_dict
 from kftrain.run import attempts, commit
 from kftrain.run.paths import RunPaths

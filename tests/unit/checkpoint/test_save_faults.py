@@ -15,8 +15,8 @@ from helpers import checkpoints, full_disk
 from helpers.clock import Clock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from kftrain import storage
 from kftrain.checkpoint import save
+from kftrain.core import storage
 from kftrain.errors import FencedError, RetryableError
 from kftrain.run import attempts, commit
 from kftrain.run.paths import RunPaths

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.toy_data import text_folder
 
-from kftrain import cli, config, plugins
+from kftrain import cli, config
+from kftrain.core import plugins
 from kftrain.errors import ConfigError, KftrainError, LaunchError, TrackingError
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.reachable import require_tracking_server

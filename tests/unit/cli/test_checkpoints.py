@@ -5,8 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from kftrain import storage
 from kftrain.cli import cli
+from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName

@@ -3,12 +3,12 @@ import os
 
 import pytest
 
-from kftrain import progress
 from kftrain.cli.console import PlainDisplay, TerminalDisplay, show_step
+from kftrain.core import progress
+from kftrain.core.printable import printable
+from kftrain.core.progress import PREFIX, to_log, unmarked
 from kftrain.errors import KftrainError
 from kftrain.launch.kubernetes import logs
-from kftrain.printable import printable
-from kftrain.progress import PREFIX, to_log, unmarked
 
 
 class Recorded:

@@ -11,8 +11,8 @@ import torch
 from kftrain import cli, config
 from kftrain.cli import init
 from kftrain.data.schema import Record
-from kftrain.data.sources.resolve_source import split_of
 from kftrain.errors import ConfigError
+from kftrain.sharding.sources.resolve_source import split_of
 from kftrain.tasks import build_task
 
 

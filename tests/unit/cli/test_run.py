@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from helpers.documents import opened_run
 
-from kftrain import config, storage, tracking
+from kftrain import config, tracking
 from kftrain.cli import log, run
+from kftrain.core import storage
+from kftrain.core.progress import to_log
 from kftrain.errors import CheckpointError, ConfigError, DataError, RetryableError
 from kftrain.process import channel
-from kftrain.progress import to_log
 from kftrain.run.advice import Place, Situation
 from kftrain.run.paths import RunPaths
 from kftrain.stages import failure, tracked

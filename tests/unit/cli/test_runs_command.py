@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from helpers.documents import digits_config, finished_run, opened_run, publish_commit
 
-from kftrain import storage
 from kftrain.cli.jobs import status_command
 from kftrain.cli.runs import runs_command
+from kftrain.core import storage
 from kftrain.errors import DataError, Preempted
 from kftrain.registry.journal import Journal, next_entry
 from kftrain.run import attempts

@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from helpers.kfp_server import RUN_ID, run
 
-from kftrain import cli, storage
+from kftrain import cli
+from kftrain.core import storage
 from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.pipelines.compile import version_name
 from kftrain.process import signals

@@ -1,7 +1,7 @@
 from helpers.documents import finished_run, interval
 
-from kftrain import storage
 from kftrain.cli import summary
+from kftrain.core import storage
 from kftrain.run.advice import Place, Situation
 from kftrain.run.documents import Registration, read
 from kftrain.run.error import ErrorDocument

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 from helpers.documents import digits_config, opened_run
 
 import kftrain.cli
-from kftrain import progress, registry, storage
+from kftrain import registry
 from kftrain.cli import cli
+from kftrain.core import progress, storage
 from kftrain.data.shards import manifest
 from kftrain.launch.base import JobStatus
 from kftrain.launch.kubernetes.control import ClusterJobs

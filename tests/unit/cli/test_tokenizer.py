@@ -6,8 +6,8 @@ from helpers.toy_data import text_folder
 
 from kftrain.cli import main
 from kftrain.config import parse
-from kftrain.data.sharding import shard_dataset
 from kftrain.data.shards.manifest import read_manifest
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.tasks import build_task
 
 CONFIG = """

@@ -5,8 +5,8 @@ import string
 
 import pytest
 
-from kftrain import credentials
-from kftrain.credentials import redacted, stand_in, taken_out
+from kftrain.core import credentials
+from kftrain.core.credentials import redacted, stand_in, taken_out
 from kftrain.errors import TrackingError, error_to_dict
 
 PASSWORDS = ["p/ss", "p@ss", "p'ss", 'p"ss', "p ss", "p@s/s", "a b@c d", "5/canary", "#x", "?x=1", "a:b", "p<s>", "//@"]

@@ -12,7 +12,8 @@ import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers.bad_server import BODY, BadServer
 
-from kftrain import cli, outages, remote, storage
+from kftrain import cli
+from kftrain.core import outages, remote, storage
 from kftrain.errors import RetryableError
 
 SHORT = remote.Deadline(base_seconds=0.4, hurried_seconds=0.4, bytes_per_second=float(1 << 30))

@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from fsspec.implementations.memory import MemoryFileSystem
 from s3fs.errors import translate_boto_error
 
-from kftrain import outages, storage
+from kftrain.core import outages, storage
 from kftrain.errors import ConfigError, DataError, RetryableError
 from kftrain.run import attempts
 from kftrain.run.paths import RunPaths

@@ -7,7 +7,7 @@ from aiohttp import ClientPayloadError
 from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
 from s3fs.errors import translate_boto_error
 
-from kftrain import outages
+from kftrain.core import outages
 from kftrain.errors import RetryableError
 from kftrain.run.best_effort import best_effort, retryable
 

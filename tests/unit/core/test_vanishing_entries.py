@@ -7,14 +7,14 @@ import pytest
 from helpers.toy_data import shard_folder, shard_toy, text_folder
 from helpers.vanishing import vanish
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.shards import staging, verified, verify
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.shards.verified import FORGOTTEN_AFTER_SECONDS, File, Memory
-from kftrain.data.sources.listing import list_with_times
 from kftrain.run import temporary
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.turn import Turn
+from kftrain.sharding.sources.listing import list_with_times
 
 OWNER = ".tmp-sharding-owner"
 

@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import yaml
 
-from kftrain import plain
+from kftrain.core import plain
 from kftrain.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def in_python():
-    """The module `kftrain.plain` of such a machine, beside the one of this."""
+    """The module `kftrain.core.plain` of such a machine, beside the one of this."""
     assert yaml.__with_libyaml__, "the C parser is what it is compared with"
     spec = importlib.util.spec_from_file_location("plain_in_python", plain.__file__)
     module = importlib.util.module_from_spec(spec)

@@ -7,7 +7,8 @@ import pytest
 from helpers import in_process, jobs
 from PIL import Image
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import DataError, UserCodeError

@@ -7,7 +7,7 @@
 | 3 | flipped bit of a header | `test_fault_03_04_…` here |
 | 4 | flipped bit of a payload | `test_fault_03_04_…` here |
 | 5 | shard missing or empty | `test_fault_01_02_05_…` here; before a job: `tests/unit/stages/test_lost_shards.py` |
-| 6 | sharder killed | `tests/unit/data/test_sharding_killed.py` |
+| 6 | sharder killed | `tests/unit/sharding/test_sharding_killed.py` |
 | 7, 13 | shares that do not divide, another world | `tests/unit/data/test_training_order.py`, `test_batch_plan.py` |
 | 9, 11 | bad sample, worker killed | `tests/unit/data/test_workers.py`, `tests/distributed/test_data_workers.py` |
 | 12 | read that never returns | here (pipe, hanging hash), `tests/unit/data/test_loader_outages.py` (store) |
@@ -23,8 +23,8 @@ import threading
 import pytest
 from helpers import in_process, jobs
 
-from kftrain import storage
 from kftrain.checkpoint.save import CheckpointWriter
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.shards.manifest import read_manifest, shard_uri
 from kftrain.errors import CheckpointError, DataError

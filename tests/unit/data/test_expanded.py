@@ -6,7 +6,7 @@ from kftrain.data import expanded as module
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import Expanded, expanded
 from kftrain.data.schema import CLUSTER
-from kftrain.data.sharding import shard_dataset
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.tasks.language_modeling import LanguageModeling
 
 TEXTS = {f"d{number:02}/x.txt": b"%d " % number * (7 * number + 1) for number in range(12)}

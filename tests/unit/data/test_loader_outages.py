@@ -9,7 +9,7 @@ import s3fs
 from helpers.bad_server import BadServer
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
-from kftrain import outages, remote, storage
+from kftrain.core import outages, remote, storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.loader import TrainLoader
 from kftrain.data.order import BatchPlan, TrainingOrder

@@ -3,7 +3,7 @@
 import pytest
 from helpers import in_process, jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.evaluate.session import evaluate
 
 READERS = ("read_bytes", "open_read", "read_ranges", "sha256_file")

@@ -19,7 +19,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import kftrain
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data import torch_dataset
 from kftrain.data.decoding import Generators
 from kftrain.data.order import TrainingOrder

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data import windows
 from kftrain.data.assets import keep_assets, read_assets, root_of
 from kftrain.data.dataset import ShardedDataset

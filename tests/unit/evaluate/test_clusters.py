@@ -8,16 +8,17 @@ from helpers.toy_data import toy_config
 from helpers.toy_task import ToyTask
 from torch import nn
 
-from kftrain import bootstrap, storage
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import Block, Record, SourcePart
-from kftrain.data.sharding import shard_dataset
-from kftrain.data.sources.resolve_source import split_of
 from kftrain.errors import DataError, UserCodeError
 from kftrain.evaluate.measures import measure
 from kftrain.evaluate.score import Scores, score
 from kftrain.evaluate.session import of_units
 from kftrain.parallel.mesh import Mesh
+from kftrain.sharding.shard_dataset import shard_dataset
+from kftrain.sharding.sources.resolve_source import split_of
+from kftrain.statistics import bootstrap
 
 NUM_ITEMS, NUM_COPIES, NUM_TRIALS = 30, 10, 120
 
@@ -48,7 +49,7 @@ RECORDS = [Record(f"p{number % 7}/{number:02}", {"text": b"x" * (1 + number)}) f
 
 
 def shard(tmp_path, monkeypatch, task=None, records=RECORDS):
-    monkeypatch.setattr("kftrain.data.sources.resolve_source.open_kind", lambda *arguments: Listed(records))
+    monkeypatch.setattr("kftrain.sharding.sources.resolve_source.open_kind", lambda *arguments: Listed(records))
     return shard_dataset(toy_config("stdlib", tmp_path, validation_fraction=0.3), task or Visits(), lambda line: None)
 
 

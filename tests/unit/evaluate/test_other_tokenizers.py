@@ -7,15 +7,15 @@ import torch
 from helpers import in_process
 from helpers.toy_data import toy_config
 
-from kftrain import bootstrap
 from kftrain.config import Config
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import expanded
-from kftrain.data.sharding import shard_dataset
 from kftrain.evaluate.score import group_sums, score
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.mesh import Mesh
+from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.stages import evaluate
+from kftrain.statistics import bootstrap
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.settings import TaskConfig
 

@@ -2,7 +2,7 @@
 
 from helpers import jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import EvaluationRequest
 

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from kftrain import bootstrap, storage
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.evaluate.measures import measure, sums_by_slice
 from kftrain.registry import comparison
 from kftrain.run.documents import Slice
+from kftrain.statistics import bootstrap
 
 NUM_BOOTSTRAP, SEED = 400, 0
 

@@ -5,10 +5,10 @@ import errno
 import pytest
 from helpers.documents import digits_config, publish_described_export
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.errors import CheckpointError, ConfigError, RetryableError, StorageError, UserCodeError
 from kftrain.evaluate import session
-from kftrain.plugins import user_code
 from kftrain.registry import Champion
 from kftrain.run import documents
 from kftrain.run.documents import EvaluationRequest, EvaluationTarget, Unmeasured

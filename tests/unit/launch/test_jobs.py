@@ -1,7 +1,8 @@
 import pytest
 from helpers.documents import publish_commit, publish_export
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.errors import ConfigError, LaunchError, Preempted, RetryableError, StorageError
 from kftrain.launch import jobs, spec
 from kftrain.launch.base import build_launcher

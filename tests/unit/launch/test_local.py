@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from helpers.documents import opened_run
 
-from kftrain import cli, config, storage
+from kftrain import cli, config
 from kftrain.cli.jobs import cancel_command, logs_command, status_command
+from kftrain.core import storage
 from kftrain.errors import LaunchError
 from kftrain.launch.base import build_launcher, find_jobs
 from kftrain.launch.spec import train_job

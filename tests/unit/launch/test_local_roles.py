@@ -6,8 +6,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from kftrain import storage
 from kftrain.cli.jobs import logs_command
+from kftrain.core import storage
 from kftrain.errors import ConfigError, LaunchError, LostPeerError, Preempted
 from kftrain.launch import local, role_processes
 from kftrain.launch.local import LocalLauncher

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kftrain import progress
+from kftrain.core import progress
 from kftrain.process import output
 from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.run.log_size import MIDDLE, shortened

@@ -11,11 +11,13 @@ from helpers.mlflow_server import Server
 
 pytest.importorskip("mlflow")
 
-from kftrain import bootstrap, registry, storage, tracking
+from kftrain import registry, tracking
 from kftrain.config import Config, parse
+from kftrain.core import storage
 from kftrain.evaluate.measures import sums_by_slice
 from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 from kftrain.run.paths import RunPaths
+from kftrain.statistics import bootstrap
 from kftrain.tracking import client, model_client
 
 NUM_GROUPS = 60

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.run.documents import Slice
 

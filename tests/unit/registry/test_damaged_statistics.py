@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.registry.comparison import read_measured
 

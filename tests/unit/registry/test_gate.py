@@ -11,7 +11,7 @@ from kftrain.errors import ConfigError
 from kftrain.registry.gate import Evidence, decide, metric_of
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import GateReason, Interval
-from kftrain.significance import PairedTest
+from kftrain.statistics.significance import PairedTest
 
 
 def interval(low, value, high):

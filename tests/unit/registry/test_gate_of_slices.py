@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.registry import comparison
 from kftrain.registry.comparison import MeasuredExport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.run.documents import ReferenceSet
 

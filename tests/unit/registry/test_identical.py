@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.registry.journal import Journal
 from kftrain.tracking import client, model_client
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import journal
 from kftrain.registry.journal import Journal, champion_version, former_champions, next_entry, predecessors

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.champion_alias import JOURNAL_TAG, ChampionAlias

@@ -76,7 +76,7 @@ def test_declines_are_no_steps_of_a_rollback_and_a_champion_keeps_its_reason(con
 
 
 def test_a_decline_of_before_in_a_document_of_its_own_counts_until_somebody_promotes(config, finished):
-    from kftrain import storage
+    from kftrain.core import storage
 
     finished("one", 0.6).submit()
     run = finished("two", 0.9)

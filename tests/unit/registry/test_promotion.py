@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.errors import ConfigError, EvaluationError, TrackingError
 from kftrain.registry import journal
 from kftrain.registry.journal import Journal

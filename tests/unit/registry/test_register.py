@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.errors import EvaluationError, TrackingError
 from kftrain.registry.reference import require_export
 from kftrain.run import commit, export

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run.documents import ReferenceSet
 from kftrain.tracking import model_client
 

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from kftrain import registry, storage
+from kftrain import registry
+from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import tries
 from kftrain.registry.gate import Decision

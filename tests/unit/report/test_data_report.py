@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from report_documents import Documents
 
-from kftrain import report, storage
+from kftrain import report
+from kftrain.core import storage
 from kftrain.report import content, shards
 from kftrain.report import evaluation as evaluations
 from kftrain.run.documents import Evaluation, Example

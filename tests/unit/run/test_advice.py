@@ -2,7 +2,8 @@
 
 import pytest
 
-from kftrain import errors, storage
+from kftrain import errors
+from kftrain.core import storage
 from kftrain.errors import FailureClass
 from kftrain.run import advice
 from kftrain.run.advice import Next, Place, Situation

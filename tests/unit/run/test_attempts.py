@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import FencedError
 from kftrain.run import attempts, documents
 from kftrain.run.paths import RunPaths

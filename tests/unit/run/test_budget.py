@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import attempts, commit
 from kftrain.run.budget import RestartBudget, Standing, WorkerEnd, read_standing
 from kftrain.run.paths import RunPaths

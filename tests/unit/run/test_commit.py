@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, FencedError
 from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName

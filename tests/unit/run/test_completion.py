@@ -1,7 +1,7 @@
 import pytest
 from helpers.documents import completion_of, digits_config, evaluation_of, publish_export
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.run.completion import (
     is_complete,

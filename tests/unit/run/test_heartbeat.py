@@ -4,7 +4,7 @@ import time
 import pytest
 from botocore.exceptions import ClientError
 
-from kftrain import outages, storage
+from kftrain.core import outages, storage
 from kftrain.run import heartbeat
 from kftrain.run.heartbeat import Heartbeat, LauncherWatch, Silence
 from kftrain.run.paths import RunPaths

@@ -9,6 +9,7 @@ import pytest
 from helpers.kfp_server import Request, Server
 from helpers.together import Together
 
+from kftrain.core.storage import number_of
 from kftrain.errors import LaunchError, UnavailableError
 from kftrain.kubeflow import recurring as kubeflow
 from kftrain.schedule import apply
@@ -16,7 +17,6 @@ from kftrain.schedule import turn as turns
 from kftrain.schedule.apply import Executor
 from kftrain.schedule.plan import Content, Create, Delete, Disable, Enable, Recurring, Wanted, changes_to, plan
 from kftrain.schedule.turn import Turn
-from kftrain.storage import number_of
 
 NIGHTLY = Content("nightly", "0 0 2 * * *", "p-1", "e-1", {"config": "train: {steps: 100}\n", "resume_run": ""})
 LATER = replace(NIGHTLY, cron="0 0 3 * * *")

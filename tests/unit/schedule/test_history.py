@@ -7,8 +7,8 @@ import fsspec
 import pytest
 
 from kftrain import config as configuration
-from kftrain import storage
-from kftrain.remote import RemotePath
+from kftrain.core import storage
+from kftrain.core.remote import RemotePath
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import Firing, FiringEnd, History, key_of

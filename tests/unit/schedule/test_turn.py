@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import LaunchError
 from kftrain.schedule import turn as turns
 from kftrain.schedule.turn import Turn

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kftrain import storage
+from kftrain.core import storage
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import yaml
 from click.testing import CliRunner
 from helpers.documents import finished_run
 
-from kftrain import registry, storage
+from kftrain import registry
 from kftrain.cli import cli
+from kftrain.core import storage
 from kftrain.errors import EvaluationError
 from kftrain.registry import ComparedVersion, ComparedVersions
 from kftrain.registry.reference import Reference

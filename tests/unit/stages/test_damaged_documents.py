@@ -3,7 +3,8 @@
 import pytest
 from helpers.documents import digits_config, finished_run, sharded_run
 
-from kftrain import storage, tracking
+from kftrain import tracking
+from kftrain.core import storage
 from kftrain.errors import DataError, KftrainError
 from kftrain.run import completion
 from kftrain.run.paths import RunPaths

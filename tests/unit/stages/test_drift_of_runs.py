@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kftrain import config, report, storage, tracking
-from kftrain.data import drift as drift_measures
-from kftrain.data import profile
+from kftrain import config, report, tracking
+from kftrain.core import storage
 from kftrain.data.schema import Field
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.time_window import TimeWindow
@@ -19,6 +18,8 @@ from kftrain.errors import ConfigError, StorageError
 from kftrain.run import documents
 from kftrain.run.drift import Drift, DriftedDistribution, DriftShift, ProfiledDataset
 from kftrain.run.paths import RunPaths
+from kftrain.sharding import drift as drift_measures
+from kftrain.sharding import profile
 from kftrain.stages import drift, windows
 from kftrain.stages.shard import shard
 

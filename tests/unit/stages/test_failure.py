@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kftrain import errors, storage, tracking
+from kftrain import errors, tracking
+from kftrain.core import storage
 from kftrain.errors import (
     DataError,
     FencedError,

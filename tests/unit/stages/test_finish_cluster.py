@@ -6,7 +6,8 @@ from helpers.api_server import ApiServer
 from helpers.documents import DIGITS
 from helpers.kube_namespace import NAME
 
-from kftrain import config, storage, tracking
+from kftrain import config, tracking
+from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.launch import spec
 from kftrain.launch.base import build_launcher

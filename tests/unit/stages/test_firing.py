@@ -10,8 +10,8 @@ from helpers.documents import digits_config
 from helpers.launching import wait_until
 from helpers.webhook import Webhook
 
-from kftrain import config, launch, storage, tracking
-from kftrain.data.parts.store import PartStore
+from kftrain import config, launch, tracking
+from kftrain.core import storage
 from kftrain.errors import DataError, FailureClass, LaunchError
 from kftrain.run import heartbeat
 from kftrain.run.config import read_config
@@ -20,6 +20,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
+from kftrain.sharding.parts.store import PartStore
 from kftrain.stages import failure, firing
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish

@@ -5,8 +5,9 @@ from types import MappingProxyType
 import pytest
 from helpers.documents import digits_config, finished_run, registration_of
 
-from kftrain import registry, storage, tracking
+from kftrain import registry, tracking
 from kftrain.config import parse, parse_kept
+from kftrain.core import storage
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.run.config import keep_config, read_config
 from kftrain.run.paths import RunPaths

@@ -4,7 +4,8 @@ import pytest
 from helpers.documents import finished_run, sharded_run
 from helpers.toy_data import shard_folder
 
-from kftrain import launch, registry, storage
+from kftrain import launch, registry
+from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.launch import jobs
 from kftrain.registry import Champion

@@ -7,8 +7,9 @@ import yaml
 from click.testing import CliRunner
 from helpers.documents import digits_config, finished_run, publish_commit
 
-from kftrain import config, registry, storage, tracking
+from kftrain import config, registry, tracking
 from kftrain.cli import cli
+from kftrain.core import storage
 from kftrain.errors import OldOrderError, TrackingError
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import commit

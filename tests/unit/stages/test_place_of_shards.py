@@ -3,7 +3,8 @@
 import pytest
 from helpers.documents import sharded_run
 
-from kftrain import storage, trust
+from kftrain import trust
+from kftrain.core import storage
 from kftrain.data.shards import manifest
 from kftrain.errors import DataError
 from kftrain.stages.dataset import read_dataset, read_shards

@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import pods

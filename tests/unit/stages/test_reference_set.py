@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from helpers.documents import evaluation_of, finished_run, sharded_run
 
-from kftrain import launch, registry, storage, tracking
+from kftrain import launch, registry, tracking
 from kftrain.config import parse
+from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.run import documents
 from kftrain.run.documents import ReferenceSet

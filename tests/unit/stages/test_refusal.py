@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from helpers.documents import digits_config, finished_run, publish_commit
 
-from kftrain import storage, tracking
+from kftrain import tracking
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, KftrainError, OtherTrainingError
 from kftrain.stages import tracked
 from kftrain.stages.finish import finish

@@ -5,8 +5,9 @@ from helpers.documents import opened_run, publish_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import config, storage
+from kftrain import config
 from kftrain.cli import run as cli_run
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.run import attempts
 from kftrain.run.config import keep_config, read_config

@@ -7,8 +7,8 @@ import pytest
 from helpers import in_process
 from helpers.toy_data import toy_config
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.expanded import expanded
 from kftrain.data.schema import Block, Field, SampleSchema
@@ -98,7 +98,7 @@ def test_a_task_that_they_were_not_made_for_asks_for_new_ones(shards, config):
 
 
 def test_todays_shards_fit_any_length(tmp_path):
-    from kftrain.data.sharding import shard_dataset
+    from kftrain.sharding.shard_dataset import shard_dataset
 
     folder = tmp_path / "s"
     folder.mkdir()

@@ -12,15 +12,15 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from kftrain import config as configuration
-from kftrain import storage
-from kftrain.data.sources import file_source, resolve_source
-from kftrain.data.sources.listing import ListedFile, SourceFile
+from kftrain.core import storage
 from kftrain.errors import EmptyWindowError, LaunchError
 from kftrain.run.error import of_stage
 from kftrain.run.paths import RunPaths
 from kftrain.schedule import cron
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
+from kftrain.sharding.sources import file_source, resolve_source
+from kftrain.sharding.sources.listing import ListedFile, SourceFile
 from kftrain.stages import firing, resolve, windows
 from kftrain.stages.resolve import OpenedRun
 

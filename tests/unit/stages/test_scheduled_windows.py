@@ -8,15 +8,15 @@ import fsspec
 import pytest
 
 from kftrain import config as configuration
-from kftrain import storage
-from kftrain.data.sources import resolve_source
+from kftrain.core import storage
+from kftrain.core.storage import number_of
 from kftrain.errors import DataError
 from kftrain.run.paths import RunPaths
 from kftrain.run.watermark import find_watermark, move_watermark, read_names, read_watermark
 from kftrain.schedule import cron
 from kftrain.schedule.settings import Policy
+from kftrain.sharding.sources import resolve_source
 from kftrain.stages import firing, windows
-from kftrain.storage import number_of
 
 UTC = timezone.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)

@@ -6,12 +6,13 @@ import sys
 import pytest
 from helpers.documents import digits_config, sharded_run
 
-from kftrain import config, launch, storage, tracking
-from kftrain.data import sharding
+from kftrain import config, launch, tracking
+from kftrain.core import storage
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import build_model
 from kftrain.parallel.tensor_plan import plan_of
 from kftrain.run.error import read_error
+from kftrain.sharding import shard_dataset as sharding
 from kftrain.stages import dry_run
 from kftrain.stages.shard import shard
 from kftrain.stages.train import train

@@ -16,8 +16,9 @@ from helpers.documents import (
     sharded_run,
 )
 
-from kftrain import launch, registry, storage, tracking
+from kftrain import launch, registry, tracking
 from kftrain.config import parse
+from kftrain.core import storage
 from kftrain.errors import (
     CheckpointError,
     ConfigError,

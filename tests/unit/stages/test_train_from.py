@@ -6,7 +6,8 @@ import pytest
 from helpers.documents import digits_config, publish_commit, publish_described_export
 from helpers.toy_task import ToyTask
 
-from kftrain import config, registry, storage, tracking
+from kftrain import config, registry, tracking
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.registry import Champion, lineage
 from kftrain.registry.reference import Reference

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from helpers.toy_data import shard_toy, toy_config
 
-from kftrain import registry, storage
+from kftrain import registry
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.run.config import keep_config
 from kftrain.run.documents import RunShards

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from kftrain import config, tracking
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.parts.store import PartStore
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.time_window import TimeWindow
 from kftrain.data.training_split import open_training_split
 from kftrain.errors import ConfigError, DataError, EmptyWindowError
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
+from kftrain.sharding.parts.store import PartStore
 from kftrain.stages import windows
 from kftrain.stages.shard import shard
 

@@ -10,7 +10,7 @@ from helpers.toy_data import shard_toy, text_folder
 from helpers.toy_task import ToyTask
 from PIL import Image
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Field, SampleSchema
 from kftrain.errors import UserCodeError

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kftrain import config
-from kftrain.data.sources.resolve_source import resolve, split_of
 from kftrain.models import build_model
+from kftrain.sharding.sources.resolve_source import resolve, split_of
 from kftrain.tasks import build_task
 
 REPOSITORY = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from kftrain import config
-from kftrain.data.sources.resolve_source import resolve
+from kftrain.sharding.sources.resolve_source import resolve
 from kftrain.tasks import build_task
 loaded = config.load("diabetes.yaml")
 task = build_task(loaded.task)

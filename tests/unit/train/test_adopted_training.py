@@ -8,13 +8,14 @@ import webdataset
 from helpers import in_process, jobs
 from PIL import Image
 
-from kftrain import config, storage
-from kftrain.data import mixing
+from kftrain import config
+from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.evaluate.session import evaluate
 from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
+from kftrain.sharding import mixing
 from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.tasks import build_task
 from kftrain.train.reading import read_training

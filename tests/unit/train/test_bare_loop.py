@@ -12,7 +12,7 @@ import torch
 from helpers import in_process, jobs, regression
 from safetensors.torch import load_file
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, DivergedError, Preempted
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import documents

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.order import BatchPlan
 from kftrain.errors import ConfigError, Preempted
 from kftrain.run import commit

@@ -10,8 +10,9 @@ import torch
 from helpers import in_process, jobs, overfitting, regression
 from safetensors.torch import load_file
 
-from kftrain import config, report, storage
+from kftrain import config, report
 from kftrain.cli.runs import table
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, Preempted
 from kftrain.run import attempts, commit, completion, documents
 from kftrain.run.documents import Completion

@@ -3,13 +3,14 @@
 import numpy as np
 from helpers import in_process, jobs
 
-from kftrain import config, storage
-from kftrain.data import mixing
+from kftrain import config
+from kftrain.core import storage
 from kftrain.data.training_split import open_training_split
 from kftrain.evaluate.session import evaluate
 from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
+from kftrain.sharding import mixing
 from kftrain.tasks import build_task
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.train.reading import read_training

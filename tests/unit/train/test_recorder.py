@@ -1,7 +1,7 @@
 import itertools
 import math
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.train import recorder
 from kftrain.train.recorder import Recorder
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from helpers import jobs
 
-from kftrain import storage
 from kftrain.checkpoint import load
+from kftrain.core import storage
 from kftrain.errors import CheckpointError, FencedError
 from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion

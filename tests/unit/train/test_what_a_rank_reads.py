@@ -4,7 +4,7 @@ import collections
 
 from helpers import in_process, jobs
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.run import documents
 from kftrain.run.documents import Completion
 

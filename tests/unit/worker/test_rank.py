@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError, Preempted, RetryableError, UserCodeError
 from kftrain.launch.spec import ERROR_FILE_ENV
-from kftrain.plugins import user_code
 from kftrain.process.stop_request import StopRequest
 from kftrain.run import attempts
 from kftrain.run.error import ErrorDocument

@@ -13,7 +13,7 @@ import pytest
 from helpers import jobs
 from helpers.documents import completion_of, digits_config, publish_export
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import ConfigError, FencedError, Preempted, UserCodeError
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_NAME_ENV, NODE_RANK_ENV
 from kftrain.process.termination import said_in

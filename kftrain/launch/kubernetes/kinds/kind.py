@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from kftrain import storage
 from kftrain.config import Config
+from kftrain.core import storage
 from kftrain.launch.kubernetes.annotations import DIGEST_ANNOTATION
 from kftrain.launch.kubernetes.labels import (
     KFP_RUN_LABEL,

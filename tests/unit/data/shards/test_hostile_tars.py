@@ -18,8 +18,8 @@ READ_UNDER_A_LIMIT = """
 import resource, sys
 import numpy as np
 from kftrain.data.settings import DataConfig
-from kftrain.data.sources import resolve_source
-from kftrain.data.adopted import scan
+from kftrain.sharding.sources import resolve_source
+from kftrain.sharding.adopted import scan
 from kftrain.errors import DataError
 paths = sys.argv[2:]
 opened = [resolve_source.resolve(DataConfig(source=path)) for path in paths]

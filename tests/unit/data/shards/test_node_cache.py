@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.toy_data import shard_toy, text_folder
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards import cache as caches

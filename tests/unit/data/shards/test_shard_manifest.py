@@ -12,7 +12,7 @@ from helpers.toy_task import ToyTask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.data.shards import manifest as manifests
 from kftrain.data.shards import verify as verifying
 from kftrain.data.shards.manifest import read_manifest, reading

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kftrain import remote, storage
+from kftrain.core import remote, storage
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards import verified
 from kftrain.data.shards.cache import first_use_of

@@ -8,7 +8,7 @@ from helpers.bad_server import PAGE, BadServer
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 import kftrain
-from kftrain import outages, storage
+from kftrain.core import outages, storage
 from kftrain.data.dataset import ShardedDataset
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards.cache import first_use_of

@@ -3,12 +3,12 @@
 import pytest
 from helpers.launching import JOB, WORKERS, wait_until
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.outages import UNREACHABLE
 from kftrain.errors import DataError, FailureClass, LaunchError, RetryableError, StorageError
 from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.failures import JobFailedError
 from kftrain.launch.kubernetes.observation import Pod
-from kftrain.outages import UNREACHABLE
 from kftrain.run.error import ErrorDocument
 
 FULL = StorageError("no space left on the device", where="/runs/r", fix="make room")

@@ -10,7 +10,7 @@ from helpers.documents import completion_of, publish_export
 from helpers.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, cluster_jobs, job_client, wait_until
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import ConfigError, FencedError, LaunchError
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry

@@ -6,7 +6,8 @@ import time
 import pytest
 from helpers.launching import JOB, WORKERS, wait_until
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.outages import UNREACHABLE
 from kftrain.errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +22,6 @@ from kftrain.launch.kubernetes import pod_exits, watcher
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits, is_at_work
-from kftrain.outages import UNREACHABLE
 from kftrain.run import attempts
 from kftrain.run.attempts import Claim
 from kftrain.run.commit import last_step

@@ -9,10 +9,10 @@ import pytest
 from helpers.kube_namespace import time_stamp
 from helpers.launching import JOB, WORKERS, wait_until
 
-from kftrain import storage
+from kftrain.core import storage
+from kftrain.core.outages import UNREACHABLE
 from kftrain.errors import LaunchError, RetryableError
 from kftrain.launch.kubernetes import states, watcher
-from kftrain.outages import UNREACHABLE
 from kftrain.run import attempts
 
 PLACED = ("PodScheduled", "True")

@@ -4,7 +4,7 @@ import pytest
 from helpers.api_server import LOST
 from helpers.launching import JOB, WORKERS, job_client, wait_until
 
-from kftrain import storage
+from kftrain.core import storage
 from kftrain.errors import FencedError, LaunchError
 from kftrain.launch.kubernetes import cleanup, labels, lease, retry
 from kftrain.launch.kubernetes.job_client import JobClient

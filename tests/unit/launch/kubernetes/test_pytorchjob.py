@@ -7,7 +7,8 @@ from helpers.kubernetes_types import require_valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain import config, storage
+from kftrain import config
+from kftrain.core import storage
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import spec
 from kftrain.launch.kubernetes import annotations, labels

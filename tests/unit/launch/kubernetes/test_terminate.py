@@ -5,8 +5,8 @@ from helpers import pipeline_step
 from helpers.kube_namespace import NAME
 from helpers.launching import JOB, wait_until
 
-from kftrain import storage
 from kftrain.config import parse
+from kftrain.core import storage
 from kftrain.errors import Preempted
 from kftrain.launch.kubernetes import workflow as workflow_module
 

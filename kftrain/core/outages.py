@@ -1,0 +1,338 @@
+"""Storage that is away: how that is told from what no time mends, and how long it is ridden out.
+
+Every call of `storage` goes through `ride_out`. A store that has answered this process before is waited for as long as
+a launcher waits for the API server, one that never has for a minute: its address or credentials may be wrong. Then
+there is one line and an exit code that asks for another attempt. Who has a person waiting, or something better to do
+than to wait, says so by `retrying_for`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import random
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from kftrain.core.credentials import redacted
+from kftrain.core.progress import Progress, to_log
+from kftrain.errors import ConfigError, KftrainError, StorageAwayError, StorageError
+
+ANSWERED_SECONDS = 600.0
+"""How long a store is waited for that has answered this process before."""
+
+UNANSWERED_SECONDS = 60.0
+"""How long one is that never has."""
+
+SAID_AFTER_SECONDS = 2.0
+"""What passes sooner is not worth a line."""
+
+FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 15.0
+
+T = TypeVar("T")
+
+_CODES = {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EHOSTUNREACH}
+"""What an object store that asks for fewer requests, and a network file system that lost its server, answer with."""
+
+_NAMES = re.compile(
+    "Connect|Timeout|PayloadError|IncompleteRead|HTTPClientError|ResponseParserError|ServiceRe(quest|spon)"
+)
+"""Classes of exceptions, of Python and of the drivers of object stores, that speak of a service that is away, or of an
+answer that was cut off or comes from a proxy in front of it."""
+
+_EXPIRED = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"))
+"""S3's error codes of credentials that were good and are being replaced."""
+
+_REFUSED = re.compile("NoCredentials|PartialCredentials|CredentialRetrieval|TokenRetrieval")
+"""Classes of exceptions of drivers that found no credentials, perhaps because the service that gives them is away."""
+
+_PASSING = frozenset((HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS))
+
+
+_FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+_REFUSING_CODES = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+}
+"""A path may not be used, or cannot be one."""
+
+_DRIVERS = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "fsspec")
+"""Packages that speak to object stores."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an exception says that a disk, or a quota of it, is full."""
+    return isinstance(error, OSError) and error.errno in _FULL_CODES
+
+
+def full_error(error: BaseException, where: str = "") -> StorageError:
+    """What to tell of an exception for which `is_full` holds; `where` if it names no file itself."""
+    assert isinstance(error, OSError)
+    place = str(error.filename2 or error.filename or where)
+    folder, _, name = place.rpartition("/")
+    return StorageError(
+        "no space is left on the device",
+        where=folder if name.startswith(".tmp-") else place,
+        fix="free some; nothing that was there is lost",
+    )
+
+
+def _refused_error(error: OSError) -> ConfigError:
+    """What to tell of a path that this machine does not let anybody use."""
+    what = f"the system refuses it: {error.strerror}"
+    return ConfigError(what, where=str(error.filename2 or error.filename), fix="check the path and its permissions")
+
+
+@contextlib.contextmanager
+def telling_of_disks(where: str) -> Iterator[None]:
+    """Within the block our errors say what a disk cannot do. Raises StorageError where it is full.
+
+    Raises ConfigError for a path that may not be used; an OSError that names none passes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise full_error(error, where) from error
+        if error.errno in _REFUSING_CODES and error.filename:
+            raise _refused_error(error) from error
+        raise
+
+
+@contextlib.contextmanager
+def taking_files(folder: Path) -> Iterator[None]:
+    """Within the block that a folder cannot be made, or cannot hold a new file, is a refusal as others are."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError) as error:  # a file in its place, or a system of files as /proc
+        raise NotADirectoryError(errno.ENOTDIR, "no folder for files", str(folder)) from error
+
+
+@contextlib.contextmanager
+def plain_errors(where: str, what: str = "") -> Iterator[None]:
+    """Within the block storage fails by two kinds of exceptions only, whatever its driver raises; bugs pass.
+
+    Raises StorageError where it is away for now, which begins with `what` if that is given, and OSError where it
+    answers that this cannot be done.
+    """
+    try:
+        yield
+    except KftrainError:
+        raise
+    except Exception as error:  # drivers of object stores raise what they like
+        if is_outage(error):
+            kind = StorageError if what else StorageAwayError
+            raise kind(f"{what or UNREACHABLE}: {one_line(error)}", where=where) from error
+        if isinstance(error, OSError) or not is_of_a_driver(error):
+            raise
+        code = errno.EACCES if is_refusal(error) else errno.EREMOTE
+        raise OSError(code, one_line(error), where) from error
+
+
+def is_of_a_driver(error: BaseException) -> bool:
+    """Whether an object store's driver raised it: an exception of its own, or another one on the way through it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [
+        *(kind.__module__ for kind in type(error).__mro__),
+        *(str(f.f_globals.get("__name__")) for f, _ in frames),
+    ]
+    return any(module.split(".")[0] in _DRIVERS for module in modules)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an exception of a read or a write says that the storage is away for now: later it may succeed."""
+    if isinstance(error, OSError) and error.errno in _CODES:
+        return True
+    status = _status(error)
+    if status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR or _s3_code(error) in _EXPIRED:
+        return True
+    return _is_named(error, _NAMES)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception says that this may not be done. Where it was done before, that passes.
+
+    A HEAD is answered without a body: S3 says 400 then of a token that has expired.
+    """
+    if isinstance(error, PermissionError) or _is_named(error, _REFUSED):
+        return True
+    return _status(error) in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or _s3_code(error) == "400"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of a driver on one line."""
+    return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+
+
+class OutagePolicy:
+    """What is known of the stores that this process uses: which have answered, and which are away."""
+
+    def __init__(
+        self,
+        say: Progress = to_log,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._say = say
+        self._clock = clock
+        self._sleep = sleep
+        self.answered_seconds = ANSWERED_SECONDS
+        self._lock = threading.Lock()
+        self._answered: set[tuple[str, str]] = set()
+        self._away: set[str] = set()
+
+    def call(self, uri: str, kind: str, work: Callable[[], T]) -> T:
+        """Returns what `work` does, once the store answers.
+
+        Args:
+            uri: What the call is about.
+            kind: What it does; rights are given for that.
+            work: The call. It may be made any number of times, whatever became of it before.
+
+        Raises:
+            StorageError: The store is away for longer than it is waited for.
+        """
+        store = _store(uri)
+        began, delay, was_away = self._clock(), FIRST_DELAY_SECONDS, False
+        while True:
+            try:
+                answer = work()
+            except Exception as error:  # drivers of object stores raise what they like
+                if not self._passes(error, store, kind):
+                    if isinstance(error, (FileNotFoundError, FileExistsError)):
+                        self._note_answer(store, kind, was_away)
+                    raise
+                away_seconds = self._clock() - began
+                limit_seconds = self._limit_seconds(store)
+                if away_seconds >= limit_seconds:
+                    raise _given_up(error, uri, away_seconds) from error
+                if away_seconds >= SAID_AFTER_SECONDS:
+                    self._note_outage(store, error)
+                was_away = True
+                self._sleep(max(0.0, min(delay * random.uniform(0.5, 1.0), limit_seconds - away_seconds)))
+                delay = min(2 * delay, MAX_DELAY_SECONDS)
+            else:
+                self._note_answer(store, kind, was_away)
+                return answer
+
+    def _passes(self, error: Exception, store: str, kind: str) -> bool:
+        return is_outage(error) or (is_refusal(error) and "://" in store and (store, kind) in self._answered)
+
+    def _limit_seconds(self, store: str) -> float:
+        chosen = _chosen_seconds.get()
+        if chosen is not None:
+            return chosen
+        has_answered = any(known == store for known, _ in list(self._answered))
+        return self.answered_seconds if has_answered else min(UNANSWERED_SECONDS, self.answered_seconds)
+
+    def _note_answer(self, store: str, kind: str, was_away: bool) -> None:
+        """Only a call that had failed itself says that the store is back: others may never have met the problem."""
+        with self._lock:
+            self._answered.add((store, kind))
+            said = was_away and store in self._away
+            if said:
+                self._away.discard(store)
+        if said:
+            self._say(f"{store or 'the storage'} answers again")
+
+    def _note_outage(self, store: str, error: Exception) -> None:
+        with self._lock:
+            said = store in self._away
+            self._away.add(store)
+        if not said:
+            self._say(f"warning: {store or 'the storage'} does not answer ({one_line(error)}): trying again")
+
+
+_chosen_seconds: ContextVar[float | None] = ContextVar("retry_seconds", default=None)
+_retry_policy = OutagePolicy()
+
+
+@contextlib.contextmanager
+def retrying_for(seconds: float) -> Iterator[None]:
+    """Within the block storage that is away is waited for so long; 0: each call is made once."""
+    token = _chosen_seconds.set(seconds)
+    try:
+        yield
+    finally:
+        _chosen_seconds.reset(token)
+
+
+def limit(seconds: float) -> None:
+    """From now on this process waits no longer than so: others wait for it, and would take it for hung."""
+    _retry_policy.answered_seconds = min(_retry_policy.answered_seconds, seconds)
+
+
+def is_hurried() -> bool:
+    """Whether nobody waits for storage that is away."""
+    return _chosen_seconds.get() == 0
+
+
+def ride_out(uri: str, kind: str, work: Callable[[], T]) -> T:
+    """`RetryPolicy.call` of this process."""
+    return _retry_policy.call(uri, kind, work)
+
+
+def retried(kind: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """For functions whose first argument is a URI, and that may be called again whatever became of the call before."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def retrying(uri: str, *arguments: Any, **options: Any) -> T:
+            return ride_out(uri, kind, lambda: function(uri, *arguments, **options))
+
+        return retrying
+
+    return decorate
+
+
+def _store(uri: str) -> str:
+    """Scheme and bucket; empty for paths of this machine, whose mounts are not told apart."""
+    parts = urlsplit(uri)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc and parts.scheme != "file" else ""
+
+
+def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
+    lasted = f" for {away_seconds:.0f} s" if away_seconds >= 1 else ""
+    what = f"{UNREACHABLE}{lasted}: {one_line(error)}"
+    return StorageAwayError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
+
+
+UNREACHABLE = "storage cannot be reached"
+"""What an error of storage that is away begins with, after its URI."""
+
+
+def _is_named(error: BaseException, names: re.Pattern[str]) -> bool:
+    return any(names.search(kind.__name__) for kind in type(error).__mro__)
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status that a driver's error stands for; 0 where it names none."""
+    for attribute in ("status", "status_code", "code"):
+        value = getattr(error, attribute, None)
+        if isinstance(value, int):
+            return value
+    metadata = _s3_answer(error).get("ResponseMetadata", {})
+    return int(metadata.get("HTTPStatusCode", 0))
+
+
+def _s3_code(error: BaseException) -> str:
+    return str(_s3_answer(error).get("Error", {}).get("Code", ""))
+
+
+def _s3_answer(error: BaseException) -> dict[str, Any]:
+    """What botocore read, of its own error or of the one that s3fs has made from it."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            return response
+    return {}

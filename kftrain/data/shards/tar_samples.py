@@ -1,0 +1,46 @@
+"""The samples of a WebDataset shard: members side by side whose names differ in their extension alone."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from kftrain.data.shards import tar_reader
+from kftrain.data.shards.tar_reader import Member
+from kftrain.errors import DataError
+
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+"""Key and extension of a member, as `webdataset` splits its name."""
+_NO_DATA = re.compile(r"__[^/]*__($|/)")
+"""Members that `webdataset` keeps for itself."""
+
+
+def grouped(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
+    """Key and members by extension of each sample. Memory: one sample, and the keys of the shard.
+
+    Raises DataError, with the member's name, where a key or a member comes again.
+    """
+    seen: set[str] = set()
+    for key, group in itertools.groupby(_members(stream, where), key=lambda found: found[0]):
+        members: dict[str, Member] = {}
+        for _, extension, member in group:
+            if key in seen or extension in members:
+                what = "the key comes again after others" if key in seen else "the member comes twice"
+                raise DataError(what, where=f"{where}:{key}.{extension}", fix="put the files of a sample side by side")
+            members[extension] = member
+        seen.add(key)
+        yield key, members
+
+
+def key_and_extension(name: str) -> tuple[str, str] | None:
+    """Of a member, the extension in lower case; None for one that belongs to no sample."""
+    match = _MEMBER.fullmatch(name)
+    return None if match is None or _NO_DATA.match(name) else (match[1], match[2].lower())
+
+
+def _members(stream: BinaryIO, where: str) -> Iterator[tuple[str, str, Member]]:
+    for member in tar_reader.walk(stream, where):
+        if found := key_and_extension(member.name):
+            yield *found, member

@@ -1,0 +1,364 @@
+"""Turns a source into shards: once, reproducibly, and safely against being killed at any point.
+
+    1. The listing of the source and all settings make the source digest. If `by-source/<it>.json` points to shards
+       that still are what their manifest says, nothing is left to do.
+    2. Otherwise each part of the source is looked for by the digest of its input, and encoded where it is missing, by
+       several processes (parts/). A part is read once; memory holds one record and one block at a time. Whether the
+       listing still is the same is looked at again and again: only then is a part found the next time.
+    3. The manifest lists the shards of all parts in order. It is written last, under the dataset digest, then the
+       pointer.
+
+The pointers come after what they point to: a kill in between costs the parts that were being encoded, and what is made
+of them again has the same bytes and digests. Neither the number of processes nor the size of shards moves a sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from kftrain.config import Config
+from kftrain.core import storage
+from kftrain.core.progress import Progress
+from kftrain.data.assets import ASSETS, keep_assets, read_assets
+from kftrain.data.schema import SPLITS, Record, Source, SourcePart
+from kftrain.data.settings import CONTENT_KEY, DataConfig
+from kftrain.data.shards import manifest as manifests
+from kftrain.data.shards import verify
+from kftrain.data.shards.manifest import MANIFEST_NAME, Manifest, Shard, Split
+from kftrain.data.shards.staging import publish_folder, staging_folder
+from kftrain.errors import DataError
+from kftrain.process.machine import num_cpus
+from kftrain.sharding.adopted.adopting import adopt
+from kftrain.sharding.clusters import cluster_of
+from kftrain.sharding.parts import findings, pool
+from kftrain.sharding.parts.baselines import measured_baselines
+from kftrain.sharding.parts.document import PartDocument, total
+from kftrain.sharding.parts.encoder import Encoding
+from kftrain.sharding.parts.store import Level, PartStore
+from kftrain.sharding.sources import resolve_source
+from kftrain.sharding.sources.keyed import KeyedSource
+from kftrain.sharding.sources.listing import listing_digests
+from kftrain.sharding.sources.windowed import TIMES_FOLDER
+
+if TYPE_CHECKING:
+    from kftrain.tasks.base import Task
+
+PROCESS_BYTES = 32_000_000
+"""A process that has less to read costs more than it saves."""
+
+LISTING_SHARE = 0.05
+"""Of the time, what may go into looking whether the source is unchanged."""
+
+
+@dataclass(frozen=True)
+class ShardingResult:
+    """The shards of a configuration."""
+
+    manifest_uri: str
+    dataset_digest: str
+    reused: bool
+    """Whether unchanged shards were found."""
+    manifest: Manifest
+    seconds: float
+    listings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Source -> its listing, where the window begins at a watermark."""
+
+
+def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
+    """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
+
+    Afterwards the task encodes as the dataset is encoded.
+
+    Raises DataError (bad, empty or changing source), ConfigError (no such source), UserCodeError or RetryableError (the
+    disk is full, or a process was killed).
+    """
+    start = time.monotonic()
+    if config.data.shards == "adopt":
+        found = adopt(config, task, progress)
+        digest = found.manifest.dataset_digest
+        return ShardingResult(found.manifest_uri, digest, found.reused, found.manifest, time.monotonic() - start)
+    sharding = _Sharding(config, task, progress)
+    root = config.run.storage_root
+    pointer = storage.join(root, "shards", "by-source", f"{sharding.source_digest()}.json")
+    manifest, level = _find(root, pointer, sharding.state, progress)
+    reused = manifest is not None
+    if manifest is None:
+        with storage.telling_of_disks(storage.join(root, "shards")):
+            manifest = sharding.run(level)
+            digest = manifest.dataset_digest
+            if config.data.stratify:
+                storage.publish_json(strata_uri(root, sharding.data), {"strata": sharding.source.strata})
+            storage.publish_json(sharding.latest_uri(), {"dataset_digest": digest})
+            target = {"dataset_digest": digest, "manifest_uri": below_root(digest), "state": sharding.state}
+            storage.publish_json(pointer, target)
+    elif task.asset_names:
+        task.restore(read_assets(root, manifest.task_settings))
+    uri = storage.join(root, below_root(manifest.dataset_digest))
+    listings = {config.data.source: sharding.listing} if config.data.window.watermark else {}
+    return ShardingResult(uri, manifest.dataset_digest, reused, manifest, time.monotonic() - start, listings)
+
+
+def below_root(dataset_digest: str) -> str:
+    """Where the manifest of a dataset lies, from the storage root."""
+    return f"shards/{dataset_digest}/{MANIFEST_NAME}"
+
+
+def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Manifest | None, Level]:
+    """The manifest that the pointer leads to, if source and shards are unchanged; how far parts are used again."""
+    try:
+        found = storage.read_json_if_exists(pointer)
+        if found is None:
+            return None, "size"
+        if "state" in found and found["state"] != state:
+            progress("files of the source may hold something else, at the same size and time: looking at them again")
+            return None, "replaced"
+        uri = storage.join(root, below_root(found["dataset_digest"]))
+        manifest = manifests.read_manifest(uri)
+        verify.verify_shards(uri, manifest)
+        read_assets(root, manifest.task_settings)
+        if "state" not in found:  # of a release before
+            storage.publish_json(pointer, {**found, "state": state})
+    except (DataError, ValueError, KeyError, TypeError) as error:  # not where storage is away: they may be as they were
+        progress(f"the shards of this source cannot be used again ({error}); sharding again")
+        return None, "sha256"
+    progress(f"the source is unchanged: using the shards at {uri.rsplit('/', 1)[0]}")
+    return manifest, "size"
+
+
+class _Sharding:
+    """One sharding, from the source to the published manifest."""
+
+    def __init__(self, config: Config, task: Task, progress: Progress) -> None:
+        self._config = config
+        self._task = task
+        self._kind = resolve_source.source_kind(config.data, progress)
+        self._root = config.run.storage_root
+        self._shards_uri = storage.join(self._root, "shards")
+        times_uri = storage.join(self._shards_uri, TIMES_FOLDER)
+        source = resolve_source.open_kind(self._kind, config.data, times_uri)
+        self._progress = progress
+        self.listing = source.listing()
+        self._listing_digest, self.state = listing_digests(self.listing)
+        self._encoding = Encoding.of(config.data, config.task.kind, task)
+        self._settings = self._all_settings()
+        if not storage.exists(self.latest_uri()):  # else a release before has begun it, by numbers
+            data = resolve_source.with_content_keys(config.data, self._kind)
+            self._config = config.model_copy(update={"data": data})
+            self._settings = self._all_settings()
+        self.data = self._config.data
+        self.source = KeyedSource(source, self.data)
+
+    def _all_settings(self) -> dict[str, Any]:
+        """All but the listing and the length of parts that decides the shards."""
+        data = self._config.data
+        return {
+            "format_version": manifests.FORMAT_VERSION,
+            "source": data.source,
+            "text_field": data.text_field,
+            "shard_size_bytes": data.shard_size_bytes,
+            "validation_fraction": data.validation_fraction,
+            **data.columns,
+            "task": {
+                "kind": self._config.task.kind,
+                "settings": self._encoding.settings,
+                "schemas": self._encoding.schema_documents(),
+            },
+        }
+
+    def source_digest(self) -> str:
+        """Digest of all that decides the shards, as far as it is known without reading the source."""
+        data = self._config.data
+        # The window itself is not in it: what lies in it is listed. How it is chosen decides where parts end.
+        chosen = {"window": [data.window.by, data.window.column]} if data.window.is_set else {}
+        known = {**self._settings, "part_size_bytes": data.part_size_bytes, "listing": self._listing_digest, **chosen}
+        return storage.digest_json(known)
+
+    def latest_uri(self) -> str:
+        """What leads to the last dataset of this source under these settings, whatever the source held then."""
+        return storage.join(self._shards_uri, "latest", f"{storage.digest_json(self._settings)}.json")
+
+    def run(self, level: Level) -> Manifest:
+        """Reads, encodes, writes and publishes; the manifest that is then in the store."""
+        self._progress(f"sharding {self._config.data.source}")
+        self.source.learn_strata(known_strata(self._root, self._config.data, self.latest_uri()))
+        self._parts = parts = self.source.parts(self._config.data.part_size_bytes)
+        self._learn(parts)
+        store = PartStore(self._shards_uri, self._encoding, level)
+        documents = self._encoded(store, parts)
+        manifest = self._manifest(store, documents)
+        uri = storage.join(self._config.run.storage_root, below_root(manifest.dataset_digest))
+        manifest = manifest.model_copy(update={"baselines": measured_baselines(self._encoding, uri, manifest)})
+        self._refuse_changed_source()
+        folder_uri = uri.rsplit("/", 1)[0]
+        with staging_folder(self._shards_uri) as folder:
+            storage.publish_json(str(folder / MANIFEST_NAME), manifest.to_dict())
+            publish_folder(folder, folder_uri, MANIFEST_NAME, verify.has_its_shards)
+        self._progress(f"shards written to {folder_uri}")
+        return manifests.read_manifest(uri)
+
+    def _learn(self, parts: list[SourcePart]) -> None:
+        """Lets the task learn what encoding needs to know, unless the dataset before this one knows it; keeps that."""
+        with self._encoding.task_code():
+            known = self._known_assets() if self._task.asset_names else {}
+            if known:
+                self._task.restore(known)
+            else:
+                self._task.learn(training_records(self._config, self._task, self.source, parts))
+            keep_assets(self._root, self._task.assets())
+        self._encoding = Encoding.of(self._config.data, self._config.task.kind, self._task)
+
+    def _known_assets(self) -> dict[str, bytes]:
+        """Those of the last dataset of this source, so that what is added is encoded as what there was."""
+        try:
+            latest = self._latest()
+            if not latest:
+                return {}
+            manifest = manifests.read_manifest(storage.join(self._root, below_root(latest["dataset_digest"])))
+            return read_assets(self._root, manifest.task_settings)
+        except (DataError, ValueError, KeyError, TypeError) as error:
+            self._progress(f"what the dataset before was encoded with cannot be used again ({error})")
+            return {}
+
+    def _encoded(self, store: PartStore, parts: list[SourcePart]) -> list[PartDocument]:
+        """What became of each part."""
+        settings = {**self._all_settings(), **({"strata": self.source.strata} if self.source.strata else {})}
+        inputs = [storage.digest_json({**settings, "part": part.identity()}) for part in parts]
+        found: dict[int, PartDocument] = {}
+        written: list[int] = []
+        look_at = time.monotonic()
+        for number, document, reused in self._answers(store, parts, inputs):
+            found[number] = document
+            written += [] if reused else [number]
+            if len(parts) > 1:
+                self._progress(_line(document, len(found), len(parts), reused))
+            if time.monotonic() >= look_at:
+                look_at = self._keep(store, inputs, written, found)
+        self._keep(store, inputs, written, found)
+        return [found[number] for number in range(len(parts))]
+
+    def _answers(
+        self, store: PartStore, parts: list[SourcePart], inputs: list[str]
+    ) -> Iterator[tuple[int, PartDocument, bool]]:
+        """Number, document and whether it was there, of each part as it is done; the largest ones are begun first."""
+        order = sorted(range(len(parts)), key=lambda number: -parts[number].size_bytes)
+        num_processes = self._num_processes(parts)
+        if num_processes == 1:
+            shown = self._progress if len(parts) == 1 else lambda line: None
+            for number in range(len(parts)):
+                yield number, *store.obtain(self.source, parts[number], inputs[number], shown)
+            return
+        first = {
+            "data": self._config.data.model_dump(mode="json"),
+            "task": self._config.task.model_dump(mode="json"),
+            "kind": self._kind,
+            "assets": self._encoding.settings.get(ASSETS, {}),
+            "strata": self.source.strata,
+            "root": self._root,
+            "shards_uri": store.shards_uri,
+            "level": store.level,
+        }
+        jobs = [{**asdict(parts[number]), "input_digest": inputs[number]} for number in order]
+        for number, answer in pool.map_jobs(jobs, first, num_processes):
+            yield order[number], PartDocument.model_validate(answer["document"]), answer["reused"]
+
+    def _num_processes(self, parts: list[SourcePart]) -> int:
+        """How many processes encode; a task that was not built from this configuration cannot be built elsewhere."""
+        if self._task.built_from != self._config.task:
+            return 1
+        worth = 1 + sum(part.size_bytes for part in parts) // PROCESS_BYTES
+        return max(1, min(len(parts), self._config.data.processes or min(num_cpus(), worth)))
+
+    def _keep(self, store: PartStore, inputs: list[str], written: list[int], found: dict[int, PartDocument]) -> float:
+        """Lets the parts that are written be found again, if the source is unchanged; when to look the next time."""
+        start = time.monotonic()
+        if written:
+            self._refuse_changed_source()
+        seconds = time.monotonic() - start
+        for number in written:
+            store.keep(inputs[number], found[number].part_digest, self._parts[number].state)
+        written.clear()
+        return time.monotonic() + seconds / LISTING_SHARE
+
+    def _manifest(self, store: PartStore, documents: list[PartDocument]) -> Manifest:
+        splits = {split: [shard for document in documents for shard in document.located(split)] for split in SPLITS}
+        for split, shards in splits.items():
+            if not shards:
+                raise resolve_source.empty_split(split, self._config.data, self.source.largest_stratum)
+        found = findings.find(documents, store.uri)
+        for line in findings.lines(found):
+            self._progress(f"found {line}")
+        schema, validation = (self._encoding.schemas[split] for split in SPLITS)
+        own = validation if validation != schema else None
+        digest = manifests.content_digest(schema, self._encoding.settings, splits, validation_schema=own)
+        latest = str(self._latest().get("dataset_digest", ""))
+        return Manifest(
+            dataset_digest=digest,
+            sample_schema=schema,
+            validation_schema=own,
+            task_kind=self._config.task.kind,
+            task_settings=self._encoding.settings,
+            splits={name: Split(shards=shards) for name, shards in splits.items()},
+            source=self._config.data.source,
+            source_listing_digest=self._listing_digest,
+            baselines={},
+            parent="" if latest == digest else latest,
+            findings=found,
+            statistics=total(documents),
+        )
+
+    def _latest(self) -> dict[str, Any]:
+        """Digest of the last dataset of this source; empty where there is none, or nobody knows."""
+        try:
+            return dict(storage.read_json_if_exists(self.latest_uri()) or {})
+        except (DataError, ValueError, TypeError):
+            return {}
+
+    def _refuse_changed_source(self) -> None:
+        if listing_digests(self.source.listing())[0] != self._listing_digest:
+            raise DataError(
+                "the source changed while it was read, or does not give the same records twice",
+                where=self._config.data.source,
+                fix="run again when nobody writes to it",
+            )
+
+
+def strata_uri(storage_root: str, data: DataConfig) -> str:
+    """What holds the thresholds of a source's strata, keyed by what decides on which side a record is, alone."""
+    known = {"source": data.source, "validation_fraction": data.validation_fraction, **data.columns}
+    content = {"text_field": data.text_field} if data.key == CONTENT_KEY else {}
+    return storage.join(storage_root, "shards", "strata", f"{storage.digest_json({**known, **content})}.json")
+
+
+def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> dict[str, int]:
+    """Thresholds of a source's first sharding. Raises DataError where they cannot be read.
+
+    `latest_uri`: what leads to its last dataset; before thresholds had a file they stood there.
+    """
+    for uri in filter(None, (strata_uri(storage_root, data), latest_uri)) if data.stratify else ():
+        try:
+            if (found := storage.read_json_if_exists(uri)) is not None:
+                strata = {name: index(limit) for name, limit in found["strata"].items()}
+                if strata:  # every sharding has learned some
+                    return strata
+                raise ValueError("none")
+        except (DataError, ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "restore the file, or set another data.validation_fraction to split anew"
+            raise DataError("the thresholds of data.stratify cannot be read", where=uri, fix=fix) from error
+    return {}
+
+
+def training_records(config: Config, task: Task, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
+    """The records of some parts that are in the training split, in order."""
+    for record in (record for part in parts for record in source.read(part)):
+        if resolve_source.split_of(record, config.data.validation_fraction, cluster_of(task, record)) == "train":
+            yield record
+
+
+def _line(document: PartDocument, number: int, num_parts: int, reused: bool) -> str:
+    shards: list[Shard] = [shard for split in SPLITS for shard in document.splits[split]]
+    counts = f"{sum(s.num_samples for s in shards):,} samples, {sum(s.bytes for s in shards):,} bytes"
+    return f"part {number} of {num_parts}: {counts}{' (was there)' if reused else ''}"

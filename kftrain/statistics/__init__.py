@@ -1,0 +1,1 @@
+"""Statistics of scores: bootstrap intervals and tests of differences. Pure numpy."""
