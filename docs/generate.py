@@ -111,7 +111,7 @@ def parallelism() -> str:
     before, _, rest = PARITY_TARGET.read_text().partition(PARITY_BEGIN)
     sys.path.insert(0, str(ROOT / "tests"))
     try:
-        table = importlib.import_module("helpers.parity_page").table()
+        table = importlib.import_module("helpers.parity.page").table()
     finally:
         sys.path.pop(0)
     return f"{before}{PARITY_BEGIN}\n{table}\n{PARITY_END}{rest.partition(PARITY_END)[2]}"

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import jobs, overfitting
+from helpers import jobs
+from helpers.models import overfitting
 
 from kftrain.core import storage
 from kftrain.run import attempts, commit, documents

@@ -12,7 +12,7 @@ from kftrain.run.documents import Completion
 
 pytestmark = pytest.mark.slow
 
-AUGMENTING = "task.kind=helpers.decoding_task:Augmenting"
+AUGMENTING = "task.kind=helpers.models.decoding_task:Augmenting"
 PROCESSES = ("data.worker_kind=processes", "data.workers=2")
 
 

@@ -82,7 +82,7 @@ def test_fault_41_an_evaluation_whose_process_was_killed_gives_the_same_metrics_
     tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(str(jobs.TESTS))
-    overrides = ["task.kind=helpers.scripted_task:ScriptedTask", "train.steps=5", "optimizer.warmup_steps=1"]
+    overrides = ["task.kind=helpers.models.scripted_task:ScriptedTask", "train.steps=5", "optimizer.warmup_steps=1"]
     paths, resolved = jobs.make_run(tmp_path, overrides)
     assert jobs.run_worker(paths, resolved).returncode == 0
     job = paths, resolved, documents.read(Completion, paths.complete)

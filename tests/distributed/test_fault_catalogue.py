@@ -13,7 +13,7 @@ from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
+SCRIPTED = "task.kind=helpers.models.scripted_task:ScriptedTask"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 20
 def script(monkeypatch):
     """Settings of a run whose processes do what `SCRIPT` says."""
     monkeypatch.syspath_prepend(str(jobs.TESTS))
-    return ["task.kind=helpers.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
+    return ["task.kind=helpers.models.scripted_task:ScriptedTask", f"launch.timeout_seconds={TIMEOUT_SECONDS}"]
 
 
 @pytest.fixture

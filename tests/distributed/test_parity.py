@@ -5,12 +5,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from helpers import parity, parity_rank
-from helpers import parity_defects as defects
-from helpers import parity_models as models
-from helpers import parity_optimizers as optimizers
-from helpers.parity import Refused, Row
-from helpers.parity_oracle import (
+from helpers.models.tensor import DROPPING
+from helpers.parity import defects, models, optimizers
+from helpers.parity import rank as parity_rank
+from helpers.parity import table as parity
+from helpers.parity.oracle import (
     Case,
     odd_llama,
     one_word_more,
@@ -18,15 +17,15 @@ from helpers.parity_oracle import (
     tied_llama,
     tied_one_word_more,
 )
-from helpers.parity_vision import IMAGES
+from helpers.parity.table import Refused, Row
+from helpers.parity.vision import IMAGES
 from helpers.pool import Pools
-from helpers.tensor_models import DROPPING
 
 from kftrain.parallel.settings import NOT_OFFERED
 
 TIED = Case("tied", ("model.tie_embeddings=true",), tied_llama)
 ODD = Case("odd", ("model.ffn_dim=30",), odd_llama)
-MORE = "model.kind=helpers.tensor_models:one_word_more"
+MORE = "model.kind=helpers.models.tensor:one_word_more"
 UNEVEN_WORDS = Case("uneven vocabulary", (MORE,), one_word_more)
 # With the seed of the other cases one norm of one step is off by 7e-5 on one process, too.
 UNEVEN_TIED = Case("uneven tied vocabulary", (MORE, *TIED.overrides, "run.seed=4"), tied_one_word_more)
@@ -161,7 +160,7 @@ TABLE = [
     Row("lamb, ddp", 2, DDP, optimizers.LAMB),
     Row("adafactor, tensor", 2, TENSOR, optimizers.ADAFACTOR),
 ]
-"""Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity_oracle`."""
+"""Add a row here. A case of its own stands beside `TIED`, or, where it needs a network, in `helpers.parity.oracle`."""
 
 
 @pytest.fixture(scope="session")

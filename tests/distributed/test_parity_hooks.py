@@ -3,8 +3,10 @@
 import re
 
 import pytest
-from helpers import parity, parity_hooks, parity_rank
-from helpers.parity import Refused, Row
+from helpers.parity import hooks as parity_hooks
+from helpers.parity import rank as parity_rank
+from helpers.parity import table as parity
+from helpers.parity.table import Refused, Row
 from helpers.pool import Pools
 
 DDP, ZERO2, TENSOR = ("parallel.strategy=ddp",), ("parallel.strategy=zero2",), ("parallel.tensor=2",)

@@ -4,11 +4,11 @@ import itertools
 import shutil
 
 import pytest
-from helpers import parity, parity_resume
-from helpers import parity_models as models
-from helpers import parity_optimizers as optimizers
-from helpers.parity import Row
-from helpers.parity_oracle import STEPS, Case, one_word_more, tied_llama
+from helpers.parity import models, optimizers
+from helpers.parity import resume as parity_resume
+from helpers.parity import table as parity
+from helpers.parity.oracle import STEPS, Case, one_word_more, tied_llama
+from helpers.parity.table import Row
 from helpers.pool import Pools
 
 STEPS_BEFORE = 7
@@ -67,7 +67,7 @@ def saved(pools, tmp_path_factory):
     return folder_of
 
 
-UNEVEN = Case("uneven vocabulary", ("model.kind=helpers.tensor_models:one_word_more",), one_word_more)
+UNEVEN = Case("uneven vocabulary", ("model.kind=helpers.models.tensor:one_word_more",), one_word_more)
 
 
 @pytest.mark.parametrize(

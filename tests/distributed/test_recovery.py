@@ -13,7 +13,7 @@ from kftrain.run import attempts, commit
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
+SCRIPTED = "task.kind=helpers.models.scripted_task:ScriptedTask"
 """The same training as the oracle's, which stands still where it is told to: who kills it there needs not be quick."""
 
 BY_THE_CLOCK = ["checkpoint.interval_steps=20", "checkpoint.interval_seconds=3600", "checkpoint.asynchronous=false"]

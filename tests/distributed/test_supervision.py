@@ -19,7 +19,7 @@ from kftrain.run.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = "task.kind=helpers.scripted_task:ScriptedTask"
+SCRIPTED = "task.kind=helpers.models.scripted_task:ScriptedTask"
 """The same training as the oracle's, whose processes can be told to misbehave."""
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers import parity_rank
-from helpers.parity_oracle import BASE, STEPS, text_rows
+from helpers.models.tensor import seven_tokens
+from helpers.parity import rank as parity_rank
+from helpers.parity.oracle import BASE, STEPS, text_rows
 from helpers.pool import Pools
-from helpers.tensor_models import seven_tokens
 
 from kftrain.core.plain import load
 
@@ -51,7 +51,7 @@ def answers(pools, processes, *settings, text=BASE, rows=text_rows):
 def test_what_cannot_be_split_is_refused_in_one_line_in_the_first_step(pools, kind, settings, line):
     rows = seven_tokens if kind == "Sizeless" else text_rows
     for answer in answers(
-        pools, 2, "parallel.tensor=2", f"model.kind=helpers.tensor_models:{kind}", *settings, rows=rows
+        pools, 2, "parallel.tensor=2", f"model.kind=helpers.models.tensor:{kind}", *settings, rows=rows
     ):
         assert answer.kind == "refused" and line in answer.value, answer.value
 
@@ -70,7 +70,7 @@ FLAWS = {
 
 
 def flawed(flaw):
-    return MIXED + f"\nmodel: {{kind: 'helpers.tensor_models:Flawed', flaw: '{flaw}'}}\n"
+    return MIXED + f"\nmodel: {{kind: 'helpers.models.tensor:Flawed', flaw: '{flaw}'}}\n"
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
@@ -89,7 +89,7 @@ def test_the_same_model_without_a_flaw_is_trained(pools):
 @pytest.mark.parametrize("layout", [["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence_parallel=false"]])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_model_of_ones_own_gives_the_numbers_of_one_process_with_its_random_ones(pools, layout, dropout):
-    model = f"\nmodel: {{kind: 'helpers.tensor_models:Mixed', dropout: {dropout}}}\n"
+    model = f"\nmodel: {{kind: 'helpers.models.tensor:Mixed', dropout: {dropout}}}\n"
     (alone,) = answers(pools, 1, text=MIXED + model)
     split, _ = answers(pools, 2, *layout, text=MIXED + model)
     assert (alone.kind, split.kind) == ("done", "done"), (alone.value, split.value)
@@ -100,7 +100,7 @@ def test_a_model_of_ones_own_gives_the_numbers_of_one_process_with_its_random_on
 
 
 def test_what_processes_see_of_the_same_samples_is_counted_once(pools):
-    first, *_ = answers(pools, 4, "parallel.tensor=2", "model.kind=helpers.tensor_models:Counting")
+    first, *_ = answers(pools, 4, "parallel.tensor=2", "model.kind=helpers.models.tensor:Counting")
     assert first.kind == "done", first.value
     settings = load(BASE, "BASE")
     seen = STEPS * settings["train"]["global_batch_size"] * settings["task"]["sequence_length"]

@@ -81,7 +81,7 @@ def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_proces
     curves = []
     for processes in (1, 2):
         paths, resolved = jobs.make_run(
-            tmp_path, ["model.kind=helpers.drawn_models:FromGlobalGenerators"], str(processes)
+            tmp_path, ["model.kind=helpers.models.drawn:FromGlobalGenerators"], str(processes)
         )
         done = jobs.run_worker(paths, resolved, processes=processes)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +91,7 @@ def test_weights_that_numpy_and_random_draw_are_the_same_on_any_number_of_proces
 
 def test_a_model_that_each_process_draws_anew_is_that_of_rank_0_and_goes_on_after_a_kill(tmp_path):
     """Part of it has no gradient, and so no state of the optimizer but the first one."""
-    kinds = ["model.kind=helpers.drawn_models:FromNowhere", "task.kind=helpers.scripted_task:ScriptedTask"]
+    kinds = ["model.kind=helpers.models.drawn:FromNowhere", "task.kind=helpers.models.scripted_task:ScriptedTask"]
     # The kill at step 12 must come after the commit of step 10.
     paths, resolved = jobs.make_run(tmp_path, [*kinds, "checkpoint.asynchronous=false"])
     killed = jobs.run_worker(paths, resolved, SCRIPT=json.dumps({"step": 12, "rank": 1, "do": "kill"}))
@@ -111,7 +111,7 @@ def test_a_model_that_each_process_draws_anew_is_that_of_rank_0_and_goes_on_afte
 
 
 def test_a_model_of_other_parts_on_each_process_is_refused(tmp_path):
-    paths, resolved = jobs.make_run(tmp_path, ["model.kind=helpers.drawn_models:ByRank"])
+    paths, resolved = jobs.make_run(tmp_path, ["model.kind=helpers.models.drawn:ByRank"])
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 10
     assert "the model does not have the same parts on all processes" in storage.read_json(paths.error)["line"]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import private_network, ranks
-from helpers.parity_rank import new_loader
+from helpers import ranks
+from helpers.fakes import private_network
+from helpers.parity.rank import new_loader
 
 from kftrain import config
 from kftrain.core.plain import load

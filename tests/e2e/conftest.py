@@ -13,8 +13,8 @@ from e2e.images import Builder
 from e2e.kfp_step import Steps
 from e2e.namespace import Namespace, held_images
 from e2e.operator_control import Operator
-from helpers.mlflow_server import Server
-from helpers.object_store import BUCKET, ObjectStore
+from helpers.fakes.mlflow_server import Server
+from helpers.fakes.object_store import BUCKET, ObjectStore
 
 OPTIONS = {
     "--kubeconfig": "the cluster's kubeconfig",

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from e2e.commands import EXAMPLE, SMALL
 from e2e.namespace import wait_until
-from helpers.object_store import BUCKET
+from helpers.fakes.object_store import BUCKET
 
 from kftrain.core.storage import read_json
 from kftrain.run import documents

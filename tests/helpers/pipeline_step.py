@@ -1,6 +1,6 @@
 """The test's own process as a step of a pipeline run, in a scripted namespace."""
 
-from helpers.kube_namespace import NAME
+from helpers.fakes.kube_namespace import NAME
 
 from kftrain.launch.kubernetes import ownership
 from kftrain.launch.kubernetes.client import Cluster

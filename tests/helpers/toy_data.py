@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from helpers.toy_task import ToyTask
+from helpers.models.toy_task import ToyTask
 
 from kftrain.config import Config, RunConfig
 from kftrain.data.settings import DataConfig

@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import pytest
 from helpers.documents import DIGITS
-from helpers.mlflow_server import Server
-from helpers.object_store import BUCKET, ObjectStore
-from helpers.proxies import AuthProxy
+from helpers.fakes.mlflow_server import Server
+from helpers.fakes.object_store import BUCKET, ObjectStore
+from helpers.fakes.proxies import AuthProxy
 
 from kftrain.core import storage
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import ports
 from helpers.documents import DIGITS
+from helpers.fakes.object_store import BUCKET, ObjectStore
 from helpers.jobs import losses
-from helpers.object_store import BUCKET, ObjectStore
 
 from kftrain.core import storage
 from kftrain.run import commit

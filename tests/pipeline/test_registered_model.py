@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import jobs
 from helpers.documents import DIGITS
-from helpers.mlflow_server import Server
+from helpers.fakes.mlflow_server import Server
 
 from kftrain.core import storage
 from kftrain.data.settings import DataConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.kfp_server import Server
-from helpers.webhook import Webhook
+from helpers.fakes.kfp_server import Server
+from helpers.fakes.webhook import Webhook
 
 from kftrain import config as configuration
 from kftrain.core import storage

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import full_disk
+from helpers.fakes import full_disk
 from helpers.pool import SERVER
 
 from kftrain.checkpoint import chunks, export, exporting

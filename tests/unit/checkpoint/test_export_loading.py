@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import drawn_models, ranks
+from helpers import ranks
 from helpers.exports import listed, of_kind, state_of, write
+from helpers.models import drawn as drawn_models
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -66,7 +67,7 @@ def test_each_process_has_its_parts_of_the_very_weights(tmp_path, num_files, siz
 def test_a_tied_weight_is_one_whichever_name_it_has_and_becomes_fp32(tmp_path, kept, dtype):
     state = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in drawn_models.Drawn().state_dict().items()}
     state = {name: tensor for name, tensor in state.items() if name not in {"enter.weight", "twin.weight"} - {kept}}
-    where = of_kind(tmp_path / "e", state, kind := "helpers.drawn_models:Drawn")
+    where = of_kind(tmp_path / "e", state, kind := "helpers.models.drawn:Drawn")
     model = load_export(*where, Trust(frozenset({kind}), schemes=frozenset({"file"}))).model
     assert model.enter.weight is model.twin.weight and model.enter.weight.dtype == torch.float32
     assert torch.equal(model.enter.weight, state[kept].float())

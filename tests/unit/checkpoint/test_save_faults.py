@@ -11,8 +11,9 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import checkpoints, full_disk
-from helpers.clock import Clock
+from helpers import checkpoints
+from helpers.fakes import full_disk
+from helpers.fakes.clock import Clock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from kftrain.checkpoint import save

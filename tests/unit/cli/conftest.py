@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from helpers import kfp_server
+from helpers.fakes import kfp_server
 
 from kftrain.cli import submit
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.kfp_server import RUN_ID, run
+from helpers.fakes.kfp_server import RUN_ID, run
 
 from kftrain import cli
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers.kfp_server import Server
+from helpers.fakes.kfp_server import Server
 
 from kftrain.cli import jobs
 from kftrain.errors import LaunchError

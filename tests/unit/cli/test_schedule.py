@@ -6,7 +6,7 @@ import signal
 
 import fsspec
 import pytest
-from helpers.kfp_server import RUN_ID, run
+from helpers.fakes.kfp_server import RUN_ID, run
 
 from kftrain import cli
 from kftrain.core import storage

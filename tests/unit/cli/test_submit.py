@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import yaml
-from helpers import kfp_server
-from helpers.kfp_server import RUN_ID, run
+from helpers.fakes import kfp_server
+from helpers.fakes.kfp_server import RUN_ID, run
 
 from kftrain import cli, config
 from kftrain.cli import submit

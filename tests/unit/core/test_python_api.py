@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import kfp_server
 from helpers.documents import finished_run, sharded_run
+from helpers.fakes import kfp_server
 
 import kftrain
 from kftrain import api

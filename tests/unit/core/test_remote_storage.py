@@ -10,7 +10,7 @@ import click
 import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers.bad_server import BODY, BadServer
+from helpers.fakes.bad_server import BODY, BadServer
 
 from kftrain import cli
 from kftrain.core import outages, remote, storage
@@ -161,7 +161,7 @@ def test_fault_16_a_stream_goes_on_where_it_was_when_the_store_is_back(server_of
 
 STOPPED = """
 import sys, threading
-from kftrain import remote, storage
+from kftrain.core import remote, storage
 from kftrain.process import stage_lifetime as lifetime
 remote.deadline = remote.Deadline(600.0, 600.0, 1e9)
 with lifetime.signals_as_errors():

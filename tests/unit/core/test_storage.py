@@ -148,7 +148,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_content(tmp_pat
     uri = str(tmp_path / "f.json")
     storage.publish_json(uri, [0] * 10_000)
     script = (
-        "import sys; from kftrain import storage\n"
+        "import sys; from kftrain.core import storage\n"
         "for i in range(1, 10**6):\n"
         "    storage.publish_json(sys.argv[1], [i % 10] * 10_000)\n"
         "    if i == 1: print('on', flush=True)\n"

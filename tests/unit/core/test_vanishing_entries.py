@@ -4,8 +4,8 @@ import os
 import time
 
 import pytest
+from helpers.fakes.vanishing import vanish
 from helpers.toy_data import shard_folder, shard_toy, text_folder
-from helpers.vanishing import vanish
 
 from kftrain.core import storage
 from kftrain.data.shards import staging, verified, verify

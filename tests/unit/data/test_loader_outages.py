@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import s3fs
-from helpers.bad_server import BadServer
+from helpers.fakes.bad_server import BadServer
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 from kftrain.core import outages, remote, storage

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import in_process
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import toy_config
-from helpers.toy_task import ToyTask
 from torch import nn
 
 from kftrain.core import storage

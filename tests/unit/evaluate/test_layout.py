@@ -1,8 +1,9 @@
 """How a model is spread over the processes of an evaluation, and what becomes of one that cannot be spread so."""
 
 import pytest
-from helpers import drawn_models, ranks
+from helpers import ranks
 from helpers.exports import of_kind, state_of, write
+from helpers.models import drawn as drawn_models
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,7 @@ from kftrain.evaluate.layout import layouts, spread_out
 from kftrain.trust import Trust
 
 LARGE = layout.COPIES_UP_TO_BYTES + 1
-TRUST = Trust(frozenset({"helpers.drawn_models:Drawn", f"{__name__}:NoBlocks"}), schemes=frozenset({"file"}))
+TRUST = Trust(frozenset({"helpers.models.drawn:Drawn", f"{__name__}:NoBlocks"}), schemes=frozenset({"file"}))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ class NoBlocks(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "model", "is_shared", "num_lines"),
-    [("helpers.drawn_models:Drawn", drawn_models.Drawn, True, 1), (f"{__name__}:NoBlocks", NoBlocks, False, 2)],
+    [("helpers.models.drawn:Drawn", drawn_models.Drawn, True, 1), (f"{__name__}:NoBlocks", NoBlocks, False, 2)],
 )
 def test_a_model_that_cannot_be_spread_as_in_training_is_sharded_or_copied_and_a_line_says_why(
     tmp_path, kind, model, is_shared, num_lines

@@ -1,8 +1,8 @@
 """A cluster launcher and the API server that it finds."""
 
 import pytest
-from helpers.api_server import ApiServer
-from helpers.clock import Clock
+from helpers.fakes.api_server import ApiServer
+from helpers.fakes.clock import Clock
 from helpers.launching import FAST, JOB, Launch, threads, wait_until
 
 from kftrain import config

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from helpers import odd_models, ranks
-from helpers.odd_models import DIM, ROWS, Loader
+from helpers import ranks
+from helpers.models import odd as odd_models
+from helpers.models.odd import DIM, ROWS, Loader
 from torch import nn
 
 from kftrain import config
@@ -19,7 +20,7 @@ STEPS = 5
 
 def train(world, overrides, num_micro):
     """Losses, and the buffers after each step as this process has them."""
-    kinds = "{task: {kind: 'helpers.odd_models:Task'}, model: {kind: 'helpers.odd_models:Statistics'}}"
+    kinds = "{task: {kind: 'helpers.models.odd:Task'}, model: {kind: 'helpers.models.odd:Statistics'}}"
     resolved = config.parse(kinds, ["optimizer.warmup_steps=1", *overrides])
     loader = Loader(world, num_micro)
     engine, _ = session.build(resolved, build_task(resolved.task), loader, Mesh.of_copies(world))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers.mlflow_server import Server
+from helpers.fakes.mlflow_server import Server
 
 pytest.importorskip("mlflow")
 

@@ -1,7 +1,7 @@
 """A real MLflow server whose answers to writes get lost: whatever is tried again, everything is there once."""
 
 import pytest
-from helpers.proxies import LosingProxy
+from helpers.fakes.proxies import LosingProxy
 
 from kftrain import registry, tracking
 from kftrain.errors import TrackingError

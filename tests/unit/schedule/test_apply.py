@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers.kfp_server import Request, Server
+from helpers.fakes.kfp_server import Request, Server
 from helpers.together import Together
 
 from kftrain.core.storage import number_of

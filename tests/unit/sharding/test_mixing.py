@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_toy, text_folder, toy_config
-from helpers.toy_task import ToyTask
 
 from kftrain import report
 from kftrain.data.dataset import ShardedDataset

@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import flat_copy, shard_toy, text_folder
-from helpers.toy_task import ToyTask
 
 from kftrain.core import storage
 from kftrain.data import dataset as datasets

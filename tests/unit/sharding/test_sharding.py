@@ -9,9 +9,9 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from helpers import full_disk
+from helpers.fakes import full_disk
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_path, shard_toy, text_folder, toy_config
-from helpers.toy_task import ToyTask
 
 from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset

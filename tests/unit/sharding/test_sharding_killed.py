@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_path, shard_toy, text_folder, toy_config
-from helpers.toy_task import ToyTask
 
 from kftrain.data.shards.manifest import MANIFEST_NAME, read_manifest
 from kftrain.data.shards.verify import verify_shards

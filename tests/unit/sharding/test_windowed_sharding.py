@@ -9,8 +9,8 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_toy, toy_config
-from helpers.toy_task import ToyTask
 from PIL import Image
 
 from kftrain.data.dataset import ShardedDataset

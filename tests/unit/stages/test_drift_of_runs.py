@@ -210,7 +210,7 @@ def test_names_of_values_are_escaped(tmp_path):
 FLOATS = """
 run: {{name: nightly, storage_root: {root}/store}}
 tracking: {{uri: "sqlite:///{root}/mlflow.db"}}
-task: {{kind: "helpers.regression:Regression"}}
+task: {{kind: "helpers.models.regression:Regression"}}
 registry: {{metric: mse, goal: minimize}}
 model: {{kind: "torch.nn:Linear"}}
 train: {{global_batch_size: 4}}
@@ -225,7 +225,8 @@ def run_of_floats(root, name, rows, against, task="Regression"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rows_of_day", source)
         own = config.parse(
-            FLOATS.format(root=root, against=against), [f"run.name={name}", f"task.kind=helpers.regression:{task}"]
+            FLOATS.format(root=root, against=against),
+            [f"run.name={name}", f"task.kind=helpers.models.regression:{task}"],
         )
         outcome = shard(own, name, progress=lambda line: None)
     paths = RunPaths(outcome.run_uri)

@@ -2,9 +2,9 @@
 
 import pytest
 from helpers import pipeline_step
-from helpers.api_server import ApiServer
 from helpers.documents import DIGITS
-from helpers.kube_namespace import NAME
+from helpers.fakes.api_server import ApiServer
+from helpers.fakes.kube_namespace import NAME
 
 from kftrain import config, tracking
 from kftrain.core import storage

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from helpers.documents import digits_config
+from helpers.fakes.webhook import Webhook
 from helpers.launching import wait_until
-from helpers.webhook import Webhook
 
 from kftrain import config, launch, tracking
 from kftrain.core import storage

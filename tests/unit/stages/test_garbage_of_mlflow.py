@@ -3,8 +3,8 @@
 import mlflow
 import pytest
 from click.testing import CliRunner
-from helpers.api_server import ApiServer
-from helpers.kube_namespace import NAME
+from helpers.fakes.api_server import ApiServer
+from helpers.fakes.kube_namespace import NAME
 from helpers.launching import job_client
 
 from kftrain import config, tracking

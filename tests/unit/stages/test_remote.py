@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from helpers.api_server import ApiServer
+from helpers.fakes.api_server import ApiServer
 
 from kftrain import config
 from kftrain.errors import LaunchError

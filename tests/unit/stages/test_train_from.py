@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.documents import digits_config, publish_commit, publish_described_export
-from helpers.toy_task import ToyTask
+from helpers.models.toy_task import ToyTask
 
 from kftrain import config, registry, tracking
 from kftrain.core import storage
@@ -137,7 +137,7 @@ def test_an_export_that_is_gone_and_a_model_of_another_kind_are_refused(tmp_path
 
 
 def require_fit(root, champion, model, *overrides):
-    trust = "trusted_kinds: ['helpers.odd_models:Recurrent']"
+    trust = "trusted_kinds: ['helpers.models.odd:Recurrent']"
     text = f"{{model: {json.dumps(model)}, run: {{storage_root: {root}/store}}, registry: {{{trust}}}}}"
     resolved = config.parse(text, overrides)
     train = resolved.train.starting_with("version 1", champion.export_uri, champion.export_digest)
@@ -151,7 +151,7 @@ def require_fit(root, champion, model, *overrides):
         ("transformer", "num_heads", 3, 2, r"whose num_heads is 3 \(got 2"),
         ("transformer", "rope_theta", 1e4, 500.0, r"whose rope_theta is 10000\.0 \(got 500"),
         ("transformer", "norm_eps", 1e-6, None, r"whose norm_eps is 1e-06 \(got 1e-05"),
-        ("helpers.odd_models:Recurrent", "gain", 2, 3, r"whose gain is 2 \(got 3"),
+        ("helpers.models.odd:Recurrent", "gain", 2, 3, r"whose gain is 2 \(got 3"),
     ],
 )
 def test_an_option_that_changes_no_shape_must_be_that_of_the_export(

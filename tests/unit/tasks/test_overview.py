@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_toy, text_folder
-from helpers.toy_task import ToyTask
 from PIL import Image
 
 from kftrain.core import storage

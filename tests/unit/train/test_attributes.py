@@ -5,8 +5,9 @@ import threading
 
 import pytest
 import torch
-from helpers import odd_models, ranks
-from helpers.odd_models import Loader
+from helpers import ranks
+from helpers.models import odd as odd_models
+from helpers.models.odd import Loader
 from torch import nn
 
 from kftrain import config
@@ -20,7 +21,7 @@ STEPS = 5
 
 def losses_of(world, overrides):
     """Of a few steps; a checkpoint is asked for after each."""
-    resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, optimizer: {warmup_steps: 1}}", overrides)
+    resolved = config.parse("{task: {kind: 'helpers.models.odd:Task'}, optimizer: {warmup_steps: 1}}", overrides)
     task, loader = build_task(resolved.task), Loader(world)
     engine, _ = session.build(resolved, task, loader, Mesh(resolved.parallel.shape(world.size), world))
     losses = []
@@ -31,7 +32,7 @@ def losses_of(world, overrides):
 
 
 def kind(name, **options):
-    return [f"model.kind=helpers.odd_models:{name}", *(f"model.{key}={value}" for key, value in options.items())]
+    return [f"model.kind=helpers.models.odd:{name}", *(f"model.{key}={value}" for key, value in options.items())]
 
 
 def first_loss(model):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import in_process, jobs, regression
+from helpers import in_process, jobs
+from helpers.models import regression
 from safetensors.torch import load_file
 
 from kftrain.core import storage
@@ -22,9 +23,9 @@ STEPS, BATCH, MICRO = 50, 10, 4
 
 TEXT = """
 run: {name: parity, seed: 3}
-data: {source: "helpers.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
-task: {kind: "helpers.regression:Regression"}
-model: {kind: "helpers.regression:Network"}
+data: {source: "helpers.models.regression:records", shard_size_bytes: 65536, validation_fraction: 0.2}
+task: {kind: "helpers.models.regression:Regression"}
+model: {kind: "helpers.models.regression:Network"}
 optimizer: {learning_rate: 0.02, warmup_steps: 5, weight_decay: 0.3, beta1: 0.8, beta2: 0.9, epsilon: 1.0e-2,
   final_learning_rate_fraction: 0.2}
 train: {steps: 50, global_batch_size: 10, micro_batch_size: 4, log_interval_steps: 1, gradient_clip_norm: 3.0}

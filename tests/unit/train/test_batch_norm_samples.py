@@ -4,7 +4,8 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from helpers import in_process, jobs, overfitting
+from helpers import in_process, jobs
+from helpers.models import overfitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,7 @@ from kftrain.train.session import require_same_samples, samples_together
 
 TRAINED = SimpleNamespace(are_trained=True)
 SMALL = [
-    "model.kind=helpers.overfitting:NormedLine",
+    "model.kind=helpers.models.overfitting:NormedLine",
     "train.steps=12",
     "evaluate.interval_steps=0",
     "train.log_interval_steps=1",
@@ -134,7 +135,7 @@ def test_a_run_of_several_processes_goes_on_with_any_number_of_them_but_not_with
 
 
 def test_norms_that_stay_in_evaluation_mode_share_nothing(tmp_path, monkeypatch):
-    overrides = [*SMALL, "model.kind=helpers.overfitting:StillLine", "train.micro_batch_size=7"]
+    overrides = [*SMALL, "model.kind=helpers.models.overfitting:StillLine", "train.micro_batch_size=7"]
     paths, resolved = jobs.prepare(tmp_path, overfitting.TEXT, overrides)
     with contextlib.suppress(Preempted):
         in_process.train(paths, resolved, monkeypatch, StopAfter(5))

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import in_process, jobs, overfitting, regression
+from helpers import in_process, jobs
+from helpers.models import overfitting, regression
 from safetensors.torch import load_file
 
 from kftrain import config, report

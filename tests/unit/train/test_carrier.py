@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers import odd_models
 from helpers.decoded_samples import InMemory, Shuffled, decoding
+from helpers.models import odd as odd_models
 
 from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
@@ -152,7 +152,7 @@ def test_a_batch_that_draws_is_made_by_the_training_thread(monkeypatch):
         def send_nothing(self):
             self.sends = False
 
-    resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, model: {kind: 'helpers.odd_models:Stack'}}")
+    resolved = config.parse("{task: {kind: 'helpers.models.odd:Task'}, model: {kind: 'helpers.models.odd:Stack'}}")
     with in_process.world(monkeypatch) as world:
         for task, sends in ((odd_models.Task(), True), (Drawing(), False)):
             monkeypatch.setattr(session, "build_task", lambda section, task=task: task)

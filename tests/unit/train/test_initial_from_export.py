@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from helpers import drawn_models, ranks
+from helpers import ranks
+from helpers.models import drawn as drawn_models
 from safetensors.torch import save_file
 from torch import nn
 
@@ -69,7 +70,7 @@ def random_state(model, seed=3):
 def test_each_process_gets_all_of_a_model_whichever_name_a_tied_weight_has(tmp_path, num_processes, tied):
     state = random_state(drawn_models.Drawn())
     state = {name: tensor for name, tensor in state.items() if name not in {"enter.weight", "twin.weight"} - {tied}}
-    overrides = exported(tmp_path, state, "helpers.drawn_models:Drawn")
+    overrides = exported(tmp_path, state, "helpers.models.drawn:Drawn")
     expected = {name.replace(tied, "enter.weight"): tensor.tolist() for name, tensor in state.items()}
     for found in ranks.on(num_processes, filled, overrides):
         assert not isinstance(found, str), found
@@ -105,5 +106,5 @@ def test_a_model_that_does_not_fit_is_refused_on_all_processes(tmp_path, change,
 
 def test_an_export_of_another_kind_is_not_read_unless_it_is_trusted(tmp_path):
     overrides = exported(tmp_path, random_state(Normed()), f"{__name__}:Normed")
-    answers = ranks.on(1, filled, [*overrides, "model.kind=helpers.drawn_models:Drawn"])
+    answers = ranks.on(1, filled, [*overrides, "model.kind=helpers.models.drawn:Drawn"])
     assert "neither built-in nor one that may be built here" in answers[0]

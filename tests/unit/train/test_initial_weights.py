@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported sooner or later by torch itself: no part of the memory that is measured
-from helpers import drawn_models, odd_models, ranks
+from helpers import ranks
 from helpers.memory import peak_of_memory
+from helpers.models import drawn as drawn_models
+from helpers.models import odd as odd_models
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +51,7 @@ VISION += ["model.num_layers=2", "model.patch_size=1", f"task.kind={__name__}:Pi
 
 
 def own(name):
-    return [f"model.kind=helpers.drawn_models:{name}", "task.kind=helpers.odd_models:Task"]
+    return [f"model.kind=helpers.models.drawn:{name}", "task.kind=helpers.models.odd:Task"]
 
 
 def bare(model):
@@ -220,7 +222,7 @@ def found_and_said(world, overrides):
 
 
 def test_a_model_without_init_weights_is_what_its_constructor_gives_on_one_process_wherever_it_is_trained():
-    overrides = [f"model.kind={__name__}:Seeded", "task.kind=helpers.odd_models:Task"]
+    overrides = [f"model.kind={__name__}:Seeded", "task.kind=helpers.models.odd:Task"]
     model = seeded(Seeded)
     expected = {name: each.detach().numpy() for name, each in model.named_parameters()}
     for size, settings in (LAYOUTS["one"], LAYOUTS["two"], LAYOUTS["replicated"]):

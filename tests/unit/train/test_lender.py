@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers import drawn_models, odd_models
+from helpers.models import drawn as drawn_models
+from helpers.models import odd as odd_models
 
 from kftrain.parallel import initialize
 from kftrain.parallel.initialize import Drawn

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import odd_models, ranks
-from helpers.odd_models import Loader
+from helpers import ranks
+from helpers.models import odd as odd_models
+from helpers.models.odd import Loader
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +31,7 @@ class Trained:
 
 def take_steps(world, overrides, num_micro=1):
     """Losses of a few steps and the weights after them."""
-    resolved = config.parse("{task: {kind: 'helpers.odd_models:Task'}, optimizer: {warmup_steps: 1}}", overrides)
+    resolved = config.parse("{task: {kind: 'helpers.models.odd:Task'}, optimizer: {warmup_steps: 1}}", overrides)
     task, loader = build_task(resolved.task), Loader(world, num_micro)
     engine, _ = session.build(resolved, task, loader, Mesh(resolved.parallel.shape(world.size), world))
     losses = [
@@ -60,7 +61,7 @@ def assert_alike(alone, both, tolerance=1e-5):
 
 
 def kind(name, **options):
-    return [f"model.kind=helpers.odd_models:{name}", *(f"model.{key}={value}" for key, value in options.items())]
+    return [f"model.kind=helpers.models.odd:{name}", *(f"model.{key}={value}" for key, value in options.items())]
 
 
 WORKING = [
@@ -268,7 +269,7 @@ def test_what_stands_beside_an_export_is_known_before_the_first_step():
             pytest.fail("a batch was read")
             yield
 
-    resolved = config.parse("{}", ["task.kind=helpers.odd_models:Task", *kind("NoDescription")])
+    resolved = config.parse("{}", ["task.kind=helpers.models.odd:Task", *kind("NoDescription")])
     with pytest.raises(UserCodeError, match="export_config"):
         session.build(resolved, odd_models.Task(), NoSteps(ALONE), Mesh.of_copies(ALONE))
 

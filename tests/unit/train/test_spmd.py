@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import in_process, ranks
-from helpers.odd_models import ROWS, Loader
+from helpers.models.odd import ROWS, Loader
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +63,7 @@ class Poisoned(Loader):
 
 
 def build(world, overrides=(), bad_step=None, model="Stack"):
-    kinds = f"{{task: {{kind: 'helpers.odd_models:Task'}}, model: {{kind: 'helpers.odd_models:{model}'}}}}"
+    kinds = f"{{task: {{kind: 'helpers.models.odd:Task'}}, model: {{kind: 'helpers.models.odd:{model}'}}}}"
     settings = ["optimizer.warmup_steps=1", "train.gradient_clip_norm=0.5", f"train.steps={STEPS}", *overrides]
     resolved = config.parse(kinds, settings)
     loader = Poisoned(world, bad_step)

@@ -29,7 +29,7 @@ SUPERVISOR = """
 import os, sys
 from kftrain.process import termination
 from kftrain.worker import node, supervisor
-supervisor.AGENT_MODULE = "helpers.fake_agent"
+supervisor.AGENT_MODULE = "helpers.fakes.agent"
 supervisor.FIRST_NODE_POLL_SECONDS = 0.1
 supervisor.ENDING_SECONDS = float(os.environ.get("ENDING_SECONDS", "1800"))
 node.RENDEZVOUS_PORT = int(os.environ.get("FIRST_NODE", "1"))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import flat_copy, shard_toy, text_folder
-from helpers.toy_task import ToyTask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import s3fs
-from helpers.bad_server import PAGE, BadServer
+from helpers.fakes.bad_server import PAGE, BadServer
 from helpers.toy_data import flat_copy, shard_toy, text_folder
 
 import kftrain

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from helpers.documents import completion_of, publish_export
-from helpers.kube_namespace import NAME
+from helpers.fakes.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, cluster_jobs, job_client, wait_until
 
 from kftrain.core import storage

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.api_server import LOST, RESET, kubeconfig
-from helpers.clock import Clock
+from helpers.fakes.api_server import LOST, RESET, kubeconfig
+from helpers.fakes.clock import Clock
 from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain.errors import LaunchError

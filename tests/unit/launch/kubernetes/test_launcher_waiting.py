@@ -6,7 +6,7 @@ The clock that limits are measured by stands still until a test turns it.
 import dataclasses
 
 import pytest
-from helpers.kube_namespace import time_stamp
+from helpers.fakes.kube_namespace import time_stamp
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain.core import storage

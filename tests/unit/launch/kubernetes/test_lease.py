@@ -1,7 +1,7 @@
 """A launch that fails on its way to its job: what it has created does not stay, what is somebody else's does."""
 
 import pytest
-from helpers.api_server import LOST
+from helpers.fakes.api_server import LOST
 from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain.core import storage

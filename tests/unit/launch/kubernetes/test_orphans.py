@@ -16,8 +16,8 @@ import urllib.parse
 import kubernetes.client.rest
 import pytest
 import urllib3
-from helpers.api_server import WEBHOOK, kubeconfig
-from helpers.kube_namespace import Namespace, Refused, is_over
+from helpers.fakes.api_server import WEBHOOK, kubeconfig
+from helpers.fakes.kube_namespace import Namespace, Refused, is_over
 from helpers.launching import JOB, WORKERS
 from hypothesis import Phase, settings
 from hypothesis import strategies as st

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.kube_namespace import time_stamp
+from helpers.fakes.kube_namespace import time_stamp
 from helpers.launching import JOB, WORKERS, wait_until
 
 from kftrain.errors import LaunchError

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import pipeline_step
-from helpers.kube_namespace import NAME
+from helpers.fakes.kube_namespace import NAME
 from helpers.launching import JOB, wait_until
 
 from kftrain.config import parse

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.toy_data import shard_toy, text_folder, toy_config
-from helpers.toy_task import ToyTask
 
 from kftrain.core import storage
 from kftrain.data.dataset import ShardedDataset

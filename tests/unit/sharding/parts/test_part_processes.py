@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import object_store
+from helpers.fakes import object_store
 from helpers.toy_data import text_folder, toy_config
 
 from kftrain.core import storage
@@ -25,7 +25,7 @@ from kftrain.trust import permit
 PART_BYTES = 1 << 16
 
 
-def shard(source, root, kind="helpers.toy_task:ToyTask", progress=lambda line: None, **data):
+def shard(source, root, kind="helpers.models.toy_task:ToyTask", progress=lambda line: None, **data):
     config = toy_config(source, root, **{"part_size_bytes": PART_BYTES, **data})
     config = permit(config.model_copy(update={"task": TaskConfig(kind=kind)}))
     return shard_dataset(config, build_task(config.task), progress)
@@ -61,7 +61,7 @@ def test_parts_and_shards_of_any_size_hold_the_samples_in_one_order(tmp_path):
 
 TASKS = """
 import os, signal
-from helpers.toy_task import ToyTask
+from helpers.models.toy_task import ToyTask
 
 
 class Raising(ToyTask):
@@ -114,7 +114,7 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path):
         textwrap.dedent(f"""
         import os, time
         from pathlib import Path
-        from helpers.toy_task import ToyTask
+        from helpers.models.toy_task import ToyTask
 
         class Slow(ToyTask):
             def encode(self, records, split):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from helpers.object_store import BUCKET, ObjectStore
+from helpers.fakes.object_store import BUCKET, ObjectStore
 from helpers.source_checks import Sharded, reading_memory, records, resolve, texts
 from PIL import Image
 

@@ -220,7 +220,7 @@ def test_resolving_imports_none_of_the_libraries_that_reading_needs(tmp_path: Pa
     script = (
         "import sys\n"
         "from kftrain.data.settings import DataConfig\n"
-        "from kftrain.data import sharding\n"
+        "from kftrain.sharding import shard_dataset\n"
         "from kftrain.sharding.sources import resolve_source\n"
         "resolve_source.resolve(DataConfig(source=sys.argv[1])).listing()\n"
         "print(sorted({'pyarrow', 'PIL', 'datasets', 'torch'} & sys.modules.keys()))\n"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from helpers.models.toy_task import ToyTask
 from helpers.source_checks import records, resolve
 from helpers.toy_data import shard_toy, toy_config
-from helpers.toy_task import ToyTask
 from PIL import Image
 
 from kftrain.core import storage

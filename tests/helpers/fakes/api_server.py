@@ -17,7 +17,7 @@ import urllib.parse
 from dataclasses import dataclass, field
 
 import yaml
-from helpers.kube_namespace import NAME, PATH, Namespace, is_over
+from helpers.fakes.kube_namespace import NAME, PATH, Namespace, is_over
 
 LOST, RESET = "lost", "reset"
 """Faults of the connection: it breaks after the request took effect, or before."""

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from helpers.parity_rank import COLLECTIVE_SECONDS, Trained, new_loader, whole
+from helpers.parity.rank import COLLECTIVE_SECONDS, Trained, new_loader, whole
 
 from kftrain import config
 from kftrain.checkpoint import load

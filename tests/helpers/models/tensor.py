@@ -3,7 +3,7 @@
 import hashlib
 
 import torch
-from helpers.parity_oracle import BASE, VOCABULARY, Case, text_rows
+from helpers.parity.oracle import BASE, VOCABULARY, Case, text_rows
 from torch import nn
 
 from kftrain.models import ModelOutput
@@ -202,5 +202,5 @@ class FlawedBlock(nn.Module):
 
 
 TRANSFORMER = "{kind: transformer, dim: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 24}"
-DROPPING_TEXT = BASE.replace(TRANSFORMER, "{kind: 'helpers.tensor_models:Dropping'}")
+DROPPING_TEXT = BASE.replace(TRANSFORMER, "{kind: 'helpers.models.tensor:Dropping'}")
 DROPPING = Case("dropout in split parts", (), DroppingTwoParts, base=DROPPING_TEXT)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import torch
-from helpers.parity_models import FEATURES, Plain, case_of
-from helpers.parity_oracle import Case, Llama
+from helpers.parity.models import FEATURES, Plain, case_of
+from helpers.parity.oracle import Case, Llama
 from torch import nn
 
 from kftrain.models.transformer import Transformer
@@ -264,6 +264,6 @@ LONELY, REPLACES, SPARSE = (case_of(each) for each in (Lonely, Replaces, Sparse)
 IN_FORWARD, HOOKS_IN_STEP, LIMITS_IN_STEP = (case_of(each) for each in (HooksInForward, HooksInStep, LimitsInStep))
 STRIDED, RECURRENT = case_of(Strided), case_of(Recurrent)
 RECURRENT_BF16 = replace(RECURRENT, overrides=(*RECURRENT.overrides, "precision.compute=bf16"), bf16=True)
-IN_FORWARD_TEXT = Case("late hooks", ("model.kind=helpers.parity_hooks:HooksInForwardTransformer",))
-THAWS_TEXT = Case("thaws", ("model.kind=helpers.parity_hooks:ThawsTransformer",))
-HOOKED_TEXT = Case("hooks", ("model.kind=helpers.parity_hooks:HookedTransformer", "run.seed=4"), HookedLlama)
+IN_FORWARD_TEXT = Case("late hooks", ("model.kind=helpers.parity.hooks:HooksInForwardTransformer",))
+THAWS_TEXT = Case("thaws", ("model.kind=helpers.parity.hooks:ThawsTransformer",))
+HOOKED_TEXT = Case("hooks", ("model.kind=helpers.parity.hooks:HookedTransformer", "run.seed=4"), HookedLlama)

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-TEST = Path(__file__).parents[1] / "distributed" / "test_parity.py"
+TEST = Path(__file__).parents[2] / "distributed" / "test_parity.py"
 
 OPTIONS = {
     "train.micro_batch_size": "micro batches",

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
-from helpers.parity_oracle import BASE, Case
+from helpers.parity.oracle import BASE, Case
 from torch import nn
 
 SIDE, PATCH, DIM, HEADS, CLASSES, NUM_IMAGES = 8, 2, 16, 4, 5, 29

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import torch
-from helpers.parity_oracle import BASE, Case
+from helpers.parity.oracle import BASE, Case
 from torch import nn
 
 from kftrain import tasks
@@ -187,7 +187,7 @@ def case_of(network):
     words = re.sub("(?<!^)(?=[A-Z])", " ", network.__name__).lower()
     base = BASE.replace("{kind: language_modeling, sequence_length: 8, tokenizer: bytes}", "{kind: TASK}")
     base = base.replace("{kind: transformer, dim: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 24}", "{}")
-    kinds = (f"model.kind={network.__module__}:{network.__name__}", "task.kind=helpers.parity_models:Squares")
+    kinds = (f"model.kind={network.__module__}:{network.__name__}", "task.kind=helpers.parity.models:Squares")
     return Case(words, kinds, network, square_rows, square_loss, number_of_rows, base=base)
 
 

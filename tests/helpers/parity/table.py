@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from helpers import parity_oracle, parity_rank
-from helpers.parity_oracle import Case
+from helpers.parity import oracle as parity_oracle
+from helpers.parity import rank as parity_rank
+from helpers.parity.oracle import Case
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class StillLine(NormedLine):
 
 TEXT = """
 run: {name: overfitting, seed: 3}
-data: {source: "helpers.overfitting:records", shard_size_bytes: 65536, validation_fraction: 0.5}
-task: {kind: "helpers.overfitting:Regression"}
-model: {kind: "helpers.overfitting:Line"}
+data: {source: "helpers.models.overfitting:records", shard_size_bytes: 65536, validation_fraction: 0.5}
+task: {kind: "helpers.models.overfitting:Regression"}
+model: {kind: "helpers.models.overfitting:Line"}
 optimizer: {kind: sgd, learning_rate: 0.03, momentum: 0, weight_decay: 0, schedule: constant}
 train: {steps: 120, global_batch_size: 20, log_interval_steps: 10, gradient_clip_norm: 0}
 checkpoint: {interval_steps: 25, keep_last: 1}

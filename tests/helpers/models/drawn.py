@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import torch
-from helpers.odd_models import DIM
+from helpers.models.odd import DIM
 from torch import nn
 
 from kftrain.models.transformer import Transformer

@@ -134,7 +134,7 @@ def odd_llama():
 
 
 def one_word_more(tied=False):
-    """Its vocabulary has no equal parts: that of `helpers.tensor_models:one_word_more`."""
+    """Its vocabulary has no equal parts: that of `helpers.models.tensor:one_word_more`."""
     return Llama(vocabulary=VOCABULARY + 1, tied=tied)
 
 

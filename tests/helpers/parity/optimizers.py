@@ -1,7 +1,7 @@
 """Optimizers and schedules for the table of parity: torch's own, over a network on one process."""
 
 import torch
-from helpers.parity_oracle import STEPS, Case, warmup_cosine
+from helpers.parity.oracle import STEPS, Case, warmup_cosine
 
 BETAS, EPSILON = (0.8, 0.9), 1e-3
 
