@@ -120,8 +120,8 @@ def test_what_is_no_quantity_is_refused(tmp_path, capfd):
     assert "--launcher-memory" in capfd.readouterr().err
 
 
-OF_BEFORE = GOLDEN.with_name("train_pipeline_725de65.yaml")
-"""A pipeline as it was compiled before `config_json`. A recurring run holds such a text, and the tag of an image."""
+OF_BEFORE = GOLDEN.with_name("train_pipeline_0_2.yaml")
+"""The pipeline as release 0.2 compiles it. A recurring run holds such a text, and the tag of an image."""
 
 STAGES = {
     "shard": "kftrain.stages.shard.shard_from_pipeline",
