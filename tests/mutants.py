@@ -313,8 +313,9 @@ MUTANTS = [
     ),
     Mutant(
         "AdamW keeps the memory that its parameters had at the first step",
-        "kftrain/train/optimizer_adamw.py",
-        "            [local(each) for each in parameters],\n",
+        "kftrain/train/optimizer_kinds.py",
+        "        torch._fused_adamw_(\n            [local(parameter) for parameter in parameters],\n",
+        "        torch._fused_adamw_(\n"
         "            vars(self).setdefault(str(id(group)), [local(each.detach()) for each in parameters]),\n",
         "tests/unit/train/test_optimizer_adamw.py -k other_memory",
     ),
@@ -1365,21 +1366,21 @@ MUTANTS = [
     ),
     Mutant(
         "SGD takes a step that is not finite",
-        "kftrain/train/optimizer_sgd.py",
+        "kftrain/train/optimizer_kinds.py",
         "found_inf=None if self.found_inf is None else self.found_inf.to(gradients[0].device),",
         "found_inf=None,",
         "tests/unit/train/test_spmd.py -k changes_no_tensor",
     ),
     Mutant(
         "Muon's momentum takes a step that is not finite",
-        "kftrain/train/optimizer_muon.py",
+        "kftrain/train/optimizer_kinds.py",
         "gradient.copy_(torch.where(counts > 0, gradient, buffer))",
         "gradient.copy_(gradient)",
         "tests/unit/train/test_spmd.py -k changes_no_tensor",
     ),
     Mutant(
         "Adafactor counts a step that is skipped",
-        "kftrain/train/optimizer_adafactor.py",
+        "kftrain/train/optimizer_kinds.py",
         'part.state["step"].add_(counts)',
         'part.state["step"].add_(1)',
         "tests/unit/train/test_spmd.py -k changes_no_tensor",
@@ -1526,7 +1527,7 @@ MUTANTS = [
     ),
     Mutant(
         "lamb measures its own part of a parameter alone",
-        "kftrain/train/optimizer_lamb.py",
+        "kftrain/train/optimizer_kinds.py",
         "sum_over_parts(squares, parameters)",
         "squares",
         "tests/distributed/test_parity.py -k 'lamb and tensor'",

@@ -11,12 +11,7 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.parallel.sharded import ALONE, Team
 from kftrain.train.groups import OTHERS, assigned, names_of
-from kftrain.train.optimizer_adafactor import Adafactor
-from kftrain.train.optimizer_adamw import AdamW
-from kftrain.train.optimizer_base import Group, SkippingOptimizer
-from kftrain.train.optimizer_lamb import Lamb
-from kftrain.train.optimizer_muon import MATCHING, Muon
-from kftrain.train.optimizer_sgd import Sgd
+from kftrain.train.optimizer_kinds import MATCHING, Adafactor, AdamW, Group, Lamb, Muon, Sgd, SkippingOptimizer
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
 
 

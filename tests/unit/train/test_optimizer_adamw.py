@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kftrain.train.optimizer_adamw import AdamW
+from kftrain.train.optimizer_kinds import AdamW
 
 BETAS, EPSILON, RATE = (0.8, 0.9), 1e-3, 0.05
 

@@ -16,7 +16,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.train.optimizer import Optimizer
-from kftrain.train.optimizer_sgd import Sgd
+from kftrain.train.optimizer_kinds import Sgd
 from kftrain.train.spmd import SpmdEngine
 from kftrain.train.step import loss_of, receive_tensors, seed_step, terms_of
 
