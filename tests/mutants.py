@@ -1093,7 +1093,7 @@ MUTANTS = [
     ),
     Mutant(
         "a probe leaves in the model what forward keeps",
-        "kftrain/train/attributes.py",
+        "kftrain/train/probe.py",
         "            attributes.clear()\n",
         "",
         "tests/unit/train/test_attributes.py -k same_objects",
@@ -1268,7 +1268,7 @@ MUTANTS = [
     ),
     Mutant(
         "a GPU computes with a batch that is still being copied",
-        "kftrain/train/carrier.py",
+        "kftrain/train/step.py",
         "            self.streams.wait(self.event)\n",
         "",
         "tests/unit/train/test_carrier.py",
@@ -1394,7 +1394,7 @@ MUTANTS = [
     ),
     Mutant(
         "of several groups the last one counts",
-        "kftrain/train/groups.py",
+        "kftrain/train/optimizer.py",
         "    return next(fitting, OTHERS)",
         "    return [OTHERS, *fitting][-1]",
         "tests/unit/train/test_optimizer_members.py",

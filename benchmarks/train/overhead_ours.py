@@ -38,12 +38,10 @@ from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tracking.tracker import MlflowTracker
 from kftrain.train import session
-from kftrain.train.carrier import Carrier
-from kftrain.train.loop import Loop
+from kftrain.train.loop import Loop, learning_rate
 from kftrain.train.recorder import Recorder
-from kftrain.train.schedule import learning_rate
 from kftrain.train.settings import OptimizerConfig
-from kftrain.train.step import terms_of
+from kftrain.train.step import Carrier, terms_of
 
 ROWS, LENGTH, NUM_BATCHES = 8, 8, 16
 TEXT = """

@@ -37,10 +37,9 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.tasks import build_task
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.train import session
-from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
-from kftrain.train.step import terms_of
+from kftrain.train.step import Carrier, terms_of
 
 VOCABULARY, LENGTH, ROWS, NUM_TOKENS = 8192, 128, 4, 250
 EVALUATED_BATCHES = 6

@@ -56,7 +56,7 @@ def verify(uri: str) -> None:
 def export(uri: str, as_json: bool) -> None:
     """Write one folder of safetensors from a checkpoint (or from a run's newest one)."""
     from kftrain.run.config import read_config
-    from kftrain.train.described import export_model, task_of_run
+    from kftrain.train.completing import export_model, task_of_run
     from kftrain.trust import permit
 
     chosen = _checkpoint(uri)

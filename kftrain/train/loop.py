@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from kftrain.checkpoint import load
 from kftrain.checkpoint.save import CheckpointWriter
 from kftrain.config import Config
+from kftrain.core.progress import to_log
+from kftrain.data.decoding import BadSample
 from kftrain.data.expanded import ValidationRows
-from kftrain.data.loader import StepBatch, TrainLoader
-from kftrain.errors import DivergedError, FailureClass, Preempted
+from kftrain.data.loader import Counters, StepBatch, TrainLoader
+from kftrain.errors import DataError, DivergedError, FailureClass, Preempted
 from kftrain.evaluate.score import total_metrics
 from kftrain.parallel.world import World
 from kftrain.process.liveness import Liveness
@@ -27,12 +29,10 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import fix_of
 from kftrain.tasks.user_metrics import metrics_of
 from kftrain.train.best import BestCheckpoint
-from kftrain.train.data_metrics import DataMetrics
 from kftrain.train.engine import Engine, Measured
-from kftrain.train.left_out import LeftOut
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
-from kftrain.train.schedule import learning_rate
+from kftrain.train.settings import OptimizerConfig
 from kftrain.train.step import seed_step
 
 
@@ -272,3 +272,97 @@ class Loop:
         """Commit what is done since the last checkpoint, if anything."""
         if done > self._saves.settle():
             self._saves.finish(self._engine.state.save(), self._recorder.history, done)
+
+
+TIMES_DECAYED = 10
+"""`warmup_stable_decay` falls over the last of so many parts of the steps, unless the configuration says how many."""
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Learning rate of step `step`, counted from 0, of `num_steps`."""
+    peak, schedule = config.learning_rate, config.schedule
+    if schedule == "constant":
+        return peak
+    warmup_steps = min(config.warmup_steps, num_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "warmup_constant":
+        return peak
+    if schedule == "warmup_inverse_sqrt":  # Vaswani et al. 2017, arXiv:1706.03762, section 5.3
+        return peak * math.sqrt(max(1, warmup_steps) / (step + 1))
+    first, floor = warmup_steps, config.final_learning_rate_fraction
+    if schedule == "warmup_stable_decay":  # Hu et al. 2024, arXiv:2404.06395; the decay is linear
+        decay_steps = min(config.decay_steps or math.ceil(num_steps / TIMES_DECAYED), num_steps - warmup_steps)
+        first = num_steps - decay_steps - 1  # the last one before the fall
+    progress = min(1.0, max(0, step - first) / max(1, num_steps - 1 - first))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "warmup_cosine" else 1.0 - progress
+    return peak * (floor + (1.0 - floor) * left)
+
+
+class LeftOut:
+    """The samples, each once however often it was met; the same on all processes."""
+
+    def __init__(self, world: World, max_samples: int) -> None:
+        """`max_samples`: more than so many end the run."""
+        self._world = world
+        self._max_samples = max_samples
+        self.numbers: set[int] = set()
+        """In stored order."""
+
+    def resume(self, numbers: Iterable[int]) -> None:
+        """Takes over those that were left out before the checkpoint."""
+        self.numbers.update(numbers)
+
+    def take(self, own: list[BadSample]) -> None:
+        """Counts those of a step, of which this process has met its `own`. Collective.
+
+        Raises DataError on all processes where there are too many now.
+        """
+        met = {sample.number: sample for part in self._world.gather(own) for sample in part}
+        for number in sorted(met.keys() - self.numbers):
+            self.numbers.add(number)
+            line = met[number].error.line
+            if len(self.numbers) > self._max_samples:
+                raise DataError(
+                    f"{len(self.numbers)} samples cannot be decoded, one more than may be left out; this one: {line}",
+                    where="data.max_bad_samples",
+                    value=self._max_samples,
+                    fix="mend the data, or allow more",
+                )
+            if self._world.is_main:
+                to_log(f"warning: left out, {len(self.numbers)} of at most {self._max_samples}: {line}")
+
+
+class DataMetrics:
+    """Of one attempt, from one recorded point to the next."""
+
+    def __init__(self, counters: Counters, world: World) -> None:
+        """`counters`: of this process's loader, which goes on counting."""
+        self._counters = counters
+        self._world = world
+        self._last = replace(counters)
+
+    def since_last(self) -> dict[str, float]:
+        """What was measured since the call before. Collective.
+
+        `data_stall_seconds`: how long a training thread has waited, the mean over the processes.
+        `data_decode_seconds`: of reading and decoding, over all workers. `data_bytes`: read, as they are stored.
+        `data_queue_depth`: steps that were ready when one was taken, the mean.
+        """
+        now, before = replace(self._counters), self._last
+        self._last = now
+        stall, seconds, num_bytes, ready, steps = self._world.sum(
+            [
+                now.stall_seconds - before.stall_seconds,
+                now.decode_seconds - before.decode_seconds,
+                now.num_bytes - before.num_bytes,
+                now.ready_steps - before.ready_steps,
+                now.num_steps - before.num_steps,
+            ]
+        )
+        return {
+            "data_stall_seconds": stall / self._world.size,
+            "data_decode_seconds": seconds,
+            "data_bytes": num_bytes,
+            "data_queue_depth": ready / max(steps, 1.0),
+        }

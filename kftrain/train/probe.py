@@ -10,15 +10,18 @@ and the rest of the model all the time, which is what sharding makes of it later
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError, UserCodeError
@@ -26,11 +29,9 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
-from kftrain.parallel.initialize import isolated, parameter_like, seed_all
+from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import Task
 from kftrain.tasks.prepare import prepare, require_sequence_dims
-from kftrain.train.attributes import first_difference, lend_attributes, read_attributes, require_no_state
-from kftrain.train.lender import Lender
 from kftrain.train.step import after_step, loss_of, receive_tensors, terms_of
 
 ROWS = 2
@@ -222,3 +223,195 @@ def _digest(tensor: torch.Tensor | None) -> str:
         return repr(tensor)
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Lender:
+    """Lends `weights` to the model that they are of. `units`: names of the blocks that get theirs when called."""
+
+    weights: Weights
+    units: Sequence[str]
+    tell: Callable[[str, nn.Parameter], object] = lambda *_: None
+    """Callback for each parameter that is lent, each time, with its name."""
+
+    @contextlib.contextmanager
+    def lending(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+        """Let the model be called within the block; parameters are in `dtype`, on the device."""
+        loans = _Loans(self, device, dtype)
+        handles = []
+        with contextlib.ExitStack() as stack:
+            left = set(self.weights.places)
+            for unit in self.units:
+                module = model.get_submodule(unit)
+                own = [name for name in self.weights.places if name in left and self._is_within(name, module)]
+                left -= set(own)
+                # always_call: a block that raises gives its weights back, too.
+                handles.append(module.register_forward_pre_hook(lambda *_, own=own: loans.lend(own)))
+                handles.append(module.register_forward_hook(lambda *_, own=own: loans.take_back(own), always_call=True))
+            for handle in handles:
+                stack.callback(handle.remove)
+            loans.lend([name for name in self.weights.places if name in left])
+            stack.callback(loans.take_back, sorted(left))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(loans.pack, loans.unpack))
+            yield
+
+    def _is_within(self, name: str, module: nn.Module) -> bool:
+        owner = self.weights.places[name][0][0]
+        return any(part is owner for part in module.modules())
+
+
+class _Loans:
+    """The weights that are lent at the moment.
+
+    Autograd keeps the name of a weight instead of the weight, which would hold its memory to the end of the backward
+    pass. There it is made anew, with the same values. A weight is known by the address of its memory, since what
+    autograd saves may be a view of it, such as the transpose.
+    """
+
+    def __init__(self, lender: Lender, device: torch.device, dtype: torch.dtype) -> None:
+        self._weights = lender.weights
+        self._device = device
+        self._dtype = dtype
+        self._tell = lender.tell
+        self._empty: dict[str, nn.Parameter] = {}
+        self._name_of: dict[int, str] = {}
+
+    def lend(self, names: Sequence[str]) -> None:
+        for name in names:
+            slots = self._weights.places[name]
+            empty = stored_parameter(slots[0])
+            assert name not in self._empty
+            parameter = parameter_like(empty, self._value(name))
+            self._empty[name] = empty
+            if parameter.numel():
+                self._name_of[_address(parameter)] = name
+            put_all(slots, parameter)
+            self._tell(name, parameter)
+
+    def take_back(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._empty:
+                continue
+            slots = self._weights.places[name]
+            lent = stored_parameter(slots[0])
+            self._name_of.pop(_address(lent), None)  # the next tensor there would be taken for this weight
+            put_all(slots, self._empty.pop(name))
+            lent.data = lent.data.new_empty(0)  # the graph of the loss keeps the parameter, but not its memory
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        name = self._name_of.get(_address(tensor))
+        return tensor if name is None else (name, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        name, shape, stride, offset = packed
+        return self._value(name).as_strided(shape, stride, offset)
+
+    def _value(self, name: str) -> torch.Tensor:
+        with isolated(self._device):  # what the forward pass draws does not depend on what is lent meanwhile
+            return self._weights.whole(name, self._device).to(self._dtype)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+DECLARATION = "unsaved_attributes"
+"""Of a model that keeps such a state all the same: patterns of names, `layers.*.num_calls`."""
+
+TOLERANCE = 1e-5
+"""Relative: a GPU's kernels do not sum in the same order each time."""
+
+Leaves = dict[tuple[str, str], Any]
+"""Name of an attribute, and where it is in it -> tensor, number or text."""
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = ("_modules", "_non_persistent_buffers_set", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
+    """Within it modules work on copies of what they keep; after it they have what they had, and nothing more.
+
+    What cannot be copied (a lock, torch's generator, an open file) stays the same. `tensors`: by the `id` of parameters
+    and buffers, what stands in for them wherever they are.
+    """
+    shared: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    shared += [random.uniform.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
+    memo = {**{id(each): each for each in shared}, **(tensors or {})}
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        for attributes, own in before:
+            attributes.update({key: copy.copy(own[key]) for key in _CONTAINERS})
+            for kind in ("_parameters", "_buffers"):
+                attributes[kind] = {key: memo.get(id(each), each) for key, each in own[kind].items()}
+            attributes.update({key: _copy_of(own[key], memo) for key in own if key not in _OF_TORCH})
+        yield
+    finally:
+        for attributes, own in before:
+            attributes.clear()
+            attributes.update(own)
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    num_copies = len(memo)
+    try:
+        return value if callable(value) else copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, NotImplementedError):
+        while len(memo) > num_copies:  # what is half a copy is nobody else's
+            memo.popitem()
+        return value
+
+
+def read_attributes(model: nn.Module) -> Leaves:
+    """All of it, as it is now."""
+    leaves: Leaves = {}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+        own |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+        for path, leaf in tree_leaves_with_path(own):
+            leaves[f"{name}.{path[0].key}".lstrip("."), keystr(path[1:])] = _value_of(leaf)  # type: ignore[attr-defined]
+    return leaves
+
+
+def _value_of(leaf: Any) -> Any:
+    """A copy of what may be state; None of anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return None if isinstance(leaf, nn.Parameter) or leaf.is_meta else leaf.detach().clone()
+    if isinstance(leaf, torch.Generator | np.ndarray):
+        return leaf.get_state() if isinstance(leaf, torch.Generator) else leaf.tobytes()
+    return copy.copy(leaf) if isinstance(leaf, int | float | complex | str | bytes | set | np.generic) else None
+
+
+def first_difference(one: Leaves, other: Leaves) -> str | None:
+    """The name of the first attribute that is not the same in both."""
+    labels = dict.fromkeys([*one, *other])
+    return next((name for name, at in labels if not _is_alike(one.get((name, at)), other.get((name, at)))), None)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other or one != one)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return (
+        torch.allclose(one, other, TOLERANCE, TOLERANCE, True) if one.is_floating_point() else torch.equal(one, other)
+    )
+
+
+def require_no_state(model: nn.Module, once: Leaves, again: Leaves, losses: tuple[float, float]) -> None:
+    """Raises ConfigError where what some rows leave (`once`), or their loss, is not the same after others (`again`)."""
+    patterns = getattr(model, DECLARATION, ())
+    once, again = (
+        {label: value for label, value in each.items() if not any(fnmatchcase(label[0], p) for p in patterns)}
+        for each in (once, again)
+    )
+    name = first_difference(once, again)
+    if name is None and (patterns or abs(losses[0] - losses[1]) <= TOLERANCE * abs(losses[0])):
+        return
+    raise ConfigError(
+        "the forward pass keeps a state that no checkpoint has: it begins anew on resume and differs by process",
+        where=f"model {name}" if name else "model",
+        fix=f"register it as a persistent buffer, or name it in the model's {DECLARATION} where that does no harm",
+    )

@@ -37,8 +37,7 @@ from kftrain.parallel.tensor_plan import SplitModule, plan_of
 from kftrain.parallel.transforms import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train import probe
-from kftrain.train.attributes import lend_attributes
-from kftrain.train.lender import Lender
+from kftrain.train.probe import Lender, lend_attributes
 from kftrain.train.step import loss_of, receive_tensors
 
 CHANGE = 2.0**-20

@@ -58,19 +58,16 @@ from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tasks.logits import task_reads_parts
 from kftrain.train import completing, probe, probe_split
-from kftrain.train.carrier import Carrier
-from kftrain.train.completing import Finished
-from kftrain.train.described import Described, describe_export, model_arguments
-from kftrain.train.groups import freeze
+from kftrain.train.completing import Described, Finished, describe_export, model_arguments
 from kftrain.train.initial import initial_weights
-from kftrain.train.lender import Lender
 from kftrain.train.loop import Loop
 from kftrain.train.model import build_empty
-from kftrain.train.optimizer import build_optimizer
+from kftrain.train.optimizer import build_optimizer, freeze
+from kftrain.train.probe import Lender
 from kftrain.train.reading import Training, batch_plan_of, new_loader, read_training, validation_rows
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
-from kftrain.train.step import terms_of
+from kftrain.train.step import Carrier, terms_of
 from kftrain.train.traffic import bytes_of_step
 from kftrain.worker.error_report import leave
 

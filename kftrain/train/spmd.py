@@ -26,8 +26,7 @@ from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.transforms import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train.engine import Agree, StepResult
-from kftrain.train.groups import names_of
-from kftrain.train.optimizer import Optimizer
+from kftrain.train.optimizer import Optimizer, names_of
 from kftrain.train.parts import Parts, model_part, optimizer_part
 from kftrain.train.step import after_step, has_hook, loss_of, receive_tensors
 

@@ -15,10 +15,9 @@ from kftrain.process.liveness import Liveness
 from kftrain.process.stop_request import StopRequest
 from kftrain.tasks import build_task
 from kftrain.train import session
-from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
-from kftrain.train.step import terms_of
+from kftrain.train.step import Carrier, terms_of
 
 COLLECTIVE_SECONDS = 600.0
 

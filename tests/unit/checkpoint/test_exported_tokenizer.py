@@ -19,7 +19,7 @@ from kftrain.run import commit
 from kftrain.run.export import ExportManifest, digest_of_export
 from kftrain.tasks import build_task
 from kftrain.tasks.settings import TaskConfig
-from kftrain.train.described import describe_export
+from kftrain.train.completing import describe_export
 
 MODEL = ModelConfig(kind="transformer", dim=32, num_layers=1, num_heads=2)
 TEXTS = ["def naïve(x):\n    return x  # 日本語\n", " a leading space, <|document|> and <s>\n\n", "x" * 40]

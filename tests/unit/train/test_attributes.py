@@ -14,7 +14,7 @@ from kftrain import config
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
 from kftrain.train import session
-from kftrain.train.attributes import lend_attributes
+from kftrain.train.probe import lend_attributes
 
 STEPS = 5
 

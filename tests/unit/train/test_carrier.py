@@ -16,8 +16,7 @@ from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.errors import UserCodeError
 from kftrain.train import probe
-from kftrain.train.carrier import Carrier
-from kftrain.train.step import loss_of, receive_tensors
+from kftrain.train.step import Carrier, loss_of, receive_tensors
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,5 @@
 from kftrain.data.loader import Counters
-from kftrain.train.data_metrics import DataMetrics
+from kftrain.train.loop import DataMetrics
 
 
 class World:

@@ -4,7 +4,7 @@ import pytest
 
 from kftrain.data.decoding import BadSample
 from kftrain.errors import DataError
-from kftrain.train.left_out import LeftOut
+from kftrain.train.loop import LeftOut
 
 
 class World:

@@ -8,7 +8,7 @@ from helpers.models import odd as odd_models
 
 from kftrain.parallel import initialize
 from kftrain.parallel.initialize import Drawn
-from kftrain.train.lender import Lender
+from kftrain.train.probe import Lender
 
 CPU = torch.device("cpu")
 

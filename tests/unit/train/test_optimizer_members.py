@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from kftrain.errors import ConfigError
-from kftrain.train.groups import freeze
-from kftrain.train.optimizer import build_optimizer
+from kftrain.train.optimizer import build_optimizer, freeze
 from kftrain.train.optimizer_kinds import AdamW
 from kftrain.train.settings import OptimizerConfig
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.train.schedule import learning_rate
+from kftrain.train.loop import learning_rate
 from kftrain.train.settings import SHORT_NAMES, OptimizerConfig
 
 SCHEDULES = ["constant", "warmup_constant", *SHORT_NAMES.values()]

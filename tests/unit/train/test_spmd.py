@@ -16,9 +16,8 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.process.stop_request import StopRequest
 from kftrain.tasks import build_task
 from kftrain.train import session
-from kftrain.train.carrier import Carrier
 from kftrain.train.loop import Loop
-from kftrain.train.step import terms_of
+from kftrain.train.step import Carrier, terms_of
 
 STEPS = 6
 
