@@ -221,9 +221,9 @@ def test_the_steps_image_needs_no_torch():
     subprocess.run([sys.executable, "-c", NO_TORCH, *names], check=True, cwd=ROOT)
 
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 80
 
 LONG_FUNCTIONS = {}
 """Functions that may be longer than the rest, and why."""
