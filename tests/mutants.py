@@ -394,14 +394,14 @@ MUTANTS = [
     Mutant(
         "copies of a sharded state keep their gradients to themselves",
         "kftrain/parallel/transforms.py",
-        "            model.set_requires_all_reduce(last)\n",
+        "            model.set_requires_all_reduce(is_last)\n",
         "            model.set_requires_all_reduce(False)\n",
         "tests/distributed/test_parity.py -k 'hybrid and zero2'",
     ),
     Mutant(
         "parameters stay gathered from one step to the next",
         "kftrain/parallel/transforms.py",
-        "            model.set_reshard_after_backward(last)\n",
+        "            model.set_reshard_after_backward(is_last)\n",
         "            model.set_reshard_after_backward(False)\n",
         "tests/distributed/test_parity.py -k '2-zero1 and micro'",
     ),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
+from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, standing_in, stored_parameter
 from kftrain.parallel.sharded import cut_axes, local
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
 from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
 from kftrain.parallel.vocabulary import SplitLogits, first_of_part, look_up
-
-if TYPE_CHECKING:
-    from kftrain.parallel.transforms import Distributed
 
 AXIS = "tensor"
 

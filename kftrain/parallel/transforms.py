@@ -13,10 +13,10 @@ nothing to share and gets no wrapper; `Formats` gives it the same numbers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.batch_norm import GlobalBatchNorms
+from kftrain.parallel.distributed import Agreement, Distributed, Transform
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
+from kftrain.parallel.gradients import UsedParameters
 from kftrain.parallel.hooks import ParameterHooks
 from kftrain.parallel.initialize import places_of
 from kftrain.parallel.mesh import Mesh
@@ -34,81 +35,9 @@ from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.sharded import ALONE, Team
+from kftrain.parallel.sharded import Team
 from kftrain.parallel.strategies import Sharding, sharding_of
 from kftrain.parallel.tensor import SplitTensors
-
-
-class Distributed:
-    """A model that is ready to train, and the work that its transforms want done around each computation."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.formats: tuple[torch.dtype, torch.dtype] | None = None
-        """Formats of the computation and the reduction where copies stand in for the parameters; else None."""
-        self.sharding: Sharding | None = None
-        """How long a step keeps sharded parameters and gradients whole; None where nothing is sharded."""
-        self.after_backward: list[Callable[[], None]] = []
-        """Work on the gradients of a step, once the parameters have them, in this order. Collective."""
-        self.norms: GlobalBatchNorms | None = None
-        """The model's batch norms, which must be told which rows count; None until somebody sets them."""
-        self.replicas: Replicas | None = None
-        """torch's replicas where each process has the whole model; else None."""
-        self._copies: WorkingCopies | None = None
-        self._is_last: bool | None = None
-
-    @property
-    def is_sharded(self) -> bool:
-        """True where each process has a part of the blocks only, so that all must call them in the same order."""
-        return isinstance(self.model, FSDPModule)
-
-    @property
-    def team(self) -> Team:
-        """The processes that have the same of what is no distributed tensor. Collective when first asked."""
-        return Team((self.mesh.group(["replicate"]),)) if self.replicas else ALONE
-
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Prepare the parameters for all forward and backward passes of a step, or an evaluation, within the block."""
-        if self.replicas is not None:
-            return self.replicas.computing()
-        if self.formats is None:
-            return contextlib.nullcontext()
-        if self._copies is None:  # made when the parameters have their values
-            self._copies = WorkingCopies(self.model, *self.formats)
-        return self._copies.in_place()
-
-    def accumulate(self, last: bool) -> None:
-        """Say before each micro batch whether it is the `last` of its step: then gradients are exchanged."""
-        model, sharding = self.model, self.sharding
-        if last == self._is_last:
-            return
-        self._is_last = last
-        if self.replicas is not None:
-            self.replicas.exchange(last)
-        if sharding is None:
-            return
-        assert isinstance(model, FSDPModule)
-        if sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
-            model.set_requires_gradient_sync(last)
-        else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
-            model.set_requires_all_reduce(last)
-        if sharding.keep_gathered:  # freed after the last: the optimizer changes the parts, and a kept whole is stale
-            model.set_reshard_after_backward(last)
-
-    def hand_over(self) -> None:
-        """Give the parameters the gradients of the step, after its last backward pass. Collective."""
-        if self._copies is not None:  # first: what comes after reads the gradients of the masters
-            self._copies.hand_over()
-        for work in self.after_backward:
-            work()
-
-
-class Transform(Protocol):
-    """One thing that is done to a model, in its place in a strategy's list."""
-
-    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Change the model in place. `blocks`: names of the modules that are units of their own. Collective."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +82,10 @@ class Formats:
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
         cast_inputs(distributed.model, blocks, compute, fitting=compute == torch.float32)
         if {self.compute, self.reduce} != {"fp32"}:
-            distributed.formats = (compute, reduce)
+            # Made when the first step begins: by then the parameters have their values.
+            copies = functools.cache(lambda: WorkingCopies(distributed.model, compute, reduce))
+            distributed.around_step.append(lambda: copies().in_place())
+            distributed.after_backward.append(lambda: copies().hand_over())
 
 
 @dataclass(frozen=True)
@@ -168,7 +100,11 @@ class Replicate:
         model, mesh = distributed.model, distributed.mesh
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
         cast_inputs(model, blocks, compute, fitting=compute == torch.float32)
-        distributed.replicas = Replicas(model, mesh.group(["replicate"]), mesh.world.device, compute, reduce)
+        group = mesh.group(["replicate"])
+        replicas = Replicas(model, group, mesh.world.device, compute, reduce)
+        distributed.team = Team((group,))
+        distributed.around_step.append(replicas.computing)
+        distributed.before_micro_batch.append(replicas.exchange)
 
 
 @dataclass(frozen=True)
@@ -184,7 +120,6 @@ class FullyShard:
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Make the parameters distributed tensors; offloaded, they are on the host. Raises ConfigError."""
-        distributed.sharding = self.sharding
         model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.is_contiguous():
@@ -197,6 +132,9 @@ class FullyShard:
             "reshard_after_forward": self.sharding.reshard_after_forward,
             **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
         }
+        distributed.needs_same_calls = True
+        distributed.when_filled.append(functools.partial(_watch_used_parameters, distributed))
+        distributed.before_micro_batch.append(functools.partial(self._prepare_micro_batch, model))
         on_cpu = distributed.mesh.world.device.type == "cpu"
         if self.forward_only and on_cpu:
             fully_shard_in_pieces(model, blocks, options)
@@ -209,6 +147,22 @@ class FullyShard:
             unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
         if shape.shard > 1 and on_cpu:
             reduce_by_exchange(model)
+
+    def _prepare_micro_batch(self, model: nn.Module, is_last: bool) -> None:
+        """Tell torch what to exchange and what to free after the backward pass of the next micro batch."""
+        assert isinstance(model, FSDPModule)
+        if self.sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
+            model.set_requires_gradient_sync(is_last)
+        else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
+            model.set_requires_all_reduce(is_last)
+        if self.sharding.keep_gathered:  # until the optimizer changes the parts: then a whole that is kept is stale
+            model.set_reshard_after_backward(is_last)
+
+
+def _watch_used_parameters(distributed: Distributed) -> None:
+    """Let the processes agree in each step on the parameters that none of them has used."""
+    used = UsedParameters(distributed.model, distributed.mesh.world)
+    distributed.agreements.append(Agreement(used.take, used.drop_unused))
 
 
 def strategy_of(
@@ -240,11 +194,11 @@ def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, bloc
 
     `model` is in fp32, and has the same parts on all processes. Collective. Raises ConfigError.
     """
-    # Hooks are taken off first, or what parameters turn into would have them too, and call them with parts. They run
-    # last: by then gradients are those of all samples, summed over every axis.
+    # Hooks are taken off first, or what parameters turn into would have them too, and call them with parts. Registered
+    # first they run last: by then gradients are those of all samples, summed over every axis.
     distributed, hooks = Distributed(model, mesh), ParameterHooks(places_of(model))
+    distributed.after_backward.append(hooks)
     for transform in strategy:
         transform.apply(distributed, blocks)
     hooks.require_whole()
-    distributed.after_backward.append(hooks)
     return distributed

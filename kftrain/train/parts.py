@@ -5,8 +5,7 @@ A release that does not know a part, or knows it in another form, must not go on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from kftrain.checkpoint.staging import State
 from kftrain.errors import CheckpointError
 from kftrain.parallel import buffers
+from kftrain.parallel.distributed import Part
 from kftrain.parallel.world import World
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of the state of a training."""
-
-    version: int
-    """Version of the form of what `save` returns; it goes up when that changes."""
-    save: Callable[[], dict[str, Any]]
-    """Returns tensors and plain data, as they are now; nothing is copied."""
-    load: Callable[[dict[str, Any]], None]
-    """Takes what `save` has returned, with the tensors of a checkpoint in place."""
 
 
 class Parts:

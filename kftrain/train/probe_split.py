@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 from kftrain.core.progress import to_log
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import ConfigError
+from kftrain.parallel.distributed import Distributed
 from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
 from kftrain.parallel.tensor_plan import SplitModule, plan_of
-from kftrain.parallel.transforms import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train import probe
 from kftrain.train.probe import Lender, lend_attributes

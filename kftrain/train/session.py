@@ -217,11 +217,11 @@ def build(
     norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)
     distributed = distribute(model, strategy, mesh, names)
-    distributed.norms = norms
     del weights  # whoever has built a whole model that is not used lets go of it
     start.fill(model, on_host=parallel.offload)
     optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute], distributed.team)
-    return SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined), described
+    limit = config.train.gradient_clip_norm
+    return SpmdEngine(distributed, optimizer, task, calls, limit, combined, norms), described
 
 
 def _probe(

@@ -22,8 +22,7 @@ from kftrain.models import modes
 from kftrain.parallel import blocks, clip
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.buffers import CombinedBuffers
-from kftrain.parallel.gradients import UsedParameters
-from kftrain.parallel.transforms import Distributed
+from kftrain.parallel.distributed import Distributed
 from kftrain.tasks.base import Task
 from kftrain.train.engine import Agree, StepResult
 from kftrain.train.optimizer import Optimizer, names_of
@@ -42,18 +41,22 @@ class SpmdEngine:
         calls: blocks.Calls,
         clip_norm: float,
         buffers: CombinedBuffers,
+        norms: GlobalBatchNorms | None = None,
     ) -> None:
         """Build the parts of a checkpoint, and the watches that a sharded model needs.
 
         `calls`: of the model and its blocks, in each computation of the loss; unless it is sharded it may vary.
+        `norms`: the model's batch norms, which must be told which rows count.
         """
+        distributed.begin()
         model = distributed.model
         self.model = model
         self.optimizer = optimizer
         self.task = task
         self.mesh = distributed.mesh
+        self.norms = norms
         parts = {"model": model_part(model, self.mesh.world), "optimizer": optimizer_part(model, optimizer.members)}
-        self.state = Parts(parts)
+        self.state = Parts(parts | distributed.parts)
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
@@ -65,13 +68,7 @@ class SpmdEngine:
         self._has_copies = clip.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
-        self._used = UsedParameters(model, self.mesh.world) if distributed.is_sharded else None
-        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.is_sharded else None
-
-    @property
-    def norms(self) -> GlobalBatchNorms | None:
-        """The batch norms of the model."""
-        return self._distributed.norms
+        self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.needs_same_calls else None
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""
@@ -89,10 +86,8 @@ class SpmdEngine:
         if self._buffers is not None:
             num_samples = sum(float(micro.weight.sum()) for micro in batch.micro_batches)
             self._buffers.combine(num_samples, self.mesh.counts_loss)
-        if self._used is None:
-            agree([])
-        else:  # before gradients are collected: a parameter that nobody has used has none, and does not decay
-            self._used.drop_unused(agree(self._used.take()))
+        # Before gradients are collected: a parameter that nobody has used loses its zeros here, and does not decay.
+        self._distributed.agree(agree)
         gradients = clip.local_gradients(self._parameters)
         counted = clip.counted_gradients(self._parameters) if self._has_copies else gradients
         norm = clip.total_norm(counted, self._norm_group, self.mesh.world.device)
@@ -117,7 +112,7 @@ class SpmdEngine:
         last = len(micro_batches) - 1
         with self._distributed.computing():
             for index, micro in enumerate(micro_batches):
-                self._distributed.accumulate(last=index == last)
+                self._distributed.accumulate(is_last=index == last)
                 loss = self._compute_loss(micro) / max(num_terms, 1)
                 self._require_as_built()
                 loss.backward()  # type: ignore[no-untyped-call]

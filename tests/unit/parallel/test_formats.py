@@ -42,7 +42,7 @@ def gradients(world, transforms, blocks=()):
     for _ in range(2):
         with distributed.computing():
             for number in range(3):
-                distributed.accumulate(last=number == 2)
+                distributed.accumulate(is_last=number == 2)
                 x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
                 model(x, scale=torch.tensor(0.7)).square().sum().backward()
         distributed.hand_over()
