@@ -16,6 +16,7 @@ from kftrain.errors import ConfigError, KftrainError
 from kftrain.kubeflow.client import ENDPOINT_ENV
 from kftrain.run.best_effort import best_effort
 from kftrain.run.config import is_opened, read_config
+from kftrain.run.job_tasks import JOB_TASKS, TRAINING
 from kftrain.run.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _show_run(paths: RunPaths, as_json: bool) -> None:
 
 @click.command("logs")
 @run_argument
-@click.option("--task", type=click.Choice(["train", "evaluate"]), default="train", show_default=True)
+@click.option("--task", type=click.Choice(list(JOB_TASKS)), default=TRAINING.name, show_default=True)
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @namespace_option
 def logs_command(run: str, task: str, follow: bool, namespace: str) -> None:

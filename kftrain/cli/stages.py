@@ -20,7 +20,6 @@ from kftrain.cli.console import Display, display, show_step
 from kftrain.cli.options import config_options, echo, override_option
 from kftrain.core import storage
 from kftrain.core.progress import ERROR_LINE, Progress, unmarked
-from kftrain.run.completion import JobTask
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
 
@@ -83,7 +82,7 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _run_job(task: JobTask, stage: Callable[[str, Progress], Outcome], run_uri: str, dry_run: bool) -> None:
+def _run_job(task: str, stage: Callable[[str, Progress], Outcome], run_uri: str, dry_run: bool) -> None:
     from kftrain.stages.dry_run import job_of_run
 
     if dry_run:

@@ -6,12 +6,13 @@ import sys
 
 import click
 
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.supervisor import run_node
 
 
 @click.command("worker")
-@click.option("--task", type=click.Choice(["train", "evaluate"]), required=True, help="What the job does.")
+@click.option("--task", type=click.Choice(list(JOB_TASKS)), required=True, help="What the job does.")
 @click.option("--run-uri", required=True, help="Folder of the run.")
 @click.option("--digest", required=True, help="Digest of the run's config.yaml.")
 @click.option("--processes", type=click.IntRange(min=1), required=True, help="Processes on this node.")

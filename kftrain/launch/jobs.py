@@ -23,13 +23,14 @@ from kftrain.errors import (
     StorageError,
 )
 from kftrain.launch.base import Launcher, build_launcher
-from kftrain.launch.spec import JobSpec, evaluate_job, train_job
+from kftrain.launch.spec import JobSpec, make_job
 from kftrain.run import attempts
 from kftrain.run.budget import RestartBudget, WorkerEnd, read_standing
 from kftrain.run.completion import metrics_uri, read_completion, read_evaluations
 from kftrain.run.config import keep_job_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget
 from kftrain.run.error import read_error
+from kftrain.run.job_tasks import EVALUATION, TRAINING
 from kftrain.run.paths import RunPaths
 
 
@@ -39,8 +40,8 @@ def run_training(paths: RunPaths, config: Config, mlflow_run_id: Callable[[], st
     `mlflow_run_id` is called while the launcher gets ready.
     """
     with contextlib.closing(build_launcher(config)) as launcher:
-        launcher.prepare(train_job(paths, config, ""))
-        _run_to_end(train_job(paths, config, mlflow_run_id()), paths, config, launcher)
+        launcher.prepare(make_job(TRAINING, paths, config))
+        _run_to_end(make_job(TRAINING, paths, config, mlflow_run_id()), paths, config, launcher)
     return read_completion(paths, config)
 
 
@@ -59,14 +60,14 @@ def run_evaluation(
         launcher = None
         if not storage.exists(metrics_uri(own)):
             launcher = stack.enter_context(contextlib.closing(build_launcher(config)))
-            launcher.prepare(evaluate_job(paths, config, metrics_uri(own)))
+            launcher.prepare(make_job(EVALUATION, paths, config))
         targets = [own, *others()]
         missing = [target for target in targets if not storage.exists(metrics_uri(target))]
         if missing:
             launcher = launcher or stack.enter_context(contextlib.closing(build_launcher(config)))
             request = EvaluationRequest(evaluation_digest=evaluation_digest, targets=missing)
             storage.publish_json(paths.evaluation_request, request.to_dict())
-            _run_to_end(evaluate_job(paths, config, metrics_uri(missing[-1])), paths, config, launcher)
+            _run_to_end(make_job(EVALUATION, paths, config), paths, config, launcher)
     return read_evaluations(paths, EvaluationRequest(evaluation_digest=evaluation_digest, targets=targets))
 
 

@@ -29,6 +29,7 @@ from kftrain.process.signals import INTERRUPT, STOP, handled, shell_code
 from kftrain.run import commit
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import read_error
+from kftrain.run.job_tasks import find_job_task
 from kftrain.run.logs import last_logs_uri, logs_uri, next_attempt, publish_log
 from kftrain.run.paths import RunPaths
 from kftrain.run.temporary import remove_temporary_files
@@ -168,7 +169,7 @@ class LocalLauncher:
                     storage.publish_json(paths.error, error.to_dict())
                     code = error.exit_code
             for path in others.logs.values():
-                publish_log(path, storage.join(logs_uri(paths, attempt), path.name))
+                publish_log(path, storage.join(logs_uri(paths, spec.task, attempt), path.name))
         return code
 
     def _child_for(self, spec: JobSpec) -> KeptProcess:
@@ -227,7 +228,7 @@ def _status(job: Present) -> JobStatus:
         run=paths.run_id,
         task=job.task,
         job=_name(job),
-        state="Evaluating" if job.task == "evaluate" else "Training",
+        state=find_job_task(job.task).state,
         reason="",
         progress=f"step {step} is committed" if step else "",
         workers="1/1",

@@ -8,7 +8,7 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.process.machine import NODE_NAME_ENV as NODE_NAME_ENV
 from kftrain.process.machine import num_local_gpus
-from kftrain.run.completion import JobTask
+from kftrain.run.job_tasks import JobTask
 from kftrain.run.paths import RunPaths
 
 MLFLOW_RUN_ID_ENV = "KFTRAIN_MLFLOW_RUN_ID"
@@ -59,16 +59,15 @@ class Role:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job of a run as data: its roles, their commands and the file that proves its success."""
+    """A job of a run as data: its roles and their commands."""
 
-    task: JobTask
+    task: str
+    """Name of its JobTask."""
     run_uri: str
     config_digest: str
     """Digest of the run's config.yaml; a worker refuses to work on any other."""
     roles: tuple[Role, ...]
     """Roles with distinct names; the first is that of the workers."""
-    completion_uri: str
-    """The file whose presence, verified, is the job's success."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,15 +95,20 @@ class JobSpec:
         return " and ".join(f"{role.replicas} x {role.processes_per_node}" for role in self.roles) + " processes"
 
 
-def train_job(paths: RunPaths, config: Config, mlflow_run_id: str) -> JobSpec:
-    """Describe the job that trains a run; rank 0 logs to `mlflow_run_id`, if there is one."""
-    environment = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id else {}
-    return _job("train", paths, config, paths.complete, environment)
-
-
-def evaluate_job(paths: RunPaths, config: Config, metrics_uri: str) -> JobSpec:
-    """Describe the job that evaluates a run's export, and the champion's if the request names it."""
-    return _job("evaluate", paths, config, metrics_uri, {})
+def make_job(task: JobTask, paths: RunPaths, config: Config, mlflow_run_id: str = "") -> JobSpec:
+    """Describe a job of a run; rank 0 logs to `mlflow_run_id`, if there is one and the task is tracked."""
+    run_uri, digest = storage.absolute(paths.uri), config.digest()
+    num_processes, num_nodes = processes_per_node(config), config.launch.nodes
+    job = ("worker", "--task", task.name, "--run-uri", run_uri, "--digest", digest)
+    size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
+    tracking = {MLFLOW_RUN_ID_ENV: mlflow_run_id} if mlflow_run_id and task.is_tracked else {}
+    return JobSpec(
+        task=task.name,
+        run_uri=run_uri,
+        config_digest=digest,
+        roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
+        environment={**config.launch.environment, **tracking},
+    )
 
 
 def processes_per_node(config: Config) -> int:
@@ -114,18 +118,3 @@ def processes_per_node(config: Config) -> int:
         return configured
     num_gpus = config.launch.kubernetes.gpus_per_node if config.launch.has_pods else num_local_gpus()
     return num_gpus or DEFAULT_CPU_PROCESSES
-
-
-def _job(task: JobTask, paths: RunPaths, config: Config, completion_uri: str, environment: dict[str, str]) -> JobSpec:
-    run_uri, digest = storage.absolute(paths.uri), config.digest()
-    num_processes, num_nodes = processes_per_node(config), config.launch.nodes
-    job = ("worker", "--task", task, "--run-uri", run_uri, "--digest", digest)
-    size = ("--processes", str(num_processes), "--nodes", str(num_nodes))
-    return JobSpec(
-        task=task,
-        run_uri=run_uri,
-        config_digest=digest,
-        roles=(Role(WORKER, num_nodes, num_processes, (*job, *size)),),
-        completion_uri=completion_uri,
-        environment={**config.launch.environment, **environment},
-    )

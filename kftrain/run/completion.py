@@ -7,8 +7,6 @@ not wait for peers that are gone.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, DataError, EvaluationError, LaunchError, OtherTrainingError
@@ -16,21 +14,6 @@ from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation, EvaluationRequest, EvaluationTarget, RunShards
 from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
-
-JobTask = Literal["train", "evaluate"]
-"""Name of the work that a job does."""
-
-
-def is_complete(task: JobTask, paths: RunPaths, config: Config) -> bool:
-    """Tell whether everything that a job was to produce is there and belongs to this very job."""
-    try:
-        if task == "train":
-            read_completion(paths, config)
-        else:
-            read_evaluations(paths, documents.read(EvaluationRequest, paths.evaluation_request, EvaluationError))
-    except (LaunchError, EvaluationError):
-        return False
-    return True
 
 
 def find_completion(paths: RunPaths, config: Config) -> Completion | None:

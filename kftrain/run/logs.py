@@ -1,4 +1,4 @@
-"""The logs of a run: a folder for each attempt and one for the evaluation, a file for each process."""
+"""The logs of a run: a folder for each attempt and one for each other task, a file for each process."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from pathlib import Path
 from kftrain.core import storage
 from kftrain.run import attempts
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort
-from kftrain.run.completion import JobTask
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.log_size import shortened
 from kftrain.run.paths import RunPaths
 
 
-def next_attempt(paths: RunPaths, task: JobTask) -> int | None:
-    """Return the number of the attempt that a job's next claim will make; an evaluation has none."""
-    return attempts.last_attempt(paths) + 1 if task == "train" else None
+def next_attempt(paths: RunPaths, task: str) -> int | None:
+    """Return the number of the attempt that a job's next claim will make; None for a task that claims none."""
+    return attempts.last_attempt(paths) + 1 if JOB_TASKS[task].commits else None
 
 
-def logs_uri(paths: RunPaths, attempt: int | None) -> str:
-    """Return the folder of a job's logs. An attempt that fails before its claim shares it with the next one."""
-    return storage.join(paths.logs, "evaluation" if attempt is None else f"attempt-{attempt}")
+def logs_uri(paths: RunPaths, task: str, attempt: int | None) -> str:
+    """Return the folder of a job's logs. An attempt that fails before its claim shares it with the next one.
+
+    An attempt of unknown number counts as the first.
+    """
+    return storage.join(paths.logs, JOB_TASKS[task].log_folder or f"attempt-{attempt or 1}")
 
 
 def last_logs_uri(paths: RunPaths, task: str) -> str:
-    """Return the folder of the logs of the last attempt, or of the evaluation; it may not be there."""
-    if task == "evaluate":
-        return logs_uri(paths, None)
+    """Return the folder of the logs of a task's last job; it may not be there."""
+    if folder := JOB_TASKS[task].log_folder:
+        return storage.join(paths.logs, folder)
     names = [name for name in storage.list_names(paths.logs) if name.startswith("attempt-")]
     return storage.join(paths.logs, max(names, key=lambda name: (len(name), name), default="attempt-1"))
 

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from kftrain.core import storage
 from kftrain.launch.spec import ERROR_FILE_ENV, RENDEZVOUS_PORT
 from kftrain.process import store_socket
-from kftrain.process.imports import imports_for_good
 from kftrain.process.kept import Reporter
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import shell_code
 from kftrain.run.error import read_error
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.worker import rank, root_cause
 from kftrain.worker.node import NodeSpec
 from kftrain.worker.root_cause import Failure
@@ -44,18 +44,10 @@ def main(argument: str) -> None:
     """Run attempts until the supervisor is gone. In a forked rank, exit with the rank's exit code."""
     reporter = Reporter()
     node = NodeSpec.from_argument(argument)
-    _preload(node.task)
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # each rank meets it again and logs it
+        rank.import_function(JOB_TASKS[node.task])
     while reporter.begin():
         reporter.end(_explained(wait(_start(node, reporter))))
-
-
-def _preload(task: str) -> None:
-    """Import the modules that ranks need. A failure here is ignored: each rank meets it again and logs it."""
-    with contextlib.suppress(ImportError, OSError, RuntimeError), imports_for_good():
-        if task == "train":
-            import kftrain.train.session
-        else:
-            import kftrain.evaluate.session  # noqa: F401
 
 
 def _start(node: NodeSpec, reporter: Reporter) -> dict[int, int]:

@@ -6,11 +6,9 @@ import json
 import os
 import socket
 from dataclasses import asdict, dataclass
-from typing import cast
 
 from kftrain.launch.spec import ADDRESS_ENV, LAUNCHER_TIMEOUT_ENV, NODE_RANK_ENV, RENDEZVOUS_PORT
 from kftrain.process.machine import num_cpus
-from kftrain.run.completion import JobTask
 from kftrain.run.paths import RunPaths
 
 ANSWER_SECONDS = 2.0
@@ -24,7 +22,7 @@ class NodeSpec:
     The launcher describes it to the supervisor, and the supervisor hands it on to the agent.
     """
 
-    task: JobTask
+    task: str
     run_uri: str
     digest: str
     """Digest of the configuration that the job was started for."""
@@ -41,7 +39,7 @@ class NodeSpec:
         """Build the node from the launcher's command line and environment variables."""
         timeout = os.environ.get(LAUNCHER_TIMEOUT_ENV)
         return cls(
-            task=cast(JobTask, task),
+            task=task,
             run_uri=run_uri,
             digest=digest,
             processes=processes,

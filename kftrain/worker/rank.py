@@ -9,15 +9,18 @@ The agent has imported torch already; where it could not, the import here says w
 
 from __future__ import annotations
 
+import contextlib
+import pkgutil
 import sys
+from typing import Any
 
-from kftrain.config import Config
 from kftrain.core import outages
 from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.process import output
 from kftrain.process.imports import imports_for_good
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.config import read_job_config
+from kftrain.run.job_tasks import JOB_TASKS, JobTask
 from kftrain.run.paths import RunPaths
 from kftrain.worker.error_report import leave
 
@@ -26,38 +29,28 @@ def run(task: str, run_uri: str, digest: str) -> int:
     """Run one process of a job, whose place torchrun's variables tell; return its exit code. Raises nothing."""
     output.redirect()
     try:
-        if task == "train":
-            _train(RunPaths(run_uri), digest)
-        else:
-            _evaluate(RunPaths(run_uri), digest)
+        _run_task(JOB_TASKS[task], RunPaths(run_uri), digest)
     except Exception as error:  # noqa: BLE001 - the last line of defence of a process: report, then exit with the right code
         return report(error)
     return 0
 
 
-def _train(paths: RunPaths, digest: str) -> None:
-    with StopRequest().on_sigterm() as stop:
-        resolved = _read_job_config(paths, digest)
-        with imports_for_good():
-            from kftrain.train.session import train
-
-        train(paths, resolved, stop)
-
-
-def _evaluate(paths: RunPaths, digest: str) -> None:
-    """Evaluate the run. There is nothing to commit, so SIGTERM keeps its default and ends the process."""
-    resolved = _read_job_config(paths, digest)
+def import_function(task: JobTask) -> Any:
+    """Import the function that ranks of a task run: most of the time that they need to start."""
     with imports_for_good():
-        from kftrain.evaluate.session import evaluate
-
-    evaluate(paths, resolved)
+        return pkgutil.resolve_name(task.rank_function)
 
 
-def _read_job_config(paths: RunPaths, digest: str) -> Config:
-    """Read the configuration, and limit waits for storage, so that the others do not take this process for hung."""
-    resolved = read_job_config(paths, digest)
-    outages.limit(resolved.launch.timeout_seconds / 2)
-    return resolved
+def _run_task(task: JobTask, paths: RunPaths, digest: str) -> None:
+    """Run this rank's part of a task. Where it has nothing to commit, SIGTERM keeps its default and ends the process.
+
+    A SIGTERM is answered before anything is read or imported: none must end a rank whose peers go on to commit.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = [stack.enter_context(StopRequest().on_sigterm())] if task.commits else []
+        config = read_job_config(paths, digest)
+        outages.limit(config.launch.timeout_seconds / 2)  # longer, and the others would take this process for hung
+        import_function(task)(paths, config, *stop)
 
 
 def report(error: Exception) -> int:

@@ -9,13 +9,8 @@ from dataclasses import dataclass
 from kftrain.errors import FIRST_RETRYABLE_CODE, LauncherGoneError, LostPeerError, Preempted, RetryableError
 from kftrain.process.signals import named_end, shell_code
 from kftrain.run.error import ErrorDocument
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.worker.node import NodeSpec
-
-STOPPED = {
-    "train": "stopped before the first step: there was nothing to commit",
-    "evaluate": "the evaluation was stopped; training is complete and is not repeated",
-}
-"""Task -> message of a node that was asked to stop, where none of its processes could say more."""
 
 LOST_PEER = "lost contact with another process"
 """Message of a process whose peer was gone."""
@@ -97,7 +92,7 @@ def of_node(error: ErrorDocument | None, stop: Stop, node: NodeSpec) -> ErrorDoc
 def of_stopped_node(document: ErrorDocument, task: str) -> ErrorDocument:
     """Return the error of a node that was asked to stop: a process that could not say why it ended was preempted."""
     if document.exit_code == Preempted.exit_code and not document.kind:
-        return ErrorDocument.of(Preempted(STOPPED[task]))
+        return ErrorDocument.of(Preempted(JOB_TASKS[task].stop_message))
     return document
 
 

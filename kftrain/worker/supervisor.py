@@ -30,10 +30,10 @@ from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import INTERRUPT, handled
 from kftrain.run.best_effort import best_effort, retryable
-from kftrain.run.completion import is_complete
 from kftrain.run.config import read_job_config
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import LOOKS_PER_TIMEOUT, LauncherWatch
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.logs import logs_uri, next_attempt, publish_log
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec, first_node_answers
@@ -87,7 +87,7 @@ class Supervisor:
         self._started = False
         self._stop = Stop()
         self._attempt: int | None = None
-        """Number that the attempt's claim will get; None for an evaluation, and as long as it is not known."""
+        """Number that the attempt's claim will get; None while it is unknown, and for a task that claims none."""
         self._ended = threading.Event()
         self._ranks = Ranks(agent, self._ended)
 
@@ -102,7 +102,7 @@ class Supervisor:
         try:
             with retryable("the run cannot be read", self._paths.uri):
                 config = read_job_config(self._paths, self._node.digest)
-                complete = is_complete(self._node.task, self._paths, config)
+                complete = JOB_TASKS[self._node.task].is_complete(self._paths, config)
                 self._attempt = next_attempt(self._paths, self._node.task)  # now: its claim would change the answer
             if (
                 complete
@@ -130,7 +130,7 @@ class Supervisor:
             if error is not None:
                 announce(self._node, error, self._attempt)
             for path in output.logs.values():
-                publish_log(path, storage.join(logs_uri(self._paths, self._attempt), path.name))
+                publish_log(path, storage.join(logs_uri(self._paths, self._node.task, self._attempt), path.name))
         return error
 
     def _run_ranks(self, folder: Path, error_file: Path, timeout_seconds: float) -> int:
@@ -164,7 +164,7 @@ class Supervisor:
     def _is_complete(self, config: Config) -> bool:
         """Tell whether the job is known to be complete; False while storage cannot say."""
         with best_effort("whether the job is complete is not known"):
-            return is_complete(self._node.task, self._paths, config)
+            return JOB_TASKS[self._node.task].is_complete(self._paths, config)
         return False
 
     def _wait_for_first_node(self, config: Config) -> None:

@@ -39,7 +39,7 @@ MAY_IMPORT = {
         *("run", "process", "data", "models", "parallel", "tasks", "checkpoint", "tracking", "evaluate"),
         *("launch.spec", "worker.error_report"),
     },
-    "worker": {"run", "process", "launch.spec", "train", "evaluate"},
+    "worker": {"run", "process", "launch.spec"},
     "stages": {
         *("run", "process", "data", "sharding", "tasks", "checkpoint", "evaluate", "launch", "models"),
         *("registry", "report", "tracking", "schedule", "kubeflow", "statistics"),

@@ -35,6 +35,7 @@ IMPORTERS = {
     "cli/__init__.py": "commands, from a table in the source",
     "launch/base.py": "launchers, from a table in the source",
     "launch/kubernetes/kinds/__init__.py": "kinds of jobs, from a table in the source",
+    "worker/rank.py": "the function of a job's ranks, from the table of tasks in the source",
     "data/file_content.py": "libraries that the callers name in the source",
     "sharding/parts/encoder.py": "unpickles a temporary file that this process itself has written",
     "checkpoint/reader.py": "an unpickler that knows what torch's own header consists of, and nothing else",

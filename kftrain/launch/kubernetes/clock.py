@@ -13,7 +13,7 @@ from kftrain.launch.kubernetes.states import State
 
 _QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
-_TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
+_TRAINING = (State.WORKING, State.COMMITTING)
 
 
 @dataclass(frozen=True)

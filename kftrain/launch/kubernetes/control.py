@@ -224,7 +224,7 @@ def _status(cluster: JobClient, job: Mapping[str, Any], events: Sequence[observa
         run=labels[RUN_LABEL],
         task=parsed.task,
         job=metadata["name"],
-        state=assessment.state.value,
+        state=assessment.word,
         reason="; ".join(reason.text for reason in assessment.reasons),
         progress=progress,
         workers=f"{sum(pod.running for pod in pods)}/{parsed.num_pods}",

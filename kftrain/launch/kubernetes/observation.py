@@ -85,7 +85,7 @@ class Job:
     suspended_by_user: bool = False
     """True if the suspension is that of `kftrain suspend`."""
     task: str = ""
-    """Task of the job, `train` or `evaluate`; empty without the label."""
+    """Name of the job's task; empty without the label."""
     num_pods: int = 1
     """Number of pods of all roles together."""
     operator: str = "operator"

@@ -3,7 +3,8 @@
     Queued -> Admitted -> Scheduling -> Pulling -> Rendezvous -> Training -> Committing
     Succeeded | Failed | Gone
 
-An evaluation takes no steps and commits nothing: once its workers run it is Evaluating. A job that is preempted goes
+Instead of Training a job of another task says what it does, as an evaluation does: it takes no steps and commits
+nothing, so it is Evaluating once its workers run. A job that is preempted goes
 back to Queued, one that loses a worker to Scheduling or Pulling. The order of trust is that of what was seen on
 clusters: pods know most, the job's conditions may contradict each other (Running stands beside Suspended, Restarting is
 visible for 70 ms or never), events come late, and only Kueue's Workload knows why a job is not admitted.
@@ -19,6 +20,7 @@ from enum import Enum
 from kftrain.errors import FailureClass
 from kftrain.launch.kubernetes.kinds.kind import FAILED, SUCCEEDED, SUSPENDED
 from kftrain.launch.kubernetes.observation import Event, Job, Observation, Pod, Workload
+from kftrain.run.job_tasks import TRAINING, JobTask, find_job_task
 
 SILENT_SECONDS = 30.0
 """Seconds without any status after which a job's operator is away or cannot create its pods."""
@@ -44,7 +46,6 @@ HOPELESS = frozenset(("InvalidImageName", "ErrImageNeverPull"))
 """Reasons of a waiting container that no waiting mends."""
 
 VOLUME_EVENTS = frozenset(("FailedMount", "FailedAttachVolume"))
-EVALUATE = "evaluate"
 
 NOT_COVERED = re.compile(r"unavailable in ClusterQueue")
 """Kueue's words for a resource that the queue does not have at all."""
@@ -67,8 +68,8 @@ class State(str, Enum):
     SCHEDULING = "Scheduling"
     PULLING = "Pulling"
     RENDEZVOUS = "Rendezvous"
-    TRAINING = "Training"
-    EVALUATING = "Evaluating"
+    WORKING = "Working"
+    """At its task; users read the task's own word for it."""
     COMMITTING = "Committing"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
@@ -91,6 +92,7 @@ class Assessment:
 
     state: State
     reasons: tuple[Reason, ...] = ()
+    task: JobTask = TRAINING
 
     @property
     def hopeless(self) -> Reason | None:
@@ -98,9 +100,14 @@ class Assessment:
         return next((reason for reason in self.reasons if reason.hopeless), None)
 
     @property
+    def word(self) -> str:
+        """The state in the word that users read."""
+        return self.task.state if self.state is State.WORKING else self.state.value
+
+    @property
     def text(self) -> str:
         """The state and its reasons on one line."""
-        return ": ".join([self.state.value, "; ".join(reason.text for reason in self.reasons)]).rstrip(": ")
+        return ": ".join([self.word, "; ".join(reason.text for reason in self.reasons)]).rstrip(": ")
 
 
 def assess(seen: Observation) -> Assessment:
@@ -115,7 +122,7 @@ def assess(seen: Observation) -> Assessment:
     if job.suspended or SUSPENDED in job.conditions:
         return _assess_suspended(job, seen)
     reasons = (*_creation_reasons(job, seen), *_pod_reasons(seen), *_ending_reasons(job, seen))
-    return Assessment(_pods_state(job, seen), reasons)
+    return Assessment(_pods_state(job, seen), reasons, find_job_task(job.task))
 
 
 def _assess_suspended(job: Job, seen: Observation) -> Assessment:
@@ -162,9 +169,8 @@ def _pods_state(job: Job, seen: Observation) -> State:
         return State.SCHEDULING
     if any(not pod.running for pod in pods):
         return State.PULLING
-    if job.task == EVALUATE:
-        return State.EVALUATING
-    return State.TRAINING if seen.step or seen.claimed else State.RENDEZVOUS
+    is_at_work = seen.step or seen.claimed or not find_job_task(job.task).commits
+    return State.WORKING if is_at_work else State.RENDEZVOUS
 
 
 def _creation_reasons(job: Job, seen: Observation) -> list[Reason]:

@@ -22,8 +22,8 @@ from kftrain.launch.kubernetes.pod_exits import PodBudget, PodExits
 from kftrain.launch.kubernetes.states import Assessment, State
 from kftrain.launch.spec import WORKER, JobSpec
 from kftrain.run.best_effort import best_effort
-from kftrain.run.completion import is_complete
 from kftrain.run.error import ErrorDocument, read_error
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.paths import RunPaths
 
 ANNOTATE_SECONDS = 30.0
@@ -155,7 +155,7 @@ class Watcher:
         """Tell whether a job that is gone had succeeded: gc or its time to live may delete it while a laptop sleeps."""
         complete = False
         with best_effort("what proves the job's success could not be read"):
-            complete = is_complete(self._spec.task, self._paths, self._config)
+            complete = JOB_TASKS[self._spec.task].is_complete(self._paths, self._config)
         if complete:
             to_log(f"{self._name}: it is gone, and everything that it was to produce is there")
         return complete
@@ -186,7 +186,7 @@ class Watcher:
             return
         first = next(iter(assessment.reasons), None)
         running = f", {sum(pod.running for pod in seen.pods)} of {self._spec.num_pods} workers run" if seen.pods else ""
-        text = f"{assessment.state.value} for longer than {limit}{running}"
+        text = f"{assessment.word} for longer than {limit}{running}"
         if first is not None:
             raise self._failure(f"{text}: {first.text}", first.failure_class)
         last = self.diagnose() if assessment.state in STARTING and self._pod_exits.last() else None

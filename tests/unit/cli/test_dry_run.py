@@ -9,7 +9,8 @@ from helpers.documents import opened_run
 
 from kftrain import cli, config
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
-from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, evaluate_job, train_job
+from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
+from kftrain.run.job_tasks import EVALUATION, TRAINING
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 
@@ -71,7 +72,7 @@ def test_the_jobs_of_a_run_that_does_not_exist_are_those_that_the_launcher_would
     assert (code, err) == (0, "")
     resolved = config.parse(CLUSTER)
     paths = RunPaths.of("memory://bucket/root", "lm-dry-run")
-    specs = [train_job(paths, resolved, ""), evaluate_job(paths, resolved, "metrics.json")]
+    specs = [make_job(task, paths, resolved) for task in (TRAINING, EVALUATION)]
     assert list(yaml.safe_load_all(out)) == [KIND.build(spec, resolved) for spec in specs]
     assert "# train: 2 x 4 processes\n" in out and MLFLOW_RUN_ID_ENV in out
     assert not everything_in(here)
@@ -92,7 +93,7 @@ def test_a_local_job_is_shown_as_the_command_of_its_worker(call, here):
     commands = [shlex.split(line) for line in out.splitlines() if not line.startswith("#")]
     resolved = resolve.anchored(config.parse(LOCAL), here)
     paths = RunPaths.of(resolved.run.storage_root, "lm-dry-run")
-    specs = [train_job(paths, resolved, ""), evaluate_job(paths, resolved, "m")]
+    specs = [make_job(task, paths, resolved) for task in (TRAINING, EVALUATION)]
     assert commands == [["kftrain", *spec.workers.arguments] for spec in specs]
 
 
@@ -112,7 +113,7 @@ def test_the_job_of_a_run_that_exists_is_the_very_one_that_the_launcher_builds(c
     text = CLUSTER.replace("memory://bucket/root", "store").replace("kubernetes: {", f"kubernetes: {{{mounted}, ")
     resolved, paths = saved_run(here, text)
     _, out, _ = call("train", paths.uri, "--dry-run")
-    assert yaml.safe_load(out) == KIND.build(train_job(paths, resolved, "m-7"), resolved)
+    assert yaml.safe_load(out) == KIND.build(make_job(TRAINING, paths, resolved, "m-7"), resolved)
 
 
 def test_a_resumed_run_is_shown_under_its_own_name(call, here):

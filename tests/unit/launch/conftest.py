@@ -8,6 +8,7 @@ from helpers.launching import FAST, JOB, Launch, threads, wait_until
 from kftrain import config
 from kftrain.launch import spec
 from kftrain.launch.kubernetes import client, watcher
+from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.paths import RunPaths
 
 TEXT = """
@@ -60,9 +61,7 @@ def make_job(tmp_path):
         settings = [f"launch.kubernetes.{name}={value}" for name, value in settings.items()]
         resolved = config.parse(TEXT, [f"run.storage_root={tmp_path}", VOLUMES, *settings, *overrides])
         paths = RunPaths.of(str(tmp_path), "r")
-        if task == "train":
-            return resolved, spec.train_job(paths, resolved, "")
-        return resolved, spec.evaluate_job(paths, resolved, "metrics.json")
+        return resolved, spec.make_job(JOB_TASKS[task], paths, resolved)
 
     return make
 

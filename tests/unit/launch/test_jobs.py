@@ -9,6 +9,7 @@ from kftrain.launch.base import build_launcher
 from kftrain.run import attempts
 from kftrain.run.config import read_job_config
 from kftrain.run.documents import Completion
+from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
 
 
@@ -201,7 +202,7 @@ def test_the_local_backend_refuses_several_nodes():
 
 def test_a_job_is_plain_data(paths, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    job = spec.train_job(paths, RESOLVED, "mlflow-run")
+    job = spec.make_job(TRAINING, paths, RESOLVED, "mlflow-run")
     expected = f"worker --task train --run-uri {paths.uri} --digest {RESOLVED.digest()} --processes 2 --nodes 1"
     assert list(job.workers.arguments) == expected.split()
     assert job.workers.num_processes == 2

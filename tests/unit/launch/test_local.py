@@ -16,8 +16,9 @@ from kftrain.cli.jobs import cancel_command, logs_command, status_command
 from kftrain.core import storage
 from kftrain.errors import LaunchError
 from kftrain.launch.base import build_launcher, find_jobs
-from kftrain.launch.spec import train_job
+from kftrain.launch.spec import make_job
 from kftrain.process import presence
+from kftrain.run.job_tasks import TRAINING
 
 SCRIPT = """
 import signal, sys, time
@@ -129,6 +130,6 @@ def test_what_a_machine_cannot_do_says_what_to_do_instead(run, verb, capsys):
 def test_building_a_request_starts_nothing(run, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("it was started"))
     resolved = config.parse("launch: {processes_per_node: 3}")
-    request = build_launcher(resolved).build(train_job(run, resolved, "m 1"))
+    request = build_launcher(resolved).build(make_job(TRAINING, run, resolved, "m 1"))
     assert request.content["environment"] == {"KFTRAIN_MLFLOW_RUN_ID": "m 1"}
     assert request.text.startswith("KFTRAIN_MLFLOW_RUN_ID='m 1' kftrain worker --task train ")

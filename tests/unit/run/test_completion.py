@@ -4,7 +4,6 @@ from helpers.documents import completion_of, digits_config, evaluation_of, publi
 from kftrain.core import storage
 from kftrain.errors import ConfigError, EvaluationError, LaunchError
 from kftrain.run.completion import (
-    is_complete,
     metrics_uri,
     read_completion,
     read_evaluations,
@@ -12,6 +11,7 @@ from kftrain.run.completion import (
 from kftrain.run.config import keep_job_config, read_job_config
 from kftrain.run.documents import EvaluationRequest, EvaluationTarget, Unmeasured
 from kftrain.run.export import is_export
+from kftrain.run.job_tasks import EVALUATION, TRAINING
 from kftrain.run.paths import RunPaths
 
 
@@ -27,11 +27,11 @@ def run(tmp_path):
 
 def test_a_training_is_complete_with_the_completion_of_this_very_training(run):
     paths, resolved = run
-    assert not is_complete("train", paths, resolved)
+    assert not TRAINING.is_complete(paths, resolved)
     completion = completion_of(paths, resolved, "d")
     publish_export(completion.export_uri)
     storage.publish_json(paths.complete, completion.to_dict())
-    assert is_complete("train", paths, resolved)
+    assert TRAINING.is_complete(paths, resolved)
     assert read_completion(paths, resolved) == completion
 
 
@@ -40,7 +40,7 @@ def test_a_training_whose_export_is_gone_is_not_complete(run):
     completion = completion_of(paths, resolved, "d")
     storage.publish_json(paths.complete, completion.to_dict())
     storage.publish(f"{completion.export_uri}/config.json", "{}")  # half of it may be left
-    assert not is_complete("train", paths, resolved)
+    assert not TRAINING.is_complete(paths, resolved)
     with pytest.raises(LaunchError, match=f"{paths.complete}: the export of this run is gone"):
         read_completion(paths, resolved)
 
@@ -51,13 +51,13 @@ def test_a_completion_of_something_else_completes_nothing(run, changes):
     completion = completion_of(paths, resolved, "d", **changes)
     publish_export(completion.export_uri)
     storage.publish_json(paths.complete, completion.to_dict())
-    assert not is_complete("train", paths, resolved)
+    assert not TRAINING.is_complete(paths, resolved)
 
 
 def test_a_damaged_completion_completes_nothing(run):
     paths, resolved = run
     storage.publish(paths.complete, '{"schema_version": 1, "run_id"')
-    assert not is_complete("train", paths, resolved)
+    assert not TRAINING.is_complete(paths, resolved)
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def test_an_evaluation_is_complete_when_all_its_targets_have_metrics(run, reques
     paths, resolved = run
     request, evaluation = request_of
     for target in request.targets:
-        assert not is_complete("evaluate", paths, resolved)
+        assert not EVALUATION.is_complete(paths, resolved)
         storage.publish_json(metrics_uri(target), evaluation.to_dict())
-    assert is_complete("evaluate", paths, resolved)
+    assert EVALUATION.is_complete(paths, resolved)
     assert read_evaluations(paths, request) == [evaluation, evaluation]
 
 
@@ -100,11 +100,11 @@ def test_an_evaluation_is_complete_without_a_champion_that_cannot_be_loaded(run,
     given_up = Unmeasured(evaluation_digest=request.evaluation_digest, export_digest="f" * 64, reason="damaged")
     others = [{"evaluation_digest": "another"}, {"export_digest": "another"}, {"export_digest": "e" * 64}]
     for changes in others:
-        assert not is_complete("evaluate", paths, resolved)
+        assert not EVALUATION.is_complete(paths, resolved)
         storage.publish_json(paths.unmeasured, given_up.model_copy(update=changes).to_dict())
-    assert not is_complete("evaluate", paths, resolved)
+    assert not EVALUATION.is_complete(paths, resolved)
     storage.publish_json(paths.unmeasured, given_up.to_dict())
-    assert is_complete("evaluate", paths, resolved)
+    assert EVALUATION.is_complete(paths, resolved)
     assert read_evaluations(paths, request) == [evaluation]
 
 
@@ -114,13 +114,13 @@ def test_metrics_of_something_else_complete_nothing(run, request_of, changes):
     request, evaluation = request_of
     for target in request.targets:
         storage.publish_json(metrics_uri(target), evaluation.model_copy(update=changes).to_dict())
-    assert not is_complete("evaluate", paths, resolved)
+    assert not EVALUATION.is_complete(paths, resolved)
     with pytest.raises(EvaluationError, match="of another evaluation"):
         read_evaluations(paths, request)
 
 
 def test_an_evaluation_that_nobody_asked_for_is_not_complete(run):
-    assert not is_complete("evaluate", *run)
+    assert not EVALUATION.is_complete(*run)
 
 
 def test_a_worker_takes_the_configuration_that_its_job_was_started_for_and_no_other(run):

@@ -7,6 +7,7 @@ from kftrain import tracking
 from kftrain.core import storage
 from kftrain.errors import DataError, KftrainError
 from kftrain.run import completion
+from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 from kftrain.stages.dataset import read_shards
@@ -41,7 +42,7 @@ def test_a_cut_shards_json_of_a_complete_run_is_named(tmp_path, content):
     storage.publish(paths.shards, content)
     with pytest.raises(KftrainError, match=r"shards\.json"):
         completion.read_completion(paths, config)
-    assert not completion.is_complete("train", paths, config)
+    assert not TRAINING.is_complete(paths, config)
 
 
 @pytest.mark.parametrize(

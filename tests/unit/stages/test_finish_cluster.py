@@ -17,6 +17,7 @@ from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.launcher import ClusterLauncher
 from kftrain.run.error import of_stage
+from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
 from kftrain.stages import resolve, tracked
 from kftrain.stages.finish import FAILURE_REPORT, finish
@@ -71,7 +72,9 @@ def start_job(namespace, tmp_path):
     def start(*overrides, kfp_run_id="", owner=None):
         resolved, paths = config_of(tmp_path, *overrides), RunPaths.of(str(tmp_path), RUN)
         resolve.keep(resolve.OpenedRun(resolved, paths), kfp_run_id or JOB_ID)
-        namespace.create("pytorchjobs", KIND.build(spec.train_job(paths, resolved, ""), resolved, kfp_run_id, owner))
+        namespace.create(
+            "pytorchjobs", KIND.build(spec.make_job(TRAINING, paths, resolved), resolved, kfp_run_id, owner)
+        )
         return paths
 
     return start

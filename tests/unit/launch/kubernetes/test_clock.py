@@ -11,7 +11,7 @@ from kftrain.launch.kubernetes.states import State
 
 QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)
-TRAINING = (State.TRAINING, State.EVALUATING, State.COMMITTING)
+TRAINING = (State.WORKING, State.COMMITTING)
 OVER = (State.SUCCEEDED, State.FAILED, State.GONE)
 
 histories = st.lists(st.tuples(st.sampled_from(State), st.integers(0, 10_000)), max_size=30)
@@ -73,7 +73,7 @@ def test_no_second_is_lost_or_counted_twice(history):
     [
         (State.QUEUED, "launch.kubernetes.queue_timeout_seconds = 10 s"),
         (State.PULLING, "launch.kubernetes.start_timeout_seconds = 20 s"),
-        (State.TRAINING, "launch.kubernetes.training_timeout_seconds = 30 s"),
+        (State.WORKING, "launch.kubernetes.training_timeout_seconds = 30 s"),
     ],
 )
 def test_each_limit_is_named_once_it_is_exceeded(state, setting):
@@ -84,13 +84,13 @@ def test_each_limit_is_named_once_it_is_exceeded(state, setting):
 
 
 def test_to_verify_the_data_is_no_part_of_the_start_however_long_it_takes():
-    clock = played([(State.RENDEZVOUS, 15), (State.TRAINING, 10_000), (State.RENDEZVOUS, 15)])
+    clock = played([(State.RENDEZVOUS, 15), (State.WORKING, 10_000), (State.RENDEZVOUS, 15)])
     assert not clock.exceeded(Limits(10, 20, 20_000))
     assert clock.advance(State.RENDEZVOUS, clock.time + 6).exceeded(Limits(10, 20, 20_000))
 
 
 def test_a_start_that_storage_held_up_begins_anew():
-    late = played([(State.TRAINING, 7), (State.RENDEZVOUS, 25)])
+    late = played([(State.WORKING, 7), (State.RENDEZVOUS, 25)])
     assert late.exceeded(Limits(10, 20, 30)) and not late.started_anew().exceeded(Limits(10, 20, 30))
     assert late.started_anew().training_seconds == 7
 
@@ -99,4 +99,4 @@ def test_the_end_of_a_start_is_no_late_start():
     """A look finds Training: what came before does not count any more, whatever time it took."""
     late = played([(State.RENDEZVOUS, 25)])
     assert late.exceeded(Limits(10, 20, 30))
-    assert not late.advance(State.TRAINING, late.time).exceeded(Limits(10, 20, 30))
+    assert not late.advance(State.WORKING, late.time).exceeded(Limits(10, 20, 30))

@@ -14,6 +14,7 @@ from kftrain.launch import spec
 from kftrain.launch.kubernetes import annotations, labels
 from kftrain.launch.kubernetes import pod as pod_module
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
+from kftrain.run.job_tasks import JOB_TASKS, TRAINING
 from kftrain.run.paths import RunPaths
 
 ROOT = Path(__file__).parents[4]
@@ -43,7 +44,7 @@ OWNER = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "flow
 def build(text=TEXT, run_id="lm-0123456789ab", overrides=(), kfp_run_id="kfp-run-id", owner=None):
     resolved = config.parse(text, list(overrides))
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    return KIND.build(spec.train_job(paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
+    return KIND.build(spec.make_job(TRAINING, paths, resolved, "mlflow-run"), resolved, kfp_run_id, owner)
 
 
 def pod_of(job):
@@ -168,11 +169,11 @@ def test_only_workers_so_that_all_must_succeed():
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.sampled_from(["train", "evaluate"]))
+@given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.sampled_from(sorted(JOB_TASKS)))
 def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
     resolved = config.parse(TEXT)
     paths = RunPaths.of(resolved.run.storage_root, run_id)
-    job = spec.train_job(paths, resolved, "") if task == "train" else spec.evaluate_job(paths, resolved, "m")
+    job = spec.make_job(JOB_TASKS[task], paths, resolved)
     name = KIND.job_name(job)
     assert len(f"{name}-worker-999") <= 63
     assert name[0].isalpha() and name.endswith(task) and "--" not in name.replace(run_id, "")
@@ -181,7 +182,8 @@ def test_every_run_id_gives_a_name_that_the_operator_can_use(run_id, task):
 
 def test_long_run_ids_stay_apart():
     resolved = config.parse(TEXT)
-    names = {KIND.job_name(spec.train_job(RunPaths.of("s3://b", "a" * 60 + tail), resolved, "")) for tail in ("b", "c")}
+    runs = [RunPaths.of("s3://b", "a" * 60 + tail) for tail in ("b", "c")]
+    names = {KIND.job_name(spec.make_job(TRAINING, paths, resolved)) for paths in runs}
     assert len(names) == 2
 
 
@@ -275,7 +277,7 @@ def test_a_job_tells_for_which_configuration_it_was_started():
 def test_a_role_that_has_no_place_in_the_job_is_refused(name):
     """A Master would be one, but a job with a Master succeeds when that one does."""
     resolved = config.parse(TEXT)
-    training = spec.train_job(RunPaths.of(resolved.run.storage_root, "r"), resolved, "")
+    training = spec.make_job(TRAINING, RunPaths.of(resolved.run.storage_root, "r"), resolved)
     both = dataclasses.replace(training, roles=(*training.roles, spec.Role(name, 1, 1, (name,))))
     with pytest.raises(
         LaunchError, match=rf"train job of s3://.*no other roles than worker \(got '?{name}'?\); "

@@ -113,10 +113,10 @@ def test_only_the_jobs_own_conditions_end_it(seen):
 @given(observations)
 def test_a_job_that_trains_has_all_its_workers(seen):
     assessment = assess(seen)
-    if assessment.state in (State.TRAINING, State.EVALUATING, State.RENDEZVOUS):
+    if assessment.state in (State.WORKING, State.RENDEZVOUS):
         assert len(seen.pods) >= seen.job.num_pods
         assert all(pod.ended or (pod.running and pod.node) for pod in seen.pods)
-        assert (assessment.state is State.EVALUATING) == (seen.job.task == "evaluate")
+        assert (assessment.word == "Evaluating") == (seen.job.task == "evaluate")
 
 
 @settings(derandomize=True, max_examples=1000, deadline=None)
@@ -141,18 +141,25 @@ def look(**known):
         ({"pods": [Pod("w-0", "u", 0)]}, State.SCHEDULING),
         ({"pods": [dataclasses.replace(RUNNING, running=False)]}, State.PULLING),
         ({}, State.RENDEZVOUS),
-        ({"step": 3, "target_step": 10}, State.TRAINING),
-        ({"claimed": True}, State.TRAINING),
+        ({"step": 3, "target_step": 10}, State.WORKING),
+        ({"claimed": True}, State.WORKING),
         ({"claimed": True, "pods": []}, State.SCHEDULING),
         ({"step": 10, "target_step": 10}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True)]}, State.COMMITTING),
         ({"step": 3, "pods": [dataclasses.replace(RUNNING, terminating=True, overdue_seconds=61)]}, State.SCHEDULING),
         ({"job": dataclasses.replace(JOB, num_pods=2), "step": 3}, State.SCHEDULING),
-        ({"job": dataclasses.replace(JOB, task="evaluate")}, State.EVALUATING),
+        ({"job": dataclasses.replace(JOB, task="evaluate")}, State.WORKING),
     ],
 )
 def test_the_state_is_that_of_the_worker_that_is_furthest_behind(known, state):
     assert look(**known).state is state
+
+
+@pytest.mark.parametrize(
+    ("task", "text"), [("train", "Training"), ("evaluate", "Evaluating"), ("", "Training"), ("later", "Training")]
+)
+def test_a_job_that_is_at_work_says_at_what(task, text):
+    assert look(job=dataclasses.replace(JOB, task=task), step=3, target_step=10).text == text
 
 
 def test_the_same_reason_of_many_pods_is_said_once():
