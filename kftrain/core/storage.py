@@ -205,17 +205,6 @@ def list_names(uri: str) -> list[str]:
     return sorted(name for name in names if not name.startswith(".tmp-"))
 
 
-def last_number(uri: str) -> int:
-    """The highest n of the `<n>.json` in a folder; 0 where there is none."""
-    return max(map(number_of, list_names(uri)), default=0)
-
-
-def number_of(uri: str) -> int:
-    """N of a file `<n>.json`, wherever it lies; 0 of any other."""
-    stem = uri.rpartition("/")[2].removesuffix(".json")
-    return int(stem) if stem.isdigit() else 0
-
-
 def entries(folder: Path, prefix: str = "") -> Iterator[tuple[Path, os.stat_result]]:
     """List what a folder of this machine holds that begins with `prefix`, with the status of what links lead to.
 

@@ -185,9 +185,7 @@ class ChampionAlias:
         """Append an entry and set the aliases. Return False if another process has taken the number."""
         # The mark is there before the entry: nobody may see entry and old alias without knowing that a write is due.
         with self.journal.writing():
-            try:
-                self.journal.append(entry)
-            except FileExistsError:
+            if not self.journal.append(entry):
                 return False
             self._apply()
         return True

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from kftrain.core import storage
+from kftrain.core.records import NumberedRecords
 from kftrain.errors import RetryableError, TrackingError
 from kftrain.run import documents
 from kftrain.run.documents import GateReason, Interval
@@ -91,24 +92,27 @@ class Journal:
         """Return the journal of a model below a storage root."""
         return cls(storage.join(storage_root, "registry", model_name))
 
+    @property
+    def _records(self) -> NumberedRecords[Entry]:
+        folder = storage.join(self.uri, "promotions")
+        return NumberedRecords(folder, lambda uri: documents.read(Entry, uri, TrackingError))
+
     def entries(self) -> list[Entry]:
         """Read all entries in order. Raises TrackingError if one is damaged, or missing in between."""
-        folder = storage.join(self.uri, "promotions")
-        names = {name for name in storage.list_names(folder) if name.endswith(".json")}
-        expected = [f"{number}.json" for number in range(1, len(names) + 1)]
-        if names != set(expected):
-            missing = next(name for name in expected if name not in names)
+        names = self._records.list_names()
+        missing = [name for name in (f"{number}.json" for number in range(1, len(names) + 1)) if name not in names]
+        if missing:
             what = "an entry of the promotion journal is missing"
-            raise TrackingError(what, where=folder, value=missing, fix="restore it")
+            raise TrackingError(what, where=self._records.uri, value=missing[0], fix="restore it")
         try:
-            return [documents.read(Entry, storage.join(folder, name), TrackingError) for name in expected]
+            return [self._records.read(number) for number in range(1, len(names) + 1)]
         except TrackingError as error:
             fix = "restore it, never delete it; or upgrade, if a newer kftrain wrote it"
             raise TrackingError(error.what, where=error.where, value=error.value, fix=fix) from error
 
-    def append(self, entry: Entry) -> None:
-        """Create the file of an entry. Raises FileExistsError if another process has created that number."""
-        storage.create_json(storage.join(self.uri, "promotions", f"{entry.number}.json"), entry.to_dict())
+    def append(self, entry: Entry) -> bool:
+        """Create the file of an entry; return False if another process has created that number."""
+        return self._records.append(entry.number, entry)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kftrain.core import storage
+from kftrain.core.records import NumberedRecords
 from kftrain.errors import TrackingError
 from kftrain.registry.gate import Decision
 from kftrain.run import documents
@@ -59,11 +60,13 @@ class Tries:
         """Return the tries against the champion with this export."""
         return cls(storage.join(storage_root, "registry", model_name, "tries", champion_export_digest[:16]))
 
+    @property
+    def _records(self) -> NumberedRecords[Try]:
+        return NumberedRecords(self.uri, lambda uri: documents.read(Try, uri, TrackingError))
+
     def read(self) -> list[Try]:
         """Read all tries, by number. Raises TrackingError where one is damaged."""
-        names = [name for name in storage.list_names(self.uri) if name.endswith(".json")]
-        tries = [documents.read(Try, storage.join(self.uri, name), TrackingError) for name in names]
-        return sorted(tries, key=lambda document: document.number)
+        return self._records.read_all()
 
     def number_of(self, identity: str) -> tuple[int, bool]:
         """Return the number of a try and True if it is counted already; else the next free number and False."""
@@ -93,11 +96,8 @@ class Tries:
             }
             stamp = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "entry_id": uuid.uuid4().hex}
             document = Try(number=number, identity=identity, run_id=run_id, version=version, **result, **stamp)
-            try:
-                storage.create_json(storage.join(self.uri, f"{number}.json"), document.to_dict())
-            except FileExistsError:
-                continue
-            return decision
+            if self._records.append(number, document):
+                return decision
         raise TrackingError("other challengers are always faster", where=self.uri, fix="try again later")
 
 

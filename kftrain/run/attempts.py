@@ -10,13 +10,13 @@ with the same step as the one before says that the attempt before made no progre
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
 import uuid
 
 from kftrain.core import storage
+from kftrain.core.records import NumberedRecords
 from kftrain.errors import DataError, FencedError
 from kftrain.run import documents
 from kftrain.run.paths import RunPaths
@@ -37,18 +37,18 @@ class Claim(documents.Document):
     """Random text that makes the content unique: where a store's answer is lost, reading back shows whose claim won."""
 
 
+def _records(paths: RunPaths) -> NumberedRecords[Claim]:
+    return NumberedRecords(paths.attempts, lambda uri: documents.read(Claim, uri))
+
+
 def last_attempt(paths: RunPaths) -> int:
     """Return the number of the highest claim; 0 where there is none."""
-    return storage.last_number(paths.attempts)
+    return _records(paths).last_number()
 
 
 def claims(paths: RunPaths) -> list[Claim]:
     """Read all claims of a run in order; leave out those that cannot be read."""
-    readable = []
-    for number in range(1, last_attempt(paths) + 1):
-        with contextlib.suppress(DataError):
-            readable.append(documents.read(Claim, paths.attempt(number)))
-    return readable
+    return _records(paths).read_all(DataError)
 
 
 def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
@@ -66,11 +66,9 @@ def claim(paths: RunPaths, start_step: int, world_size: int) -> int:
             start_time=time.time(),
             token=uuid.uuid4().hex,
         )
-        try:
-            storage.create_json(paths.attempt(number), document.to_dict())
+        if _records(paths).append(number, document):
             return number
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def require_held(paths: RunPaths, attempt: int) -> None:
@@ -91,11 +89,12 @@ def last_start_step(paths: RunPaths) -> int:
 
     It grows exactly when the attempt before made progress.
     """
-    number = last_attempt(paths)
-    return documents.read(Claim, paths.attempt(number)).start_step if number else -1
+    last = _records(paths).read_last()
+    return last.start_step if last else -1
 
 
 def num_without_progress(paths: RunPaths, since: int) -> int:
     """Count the newest attempts, later than number `since`, that began at the same step."""
-    steps = [documents.read(Claim, paths.attempt(n)).start_step for n in range(since + 1, last_attempt(paths) + 1)]
+    records = _records(paths)
+    steps = [records.read(number).start_step for number in range(since + 1, records.last_number() + 1)]
     return next((count for count, step in enumerate(reversed(steps)) if step != steps[-1]), len(steps))

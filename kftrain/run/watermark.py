@@ -14,8 +14,7 @@ import time
 
 from pydantic import Field
 
-from kftrain.core import storage
-from kftrain.core.storage import number_of
+from kftrain.core.records import NumberedRecords, parse_number
 from kftrain.run import documents
 from kftrain.run.documents import Document
 
@@ -41,22 +40,24 @@ class WindowFiles(Document):
 
 def read_watermark(uri: str) -> Watermark:
     """Read an entry; that of number 0 is empty. Raises DataError where it is missing or damaged."""
-    return documents.read(Watermark, uri) if number_of(uri) else Watermark()
+    return documents.read(Watermark, uri) if parse_number(uri) else Watermark()
 
 
 def find_watermark(folder: str, run_uri: str) -> str:
     """Return the entry at which the window of a run begins: the last one, or the one before where that is its own."""
-    last = storage.join(folder, f"{storage.last_number(folder)}.json")
-    return _beside(last, number_of(last) - (read_watermark(last).run_uri == run_uri))
+    records = NumberedRecords(folder, read_watermark)
+    number = records.last_number()
+    return records.build_uri(number - (records.read(number).run_uri == run_uri))
 
 
 def read_names(uri: str, source: str) -> frozenset[str]:
     """Read the names of all files of a source that were read up to an entry. Raises DataError."""
     names: set[str] = set()
-    while number_of(uri):
-        entry = read_watermark(uri)
+    records, number = _records_beside(uri)
+    while number:
+        entry = records.read(number)
         names.update(entry.files.get(source, ()))
-        uri = _beside(uri, entry.before)
+        number = entry.before
     return frozenset(names)
 
 
@@ -64,20 +65,18 @@ def move_watermark(uri: str, ends: dict[str, str], files: dict[str, list[str]], 
     """Add the entry after this one; False where another run has done so. Nothing happens the second time."""
     # The new entry takes in those that follow the number without its lowest one bit, as a carry does in a binary
     # counter: entry 8 holds the files of 1 to 8 and points at 0, entry 7 holds its own and points at 6.
-    number, before = number_of(uri) + 1, number_of(uri)
+    records, last = _records_beside(uri)
+    number, before = last + 1, last
     while before > number & (number - 1):
-        entry = read_watermark(_beside(uri, before))
+        entry = records.read(before)
         both = {**files, **entry.files}
         files = {name: sorted({*files.get(name, ()), *entry.files.get(name, ())}) for name in both}
         before = entry.before
     ends = {**read_watermark(uri).ends, **ends}
     entry = Watermark(run_uri=run_uri, ends=ends, files=files, before=before, time=time.time())
-    try:
-        storage.create_json(_beside(uri, number), entry.to_dict())
-    except FileExistsError:
-        return read_watermark(_beside(uri, number)).run_uri == run_uri
-    return True
+    return records.append(number, entry) or records.read(number).run_uri == run_uri
 
 
-def _beside(uri: str, number: int) -> str:
-    return f"{uri.rpartition('/')[0]}/{number}.json"
+def _records_beside(uri: str) -> tuple[NumberedRecords[Watermark], int]:
+    """Return the entries in the folder of an entry, and its number."""
+    return NumberedRecords(uri.rpartition("/")[0], read_watermark), parse_number(uri)

@@ -25,6 +25,7 @@ from typing import Literal
 
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
+from kftrain.core.records import NumberedRecords
 from kftrain.errors import DataError
 from kftrain.run import documents
 from kftrain.run.documents import Document
@@ -155,8 +156,7 @@ class History:
 
     def last_event(self) -> ScheduleEvent | None:
         """Read the last pause or resumption; None where there was none."""
-        number = storage.last_number(storage.join(self.uri, "events"))
-        return documents.read(ScheduleEvent, self._build_uri("events", str(number))) if number else None
+        return self._events.read_last()
 
     def paused(self) -> ScheduleEvent | None:
         """Return the pause that holds now; None where the schedule is not paused."""
@@ -168,13 +168,9 @@ class History:
         event = self.last_event()
         if (event.kind if event is not None else "resumed") == kind:
             return False
-        number = storage.last_number(storage.join(self.uri, "events")) + 1
         new_event = ScheduleEvent(kind=kind, line=line, time=time.time() if now is None else now)
-        try:
-            storage.create_json(self._build_uri("events", str(number)), new_event.to_dict())
-        except FileExistsError:  # somebody was faster; they may have written the same, or the opposite
-            return self.add(kind, line, now)
-        return True
+        # Where somebody was faster they may have written the same, or the opposite.
+        return self._events.append(self._events.last_number() + 1, new_event) or self.add(kind, line, now)
 
     def _iterate_results(self) -> Iterator[tuple[str, str]]:
         """Yield key and result of the ended firings, the newest first, back to the last that has trained."""
@@ -191,6 +187,10 @@ class History:
                 yield key, known[key]
             if known.get(key) == "trained":
                 return
+
+    @property
+    def _events(self) -> NumberedRecords[ScheduleEvent]:
+        return NumberedRecords(storage.join(self.uri, "events"), lambda uri: documents.read(ScheduleEvent, uri))
 
     def _build_uri(self, folder: str, key: str) -> str:
         return storage.join(self.uri, folder, f"{key}.json")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from kftrain.core import storage
 from kftrain.core.progress import Progress
+from kftrain.core.records import NumberedRecords, parse_number
 from kftrain.errors import LaunchError
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
@@ -78,8 +79,8 @@ class Turn:
         """Wait for the turn; False where somebody else had one since the last. Raises LaunchError where none comes."""
         silence, until = Silence(), self.clock() + MAX_WAIT_SECONDS
         while True:
-            start, number = self.clock(), storage.last_number(self.uri)
-            holder = self._read_document(number)
+            start, number = self.clock(), self._records.last_number()
+            holder = self._records.read(number) if number else None
             # The holder's clock may differ, so its times are not read: it is silent while the number stays the same.
             silence = silence.after(str(number).encode(), start, self.clock())
             if holder is None or holder.given_back or silence.seconds >= SILENT_SECONDS:
@@ -99,14 +100,14 @@ class Turn:
             return
         if not self._write_document(self._number + 1):
             self._kept_at = None
-            raise self._build_lost_error(self._read_document(storage.last_number(self.uri)))
+            raise self._build_lost_error(self._records.read_last())
 
     def give_back(self) -> None:
         """Let others have their turn; where that fails they wait for SILENT_SECONDS."""
         if self._kept_at is None:
             return
         with best_effort("the turn to change the schedule could not be given back"):
-            older = [name for name in storage.list_names(self.uri) if storage.number_of(name) < self._number]
+            older = [name for name in storage.list_names(self.uri) if parse_number(name) < self._number]
             # Removed only after the newer document is there: the highest number counts, and must never go down.
             if self._write_document(self._number + 1, given_back=True):
                 for name in older:
@@ -117,22 +118,16 @@ class Turn:
         """Write the next document; False where somebody was faster, or where others have gone on from this number."""
         start = self.clock()
         taken = TurnTaken(owner=self._owner, host=socket.gethostname(), time=time.time(), given_back=given_back)
-        try:
-            storage.create_json(self._build_uri(number), taken.to_dict())
-        except FileExistsError:
-            return False
         # Others who went on may have removed the document of this number, so that it could be created again.
-        if storage.last_number(self.uri) != number:
+        if not self._records.append(number, taken) or self._records.last_number() != number:
             return False
         self._number, self._kept_at = number, start
         return True
 
-    def _read_document(self, number: int) -> TurnTaken | None:
-        """Read a document; None where there is none, or it was removed because others went on."""
-        return documents.read_if_exists(TurnTaken, self._build_uri(number)) if number else None
-
-    def _build_uri(self, number: int) -> str:
-        return storage.join(self.uri, f"{number}.json")
+    @property
+    def _records(self) -> NumberedRecords[TurnTaken | None]:
+        """The documents of all turns; one that was removed because others went on is read as None."""
+        return NumberedRecords(self.uri, lambda uri: documents.read_if_exists(TurnTaken, uri))
 
     def _build_lost_error(self, holder: TurnTaken | None) -> LaunchError:
         return LaunchError(

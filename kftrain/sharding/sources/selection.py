@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from kftrain.core.progress import to_log
-from kftrain.core.storage import number_of
+from kftrain.core.records import parse_number
 from kftrain.data.settings import WindowConfig
 from kftrain.data.time_window import UTC, TimeWindow, instant, partition_of
 from kftrain.errors import DataError, EmptyWindowError
@@ -31,7 +31,7 @@ class AskedFiles:
         """Raises DataError where the watermark is damaged."""
         self.window = config.window()
         self.whole = self.window
-        if number_of(config.watermark):
+        if parse_number(config.watermark):
             ends, first = read_watermark(config.watermark).ends, config.late_from
             self.whole = TimeWindow(instant(first), self.window.end)
             self.window = TimeWindow(max(self.whole.start, instant(ends.get(source, first))), self.window.end)

@@ -10,6 +10,7 @@ from helpers.fakes.kfp_server import RUN_ID, run
 
 from kftrain import cli
 from kftrain.core import storage
+from kftrain.core.records import NumberedRecords
 from kftrain.kubeflow.recurring import RecurringPipelines
 from kftrain.pipelines.compile import version_name
 from kftrain.process import signals
@@ -209,7 +210,7 @@ def test_whoever_is_told_to_stop_gives_back_the_turn(call, monkeypatch, number):
     with signals.handled(signals.STOP, lambda *_: pytest.fail("the process would be killed")):
         assert call("delete")[0] == 128 + number
     turns = f"{ROOT}/schedules/nightly/turns"
-    assert storage.read_json(f"{turns}/{storage.last_number(turns)}.json")["given_back"]
+    assert NumberedRecords(turns, storage.read_json).read_last()["given_back"]
 
 
 def test_kubeflows_page_says_what_manages_a_recurring_run_and_what_has_changed(call, server, file, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from helpers.fakes.kfp_server import Request, Server
 from helpers.together import Together
 
-from kftrain.core.storage import number_of
+from kftrain.core import records
 from kftrain.errors import LaunchError, UnavailableError
 from kftrain.kubeflow import recurring as kubeflow
 from kftrain.schedule import apply
@@ -91,11 +91,6 @@ class Folder:
         self.before()
         return sorted(name.removeprefix(f"{uri}/") for name in self.files)
 
-    def last_number(self, uri):
-        return max(map(number_of, self.list_names(uri)), default=0)
-
-    number_of = staticmethod(number_of)
-
     def create_json(self, uri, document):
         self.before()
         if uri in self.files:
@@ -116,6 +111,7 @@ def folder(monkeypatch):
     """Where the turns of these tests are kept."""
     found = Folder()
     monkeypatch.setattr(turns, "storage", found)
+    monkeypatch.setattr(records, "storage", found)
     monkeypatch.setattr(turns, "documents", SimpleNamespace(read_if_exists=found.read_if_exists))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from kftrain import config as configuration
 from kftrain.core import storage
-from kftrain.core.storage import number_of
+from kftrain.core.records import parse_number
 from kftrain.errors import DataError
 from kftrain.run.paths import RunPaths
 from kftrain.run.watermark import find_watermark, move_watermark, read_names, read_watermark
@@ -70,14 +70,14 @@ def test_a_window_since_the_last_training_is_bounded_and_never_goes_back():
 
 def test_of_runs_that_begin_at_one_watermark_one_moves_it_and_its_second_try_changes_nothing():
     uri = find_watermark(FOLDER, "run-1")
-    assert number_of(uri) == 0 and not read_names(uri, "a")
+    assert parse_number(uri) == 0 and not read_names(uri, "a")
     assert move_watermark(uri, {"a": "2026-01-02T00:00:00Z"}, {"a": ["x"]}, "run-1")
     before = storage.read_bytes(f"{FOLDER}/1.json")
     assert move_watermark(uri, {"a": "2026-01-02T00:00:00Z"}, {"a": ["x"]}, "run-1")
     assert not move_watermark(uri, {"a": "2026-01-09T00:00:00Z"}, {"a": ["y"]}, "run-2")
     assert storage.read_bytes(f"{FOLDER}/1.json") == before and storage.list_names(FOLDER) == ["1.json"]
-    assert number_of(find_watermark(FOLDER, "run-1")) == 0, "a pod that runs again reads the window that it has read"
-    assert number_of(find_watermark(FOLDER, "run-2")) == 1
+    assert parse_number(find_watermark(FOLDER, "run-1")) == 0, "a pod that runs again reads the window that it has read"
+    assert parse_number(find_watermark(FOLDER, "run-2")) == 1
 
 
 def test_all_files_are_found_in_as_many_entries_as_the_number_has_bits(monkeypatch):
@@ -181,7 +181,7 @@ def test_a_training_whose_end_could_not_be_written_is_trained_once(monkeypatch, 
         patched.setattr(storage, broken, lambda *arguments: (_ for _ in ()).throw(OSError("away")))
         end("a", first)
     assert begun("b", "2026-05-02T02:00:10Z").config.data.window.start == "2026-05-01T02:00:00Z"
-    assert number_of(find_watermark(FOLDER, "")) == 1
+    assert parse_number(find_watermark(FOLDER, "")) == 1
 
 
 def test_an_empty_window_that_is_bounded_is_left_behind_and_another_one_is_not():
