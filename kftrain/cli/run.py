@@ -190,7 +190,7 @@ def _after_kill(watched: Watched, config: Config) -> None:
     watched.error = watched.error or ErrorDocument.of(killed, stage="the pipeline")
     if not watched.run_uri:
         return
-    if config.launch.has_pods:
+    if config.launch.is_remote:
         _warn(f"a job may still be on the cluster: kftrain cancel {watched.run_uri}")
         return
     paths, document = RunPaths(watched.run_uri), of_stage("run", killed)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.launch.base import build_launcher, find_jobs, require_pods
+    from kftrain.launch.base import build_launcher, find_jobs, require_remote_jobs
     from kftrain.launch.jobs import run_evaluation, run_training
     from kftrain.launch.kubernetes.ownership import is_pipeline_pod
     from kftrain.launch.kubernetes.workflow import (
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "build_launcher",
     "find_jobs",
-    "require_pods",
+    "require_remote_jobs",
     "run_evaluation",
     "run_training",
     "is_pipeline_pod",
@@ -33,7 +33,7 @@ __getattr__ = attributes(
     {
         "build_launcher": "kftrain.launch.base",
         "find_jobs": "kftrain.launch.base",
-        "require_pods": "kftrain.launch.base",
+        "require_remote_jobs": "kftrain.launch.base",
         "run_evaluation": "kftrain.launch.jobs",
         "run_training": "kftrain.launch.jobs",
         "is_pipeline_pod": "kftrain.launch.kubernetes.ownership",

@@ -10,13 +10,15 @@ class Backend(NamedTuple):
 
     module: str
     """Module that is imported on demand. With pods it has a `KIND`, without a `build_launcher(config)`."""
+    is_remote: bool
+    """True if jobs run on other machines than their launcher: they do not inherit its environment, and outlive it."""
     has_pods: bool
-    """True if jobs are pods, with the settings of `launch.kubernetes`; else they are processes below the launcher."""
+    """True if jobs are pods, with the settings of `launch.kubernetes`; all such jobs are remote."""
 
 
 BACKENDS = {
-    "local": Backend("kftrain.launch.local", has_pods=False),
-    "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", has_pods=True),
+    "local": Backend("kftrain.launch.local", is_remote=False, has_pods=False),
+    "pytorchjob": Backend("kftrain.launch.kubernetes.kinds.pytorchjob", is_remote=True, has_pods=True),
 }
 
 POD_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.has_pods)

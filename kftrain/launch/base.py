@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kftrain.config import Config
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import LaunchError
-from kftrain.launch.backends import BACKENDS, POD_BACKENDS
+from kftrain.launch.backends import BACKENDS
 from kftrain.launch.spec import JobSpec
 from kftrain.run.paths import RunPaths
 
@@ -141,13 +141,13 @@ def find_jobs(config: Config | None, namespace: str = "", warn: Progress = to_lo
     return ClusterJobs([kind_of(launch.backend)], namespace or launch.kubernetes.namespace, warn)
 
 
-def require_pods(config: Config, who: str) -> None:
+def require_remote_jobs(config: Config, who: str) -> None:
     """Raise LaunchError if jobs would run below their launcher, since `who` has neither torch nor a GPU."""
-    if config.launch.has_pods:
+    if config.launch.is_remote:
         return
     raise LaunchError(
         f"{who} have neither torch nor a GPU: they launch jobs",
         where="launch.backend",
         value=config.launch.backend,
-        fix=f"set it to {' or '.join(POD_BACKENDS)}",
+        fix=f"set it to {' or '.join(name for name, backend in BACKENDS.items() if backend.is_remote)}",
     )

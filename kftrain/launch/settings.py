@@ -52,8 +52,13 @@ class LaunchConfig(Section):
     take twice as long between two. A hang ends the attempt."""
 
     @property
+    def is_remote(self) -> bool:
+        """True if jobs run on other machines; else they run below the launcher, in its environment."""
+        return BACKENDS[self.backend].is_remote
+
+    @property
     def has_pods(self) -> bool:
-        """True if jobs are pods, which have `kubernetes`; else they run below the launcher, in its environment."""
+        """True if jobs are pods, which have the settings of `kubernetes`."""
         return BACKENDS[self.backend].has_pods
 
     @property

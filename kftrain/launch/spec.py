@@ -116,5 +116,5 @@ def processes_per_node(config: Config) -> int:
     configured = config.launch.processes_per_node
     if configured != "auto":
         return configured
-    num_gpus = config.launch.kubernetes.gpus_per_node if config.launch.has_pods else num_local_gpus()
+    num_gpus = config.launch.gpus_per_node if config.launch.is_remote else num_local_gpus()
     return num_gpus or DEFAULT_CPU_PROCESSES

@@ -32,11 +32,11 @@ MAX_MODEL_NAME_CHARACTERS = 256
 def check_names(config: Config, folder: str = ".", sources: Sequence[str] = ()) -> None:
     """Raises ConfigError or DataError where code or a source that is named is not there, as far as files tell.
 
-    Nothing is imported. Modules are looked for in `folder`, too; what only pods need may be in their image alone.
+    Nothing is imported. Modules are looked for in `folder`, too; what only remote jobs need may be there alone.
     """
     named: list[tuple[str, str, Any]] = [("task.kind", config.task.kind, TASKS)]
     named += [("data.source", source, SOURCES) for source in sources]
-    if not config.launch.has_pods:
+    if not config.launch.is_remote:
         named += [("model.kind", config.model.kind, MODELS)]
         named += [("evaluate.metrics", metric, ()) for metric in config.evaluate.metrics]
     for where, kind, built_in in named:

@@ -37,7 +37,7 @@ def require_remote(config: Config, is_shared: Callable[[str], bool] = lambda uri
     The steps mount no volumes, not even those of the worker pods, so a folder is one of this machine, unless
     `is_shared` knows better.
     """
-    launch.require_pods(config, STEPS)
+    launch.require_remote_jobs(config, STEPS)
     if not is_shared(config.run.storage_root):
         require_remote_storage(config, STEPS)
     require_tracking_server(config, STEPS)

@@ -137,10 +137,10 @@ def anchored(config: Config, base: str | Path) -> Config:
     """Return the configuration with its paths made absolute against `base`.
 
     For jobs that inherit our environment, user and password of MLflow move from the URI into it, so that nothing
-    written from here on holds them. Pods have secrets; there a URI with a password is refused.
+    written from here on holds them. Remote jobs have secrets; there a URI with a password is refused.
     """
     data = config.data
-    if not config.launch.has_pods:
+    if not config.launch.is_remote:
         uri, variables = credentials.taken_out(config.tracking.uri)
         for name, value in variables.items():
             os.environ.setdefault(name, value)

@@ -8,10 +8,12 @@ import pytest
 import kftrain
 from kftrain import config
 from kftrain.errors import ConfigError, LaunchError
-from kftrain.launch import base
-from kftrain.launch.backends import BACKENDS, POD_BACKENDS
+from kftrain.launch import base, spec
+from kftrain.launch.backends import BACKENDS, POD_BACKENDS, Backend
 from kftrain.launch.kubernetes.kinds import all_kinds
 from kftrain.launch.settings import LaunchConfig
+from kftrain.stages import resolve
+from kftrain.tracking import runs
 
 VERBS = ("build", "run", "describe", "cancel", "logs", "clean", "suspend", "unsuspend", "check", "prepare", "close")
 
@@ -34,10 +36,36 @@ def test_kinds_differ_in_what_finds_their_jobs():
     assert len({(kind.group, kind.version, kind.plural) for kind in kinds}) == len(kinds) >= 1
 
 
-def test_who_has_no_torch_is_told_which_backends_have_pods():
-    base.require_pods(config.parse("launch: {backend: pytorchjob}"), "the steps")
+def test_who_has_no_torch_is_told_which_backends_are_remote():
+    base.require_remote_jobs(config.parse("launch: {backend: pytorchjob}"), "the steps")
     with pytest.raises(LaunchError, match=r"the steps have neither torch nor a GPU.*set it to pytorchjob"):
-        base.require_pods(config.parse(""), "the steps")
+        base.require_remote_jobs(config.parse(""), "the steps")
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    """A configuration whose jobs run on other machines, and not in pods."""
+    monkeypatch.setitem(BACKENDS, "slurm", Backend(__name__, is_remote=True, has_pods=False))
+    resolved = config.parse("tracking: {uri: 'https://me:secret@mlflow'}")
+    return resolved.model_copy(update={"launch": resolved.launch.model_copy(update={"backend": "slurm"})})
+
+
+def build_launcher(resolved):
+    """Build the launcher of `slurm`."""
+    return "the launcher of slurm"
+
+
+def test_a_backend_may_be_remote_without_pods(slurm, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # of the machine that submits
+    base.require_remote_jobs(slurm, "the steps")
+    assert base.build_launcher(slurm) == base.find_jobs(slurm) == "the launcher of slurm"
+    assert (spec.processes_per_node(slurm), slurm.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
+    assert resolve.anchored(slurm, "/").tracking.uri == slurm.tracking.uri
+    assert not [name for name in runs.parameters(slurm) if name.startswith("launch.kubernetes")]
+
+
+def test_jobs_that_are_pods_are_remote():
+    assert all(backend.is_remote for backend in BACKENDS.values() if backend.has_pods)
 
 
 def test_nobody_outside_knows_a_kind_by_its_name():
