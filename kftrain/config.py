@@ -40,6 +40,9 @@ ORDER = 2
 IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
 """A training identity of release 0.1 that names no window has this one."""
 
+SECTIONS_WITHOUT_ENTRY = {"run": "", "data": "data."}
+"""Section -> prefix of its keys, which stand in a training identity beside the entries of the other sections."""
+
 
 class Config(Section):
     """The whole configuration."""
@@ -99,45 +102,26 @@ class Config(Section):
         return storage.digest_json(self.to_dict())
 
     def training_identity(self, dataset_digest: str) -> dict[str, Any]:
-        """What makes two trainings the same one: a checkpoint resumes only under an equal identity.
+        """Return what makes two trainings the same one: a checkpoint resumes only under an equal identity.
 
-        Launch, layout, tracking, checkpoint and evaluation settings are not in it: a run may go on with more processes.
-        The order of the samples is in it. A configuration that release 0.1 kept has the identity that it had there.
+        The marks of the keys say what is in it: not launch, layout, tracking, checkpoints and evaluation, so that a run
+        may go on with more processes. The dataset and the initial weights count by their digests, wherever they lie.
         """
-        everything = self.to_dict()
-        return {
-            "dataset": dataset_digest,
-            "seed": self.run.seed,
-            **{section: everything[section] for section in ("task", "model", "precision")},
-            "optimizer": self.optimizer.identity(),
-            "train": {k: everything["train"][k] for k in ("steps", "global_batch_size", "gradient_clip_norm")},
-            **self._start_identity(),
-            **self._order_identity(),
-        }
-
-    def _start_identity(self) -> dict[str, Any]:
-        """Whose weights it starts with, by their digest: not what they are called, nor where they lie."""
-        digest = self.train.initial_weights.export_digest
-        return {"initial_weights": digest} if digest else {}
-
-    def _order_identity(self) -> dict[str, Any]:
+        identity: dict[str, Any] = {"dataset": dataset_digest, "order": ORDER}
+        for name in type(self).model_fields:
+            section = getattr(self, name).identity()
+            if name in SECTIONS_WITHOUT_ENTRY:
+                identity |= {f"{SECTIONS_WITHOUT_ENTRY[name]}{key}": value for key, value in section.items()}
+            elif section:
+                identity[name] = section
+        if digest := self.train.initial_weights.export_digest:
+            identity["initial_weights"] = digest
         window = self.data.shuffle_window_shards
         if window is not None:
-            return {} if window == IMPLIED_SHUFFLE_WINDOW_SHARDS else {"data.shuffle_window_shards": window}
-        data = self.data
-        order = {
-            "order": ORDER,
-            "data.shuffle_range_samples": data.shuffle_range_samples,
-            "data.shuffle_window_ranges": data.shuffle_window_ranges,
-        }
-        if data.length_group_batches:
-            order["data.length_group_batches"] = data.length_group_batches
-        if not data.components:
-            return order
-        first_steps = [0, *(phase.first_step for phase in data.mixture_phases)]
-        phases = zip(first_steps, data.mixture_weights(), strict=True)
-        names = [component.name for component in data.components]
-        return {**order, "data.mixture": names, "data.mixture_weights": [[step, *weights] for step, weights in phases]}
+            identity = {key: value for key, value in identity.items() if key != "order" and not key.startswith("data.")}
+            if window != IMPLIED_SHUFFLE_WINDOW_SHARDS:
+                identity["data.shuffle_window_shards"] = window
+        return identity
 
     def training_digest(self, dataset_digest: str) -> str:
         """Hex digest of `training_identity`."""

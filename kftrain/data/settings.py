@@ -11,7 +11,16 @@ from kftrain.core.plain import MAX_INTEGER
 from kftrain.data.shares import slots_by_weight
 from kftrain.data.time_window import UTC, TimeWindow, instant, utc_text, zone_of
 from kftrain.errors import ConfigError
-from kftrain.settings.section import Amount, Count, Section
+from kftrain.settings.section import (
+    Amount,
+    ChangesDataset,
+    ChangesTraining,
+    Count,
+    Effect,
+    KeepsTraining,
+    Section,
+    Value,
+)
 
 MAX_WINDOW_SAMPLES = 1 << 22
 """The table of a window takes 8 bytes for each, and is sorted within a second or two."""
@@ -23,26 +32,29 @@ CONTENT_KEY = "*"
 
 Weight = Annotated[float, Field(ge=0.0)]
 
+ChangesMixture = Annotated[Value, Effect(changes_training=True, counted_as="data.mixture_weights")]
+"""Type of a key that the names and weights of a mixture's components stand for in the training identity."""
+
 
 class WindowConfig(Section):
     """Which part of a source is read: what lies between two instants. A schedule fills in `start` and `end`."""
 
-    by: Literal["none", "path", "modified", "column"] = "none"
+    by: ChangesDataset[Literal["none", "path", "modified", "column"]] = "none"
     """What says the time: dates in paths (`date=2026-11-21/`, `hour=05/`, or `year=2026/month=11/day=21/`), when a file
     was changed, or a field of each record; `none`: everything is read."""
-    start: str = ""
+    start: ChangesDataset[str] = ""
     """The first instant, as in RFC 3339: `2026-11-14T00:00:00Z`."""
-    end: str = ""
+    end: ChangesDataset[str] = ""
     """The first instant after it. A day or an hour belongs to the window in which it ends."""
-    column: str = ""
+    column: ChangesDataset[str] = ""
     """The field of a record that holds its time; of paths the name of the date, where it is not `date`."""
-    number_unit: Literal["", "seconds", "milliseconds", "microseconds", "nanoseconds"] = ""
+    number_unit: ChangesDataset[Literal["", "seconds", "milliseconds", "microseconds", "nanoseconds"]] = ""
     """Of times that are numbers, counted from 1970; empty: they are refused."""
-    time_zone: str = ""
+    time_zone: ChangesDataset[str] = ""
     """Of dates and times that name none, as `Europe/Berlin`. Empty: UTC in paths; in a column they are refused."""
-    watermark: Annotated[str, Field(pattern=r"^$|/\d{1,12}\.json$")] = ""
+    watermark: ChangesDataset[Annotated[str, Field(pattern=r"^$|/\d{1,12}\.json$")]] = ""
     """Filled in by a schedule whose windows follow each other: what says what was trained on before this one."""
-    late_from: str = ""
+    late_from: ChangesDataset[str] = ""
     """Filled in with it: files from here on that are not named there are read, too, though they lie before `start`."""
 
     @field_validator("start", "end", "late_from")
@@ -94,15 +106,15 @@ class WindowConfig(Section):
 class ComponentConfig(Section):
     """One dataset of a mixture."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    name: ChangesMixture[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]]
     """In reports and metrics."""
-    source: str
+    source: ChangesDataset[str]
     """As `data.source`."""
-    weight: Weight = 1.0
+    weight: ChangesMixture[Weight] = 1.0
     """Its share of the samples of training is this over the sum of all weights."""
-    text_field: str = ""
+    text_field: ChangesDataset[str] = ""
     """As `data.text_field`, where it is another one."""
-    windowed: bool = True
+    windowed: ChangesDataset[bool] = True
     """Whether `data.window` holds for it, if there is one; else all of it is read."""
 
 
@@ -113,23 +125,23 @@ NEW, REPLAYED = "new", "replay"
 class ReplayConfig(Section):
     """Data from before the window, seen again beside it: a mixture of the components `new` and `replay`."""
 
-    windows: Amount = 0
+    windows: ChangesMixture[Amount] = 0
     """So many windows as long as the one that is read, right before it; 0: nothing is seen again."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    weight: ChangesMixture[Annotated[float, Field(gt=0.0)]] = 1.0
     """Of the samples from before, where the new ones have 1: their share is this over 1 + this."""
-    is_empty: bool = False
+    is_empty: ChangesMixture[bool] = False
     """Filled in when the run is opened: there is nothing before the window, so all samples are new."""
 
 
 class DriftConfig(Section):
     """What the shard step compares the new data with, and what it calls a change."""
 
-    against: str = "previous"
+    against: KeepsTraining[str] = "previous"
     """`previous`: the dataset before of the same source, or what is seen again beside the window; `none`; or the URI of
     a run or a dataset."""
-    some: Annotated[float, Field(gt=0.0)] = 0.1
+    some: KeepsTraining[Annotated[float, Field(gt=0.0)]] = 0.1
     """Population stability index from which on a distribution has changed to some extent, if chance gives less."""
-    large: Annotated[float, Field(gt=0.0)] = 0.25
+    large: KeepsTraining[Annotated[float, Field(gt=0.0)]] = 0.25
     """The index from which on it has changed largely."""
 
     @model_validator(mode="after")
@@ -142,21 +154,21 @@ class DriftConfig(Section):
 class PhaseConfig(Section):
     """Other weights of a mixture, from a step on."""
 
-    first_step: Count
+    first_step: ChangesMixture[Count]
     """The first step with these weights."""
-    weights: dict[str, Weight]
+    weights: ChangesMixture[dict[str, Weight]]
     """Of each component, by name; 0 pauses it."""
 
 
 class DataConfig(Section):
     """Where samples come from and how they are sharded and read."""
 
-    source: str = DEFAULT_SOURCE
+    source: ChangesDataset[str] = DEFAULT_SOURCE
     """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
-    mixture: tuple[ComponentConfig, ...] = ()
+    mixture: ChangesMixture[tuple[ComponentConfig, ...]] = ()
     """Instead of a source, several of them: each with a `name`, a `source`, a `weight` and, if it has another one, its
     `text_field`. Each is sharded by itself and seen exactly once in each epoch of its own."""
-    mixture_phases: tuple[PhaseConfig, ...] = ()
+    mixture_phases: ChangesMixture[tuple[PhaseConfig, ...]] = ()
     """Other weights from a step on: each with `first_step` and `weights`, by name."""
     window: WindowConfig = WindowConfig()
     """Which part of the source is read."""
@@ -164,56 +176,58 @@ class DataConfig(Section):
     """What is seen again of the time before."""
     drift: DriftConfig = DriftConfig()
     """What the new data is compared with."""
-    shards: Literal["write", "adopt"] = "write"
+    shards: ChangesDataset[Literal["write", "adopt"]] = "write"
     """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
-    fields: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    fields: ChangesDataset[dict[str, Annotated[tuple[str, ...], Field(min_length=1)]]] = Field(default_factory=dict)
     """Of adopted shards: field -> the extensions that it may have; empty: one field for each kind of file."""
-    max_incomplete_samples: Amount = 0
+    max_incomplete_samples: ChangesDataset[Amount] = 0
     """Of adopted shards: so many samples that lack a file of a field are left out; one more is an error."""
-    text_field: str = "text"
+    text_field: ChangesDataset[str] = "text"
     """Of records with fields (JSON lines, tables): the one that holds the text."""
-    key: str = ""
+    key: ChangesDataset[str] = ""
     """Column that says which record it is; `*`: its content. Empty: of lines and rows it is the content, or the number
     where a release before has begun the dataset."""
-    group: str = ""
+    group: ChangesDataset[str] = ""
     """Column of which all records of one value are on one side of the split, and one unit of the bootstrap."""
-    stratify: str = ""
+    stratify: ChangesDataset[str] = ""
     """Column of whose values each has the same share held out, as counted when the source is sharded first."""
-    shard_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
+    shard_size_bytes: ChangesDataset[Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)]] = 64_000_000
     """Target size of one shard."""
-    part_size_bytes: Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)] = 64_000_000
+    part_size_bytes: ChangesDataset[Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)]] = 64_000_000
     """Target size of the parts of the source that are encoded by themselves: data that is added changes one of them."""
-    processes: Amount = 0
+    processes: KeepsTraining[Amount] = 0
     """Processes that encode parts at the same time; 0: one for each CPU of the machine. The result is the same."""
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    validation_fraction: ChangesDataset[Annotated[float, Field(gt=0.0, lt=1.0)]] = 0.05
     """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""
-    verify: Literal["first_use", "everything", "size"] = "first_use"
+    verify: KeepsTraining[Literal["first_use", "everything", "size"]] = "first_use"
     """When a shard is hashed: in the background from its first use, before the first step, or never. Sizes always are
     checked before the first step. `sha256`, as releases before called it, reads as `everything`."""
-    cache_dir: str = ""
+    cache_dir: KeepsTraining[str] = ""
     """Folder of a node for what it remembers and keeps of shards; empty: one for temporary files."""
-    cache_bytes: Amount = 0
+    cache_bytes: KeepsTraining[Amount] = 0
     """Of shards of an object store that a node keeps, fetched in the background while they are read in ranges; what
     was not read for the longest time goes. 0: none, they are read in ranges only."""
-    shuffle_range_samples: Count = 1024
+    shuffle_range_samples: ChangesTraining[Count] = 1024
     """So many samples that follow each other in the dataset stay near each other; these ranges are shuffled over the
     whole epoch. Smaller ones shuffle better and are read from more places."""
-    shuffle_window_ranges: Count = 64
+    shuffle_window_ranges: ChangesTraining[Count] = 64
     """Samples are mixed over this many ranges at a time."""
-    length_group_batches: Amount = 0
+    length_group_batches: Annotated[Amount, Effect(changes_training=True, added="0.2")] = 0
     """So many batches at a time are sorted by the bytes of their samples, so that those of a batch are of near length:
     for a task whose `batch` cuts padding off. 0: not."""
-    shuffle_window_shards: Count | None = None
+    shuffle_window_shards: Annotated[
+        Count | None, Effect(changes_training=True, counted_as="data.shuffle_window_shards")
+    ] = None
     """Of a run that release 0.1 began, whose order followed the shards: that release finishes it. Refused elsewhere."""
-    prefetch_batches: Literal["auto"] | Amount = 2
+    prefetch_batches: KeepsTraining[Literal["auto"] | Amount] = 2
     """Steps whose samples are read ahead in the background; 0 reads in the training thread; `auto`: 2 at first, and one
     more each time that the training has waited for data, up to 16 and 1 GiB of rows in each process."""
-    workers: Literal["auto"] | Amount = "auto"
+    workers: KeepsTraining[Literal["auto"] | Amount] = "auto"
     """Who reads and decodes, for each training process; `auto`: the CPUs that it has beside its own where the task
     decodes, else 0, the thread that makes the batches."""
-    worker_kind: Literal["threads", "processes"] = "threads"
+    worker_kind: KeepsTraining[Literal["threads", "processes"]] = "threads"
     """`processes`: for a task whose `decode` holds Python's lock (GIL); samples that are not decoded need none."""
-    max_bad_samples: Amount = 0
+    max_bad_samples: KeepsTraining[Amount] = 0
     """Samples of each split that may be left out because they cannot be decoded; with one more the run fails (11)."""
 
     @field_validator("verify", mode="before")
@@ -286,6 +300,15 @@ class DataConfig(Section):
         for weights in self.mixture_weights() if names else ():
             slots_by_weight(weights)
         return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the keys that count when trainings are compared, and of a mixture the names and weights."""
+        if not self.components:
+            return super().identity()
+        first_steps = [0, *(phase.first_step for phase in self.mixture_phases)]
+        names = [component.name for component in self.components]
+        phases = zip(first_steps, self.mixture_weights(), strict=True)
+        return {**super().identity(), "mixture": names, "mixture_weights": [[step, *row] for step, row in phases]}
 
     def mixture_weights(self) -> list[tuple[float, ...]]:
         """Weights of the components, in their order, of each phase."""

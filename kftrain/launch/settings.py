@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from kftrain.core.credentials import SECRET_VARIABLES
 from kftrain.launch.backends import BACKENDS, BackendName
 from kftrain.launch.kubernetes.settings import KubernetesConfig
-from kftrain.settings.section import Amount, Count, Section
+from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 _OUR_VARIABLES = re.compile(
     "KFTRAIN_.*|KFP_.*|PET_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)"
@@ -34,20 +34,20 @@ VariableName = Annotated[str, AfterValidator(_require_free)]
 class LaunchConfig(Section):
     """Where training and evaluation jobs run."""
 
-    backend: BackendName = "local"
+    backend: KeepsTraining[BackendName] = "local"
     """`local`: processes of this machine; `pytorchjob`: pods of the Kubeflow training operator."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
-    nodes: Count = 1
+    nodes: KeepsTraining[Count] = 1
     """Machines of one job."""
-    processes_per_node: Literal["auto"] | Count = "auto"
+    processes_per_node: KeepsTraining[Literal["auto"] | Count] = "auto"
     """Processes on each; `auto`: one per GPU, or 2 without any. A cluster's GPUs are `kubernetes.gpus_per_node`."""
-    environment: dict[VariableName, str] = Field(default={})
+    environment: KeepsTraining[dict[VariableName, str]] = Field(default={})
     """Further variables of the environment of the workers, such as `NCCL_DEBUG`. Those that kftrain sets are refused,
     and so are those with credentials: they come from secrets."""
-    max_restarts_without_progress: Amount = 3
+    max_restarts_without_progress: KeepsTraining[Amount] = 3
     """Attempts in a row that may fail without a new checkpoint before the job is given up."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    timeout_seconds: KeepsTraining[Annotated[float, Field(gt=0)]] = 600.0
     """How long a process may wait for another one in a collective operation; one that nobody on its node waits for may
     take twice as long between two. A hang ends the attempt."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kftrain.settings.section import Plugin
+from kftrain.settings.section import ChangesTraining, Plugin
 
 
 class ModelConfig(Plugin):
     """The network. Further keys belong to the model."""
 
-    kind: str = "transformer"
+    kind: ChangesTraining[str] = "transformer"
     """`transformer`, `vision_transformer`, or a user's `module:attr`."""

@@ -12,7 +12,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel.equal_parts import require_equal_sizes
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy
-from kftrain.settings.section import Count, Section
+from kftrain.settings.section import ChangesTraining, Count, KeepsTraining, Section
 
 NOT_OFFERED = {
     "context": "the attention of a model cannot be cut along its sequences yet",
@@ -25,32 +25,32 @@ NOT_OFFERED = {
 class ParallelConfig(Section):
     """How the model and the batch are spread over processes: sizes of the axes of the mesh."""
 
-    strategy: Strategy = "fsdp"
+    strategy: KeepsTraining[Strategy] = "fsdp"
     """What is sharded over the processes: `ddp` nothing, `zero1` the optimizer's state, `zero2` the gradients as well,
     `fsdp` the parameters as well (ZeRO-3); `auto` takes the first of zero1, zero2 and fsdp whose state fits into half
     of a device's memory. All compute the same."""
-    exchange: Exchange = "step"
+    exchange: KeepsTraining[Exchange] = "step"
     """When `fsdp` exchanges gradients where a step has several micro batches. `step`: once, and until then each process
     has the sum of all of its own; `micro_batch`: after each, which costs traffic and saves that memory. The other
     strategies say it themselves."""
-    offload: bool = False
+    offload: KeepsTraining[bool] = False
     """Keep parameters, gradients and optimizer state in the host's pinned memory, and update them there. Needs GPUs,
     and a strategy that shards."""
-    shard: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
+    shard: KeepsTraining[Annotated[int, Field(ge=-1, le=MAX_INTEGER)]] = -1
     """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
-    replicate: Count = 1
+    replicate: KeepsTraining[Count] = 1
     """Copies of the sharded state (hybrid sharding). `ddp` replicates over all processes whatever stands here."""
-    context: Count = 1
+    context: KeepsTraining[Count] = 1
     """Parts of a sequence. More than 1 is refused for now."""
-    tensor: Count = 1
+    tensor: KeepsTraining[Count] = 1
     """Processes that split each matrix of the model, which must say how; they read the same samples."""
-    sequence_parallel: bool = True
+    sequence_parallel: KeepsTraining[bool] = True
     """With `tensor`: between its matrices each process computes a part of the sequence, which saves memory there."""
-    pipeline: Count = 1
+    pipeline: KeepsTraining[Count] = 1
     """Stages of consecutive blocks. More than 1 is refused for now."""
-    expert: Count = 1
+    expert: KeepsTraining[Count] = 1
     """Parts of the experts of a layer. More than 1 is refused for now."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: KeepsTraining[bool] = True
     """The older way to write a strategy: `fsdp` with false is `zero1`."""
 
     @model_validator(mode="after")
@@ -98,7 +98,7 @@ class ParallelConfig(Section):
 class PrecisionConfig(Section):
     """Number formats. The master weights are always fp32."""
 
-    compute: Literal["fp32", "bf16"] = "fp32"
+    compute: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
     """Format of the forward and backward pass; `bf16` casts weights and what enters the model or a block."""
-    reduce: Literal["fp32", "bf16"] = "fp32"
+    reduce: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
     """Format in which gradients are summed over micro batches and processes."""

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kftrain.settings.section import Amount, Section
+from kftrain.settings.section import Amount, ChangesTraining, KeepsTraining, Section
 
 
 class RunConfig(Section):
     """What the run is called and where its files go."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] = "kftrain"
+    name: KeepsTraining[Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]] = "kftrain"
     """Short name, also part of job names: lower-case letters, digits and dashes, at most 40."""
-    seed: Amount = 0
+    seed: ChangesTraining[Amount] = 0
     """Seed of the initial weights, the data order and dropout."""
-    storage_root: str = "."
+    storage_root: KeepsTraining[str] = "."
     """Folder or object store URI below which shards and runs are kept."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from kftrain.errors import ConfigError
 from kftrain.schedule import cron
-from kftrain.settings.section import Amount, Section
+from kftrain.settings.section import Amount, KeepsTraining, Section
 
 SINCE = "since_last_trained"
 
@@ -25,28 +25,28 @@ NAME = r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$"
 class Policy(Section):
     """The keys that `schedule.yaml` and a run's section share: when a schedule is due and what its runs do."""
 
-    cron: str = ""
+    cron: KeepsTraining[str] = ""
     """When it is due: second minute hour day month weekday."""
-    time_zone: str = "UTC"
+    time_zone: KeepsTraining[str] = "UTC"
     """Whose clock `cron` reads, e.g. `Europe/Berlin`."""
-    window: Literal["", "since_last_trained"] = ""
+    window: KeepsTraining[Literal["", "since_last_trained"]] = ""
     """`since_last_trained`: a run reads what no training before it has; the default where `data.window.by` is set, and
     neither `window_hours` nor `data.window.start`."""
-    window_hours: Hours = 0
+    window_hours: KeepsTraining[Hours] = 0
     """Length of a window of data (`data.window`) that slides: each 24 are a day of the time zone, though its clock
     changes, what is left are hours. 0: it does not slide."""
-    window_start: str = ""
+    window_start: KeepsTraining[str] = ""
     """Since the last training: data from before this instant is never read; empty: the first run reads everything."""
-    max_window_hours: Hours = 0
+    max_window_hours: KeepsTraining[Hours] = 0
     """Since the last training: a longer window, but for a first one without `window_start`, ends so long after its
     start, and the next run goes on there; 0: none does."""
-    settle_hours: Hours = 0
+    settle_hours: KeepsTraining[Hours] = 0
     """A window ends so long before the run was due: time for data to arrive."""
-    skip_unchanged: bool = True
+    skip_unchanged: KeepsTraining[bool] = True
     """A run that would train what its predecessor has trained ends at once, and registers nothing."""
-    pause_after_failures: Amount = 3
+    pause_after_failures: KeepsTraining[Amount] = 3
     """So many failures in a row pause the schedule; 0: none does."""
-    alert_over_http: bool = False
+    alert_over_http: KeepsTraining[bool] = False
     """Alerts may go to a URL that is not https."""
 
     @property
@@ -58,12 +58,12 @@ class Policy(Section):
 class ScheduleConfig(Policy):
     """The schedule that a run belongs to: written by `kftrain schedule`, empty for a run that somebody has started."""
 
-    name: Annotated[str, Field(pattern=rf"^$|{NAME}")] = ""
+    name: KeepsTraining[Annotated[str, Field(pattern=rf"^$|{NAME}")]] = ""
     """Name of the schedule; empty: the run belongs to none."""
-    trigger: Literal["cron", "manual", "backfill"] = "cron"
+    trigger: KeepsTraining[Literal["cron", "manual", "backfill"]] = "cron"
     """What has started the run: the schedule, `kftrain schedule run-now` or `backfill`. Only the first one is skipped
     where a run was started for the same instant before."""
-    instant: str = ""
+    instant: KeepsTraining[str] = ""
     """When the run was due, in UTC (`2026-11-22T02:00:00Z`); empty: the last time before it was created."""
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kftrain.settings.section import Amount, Count, Probability, Section
+from kftrain.settings.section import Amount, ChangesTraining, Count, Effect, KeepsTraining, Probability, Section, Value
 
 SHORT_NAMES = {
     "cosine": "warmup_cosine",
@@ -17,24 +17,24 @@ SHORT_NAMES = {
 }
 """What else a schedule may be called."""
 
-
-ADDED = ("momentum", "nesterov", "muon_scale", "decay_steps", "groups")
-"""Fields of the section `optimizer` that release 0.1 did not have."""
+ChangesSince02 = Annotated[Value, Effect(changes_training=True, added="0.2")]
+ChangesStart = Annotated[Value, Effect(changes_training=True, counted_as="initial_weights")]
+"""Type of a key that the digest of the initial weights stands for in the training identity."""
 
 
 class ParameterGroup(Section):
     """Parameters with settings of their own."""
 
-    pattern: Annotated[str, Field(min_length=1)]
+    pattern: ChangesTraining[Annotated[str, Field(min_length=1)]]
     """Of their names, as `*.norm.*`: `*` stands for any text, `?` for one character. Of several groups whose pattern
     fits the first one counts; one that fits no parameter is refused."""
-    learning_rate_scale: float = 1.0
+    learning_rate_scale: ChangesTraining[float] = 1.0
     """Their learning rate as a multiple of that of the others."""
-    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    weight_decay: ChangesTraining[Annotated[float, Field(ge=0.0)] | None] = None
     """Of all of them, vectors, too; empty: as without the group."""
-    frozen: bool = False
+    frozen: ChangesTraining[bool] = False
     """They keep the values that they start with."""
-    muon: bool | None = None
+    muon: ChangesTraining[bool | None] = None
     """Whether the matrices among them are for `muon`; empty: those of the model's blocks are."""
 
     @field_validator("learning_rate_scale")
@@ -54,40 +54,47 @@ class ParameterGroup(Section):
 class OptimizerConfig(Section):
     """The optimizer and its schedule."""
 
-    kind: Literal["adamw", "sgd", "muon", "adafactor", "lamb"] = "adamw"
+    kind: ChangesTraining[Literal["adamw", "sgd", "muon", "adafactor", "lamb"]] = "adamw"
     """The optimizer. `muon` updates the matrices of the model's blocks (no embeddings), and AdamW the rest."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1.0e-3
+    learning_rate: ChangesTraining[Annotated[float, Field(gt=0.0)]] = 1.0e-3
     """Peak learning rate. Of `adafactor` and `lamb`: relative to the size of a parameter."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    weight_decay: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 0.1
     """Decoupled weight decay; applied to matrices only, not to norms and biases. `sgd` adds it to the gradient, as
     torch does: 0.0001 is usual there."""
-    beta1: Probability = 0.9
+    beta1: ChangesTraining[Probability] = 0.9
     """Decay of AdamW's and LAMB's first moment."""
-    beta2: Probability = 0.95
+    beta2: ChangesTraining[Probability] = 0.95
     """Decay of AdamW's and LAMB's second moment."""
-    epsilon: Annotated[float, Field(gt=0.0)] = 1.0e-8
+    epsilon: ChangesTraining[Annotated[float, Field(gt=0.0)]] = 1.0e-8
     """Added to AdamW's and LAMB's denominator."""
-    momentum: Probability | None = None
+    momentum: ChangesSince02[Probability | None] = None
     """Of `sgd` and `muon`; empty: 0.9 and 0.95."""
-    nesterov: bool | None = None
+    nesterov: ChangesSince02[bool | None] = None
     """Whether `sgd` and `muon` look ahead by their momentum; empty: `muon` does."""
-    muon_scale: Literal["match_rms_adamw", "original"] | None = None
+    muon_scale: ChangesSince02[Literal["match_rms_adamw", "original"] | None] = None
     """Of `muon`. `match_rms_adamw`, or empty: its updates are as large as AdamW's, so that one learning rate serves
     both; `original`: they are orthogonal matrices, larger where there are more rows than columns."""
-    schedule: Literal[
-        "warmup_cosine", "warmup_linear", "warmup_constant", "warmup_stable_decay", "warmup_inverse_sqrt", "constant"
+    schedule: ChangesTraining[
+        Literal[
+            "warmup_cosine",
+            "warmup_linear",
+            "warmup_constant",
+            "warmup_stable_decay",
+            "warmup_inverse_sqrt",
+            "constant",
+        ]
     ] = "warmup_cosine"
     """After a linear warm-up: `warmup_cosine` (or `cosine`), a half cosine down to `final_learning_rate_fraction`;
     `warmup_linear` (`linear`), a line down to it; `warmup_constant`; `warmup_stable_decay` (`wsd`), constant until a
     line falls to it over the last `decay_steps`; `warmup_inverse_sqrt` (`inverse_sqrt`), with the inverse square root
     of the step. `constant` has no warm-up."""
-    warmup_steps: Amount = 50
+    warmup_steps: ChangesTraining[Amount] = 50
     """Steps of linear warm-up; at most all of them."""
-    decay_steps: Count | None = None
+    decay_steps: ChangesSince02[Count | None] = None
     """Steps at the end over which `warmup_stable_decay` falls; empty: a tenth of all."""
-    final_learning_rate_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    final_learning_rate_fraction: ChangesTraining[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: ChangesSince02[tuple[ParameterGroup, ...]] = ()
     """Parameters with settings of their own, by the patterns of their names."""
 
     @field_validator("schedule", mode="before")
@@ -107,15 +114,6 @@ class OptimizerConfig(Section):
             raise ValueError("nesterov needs a momentum")
         return self
 
-    def identity(self) -> dict[str, Any]:
-        """What of it makes another training; a field that release 0.1 did not have counts where it is not at rest."""
-        plain = OptimizerConfig().model_dump(mode="json")
-        return {
-            name: value
-            for name, value in self.model_dump(mode="json").items()
-            if name not in ADDED or value != plain[name]
-        }
-
 
 SCRATCH, CHAMPION = "scratch", "champion"
 """What `train.from` may be beside a version and an export."""
@@ -126,41 +124,41 @@ _VERSION = re.compile(r"v?(\d{1,9})", re.ASCII)
 class InitialWeights(Section):
     """What `train.from` came to. Filled in when the run is opened, so that each later attempt has the same."""
 
-    asked: str = ""
+    asked: KeepsTraining[str] = ""
     """The `train.from` that this is the answer to; empty: nobody has looked yet."""
-    origin: str = ""
+    origin: KeepsTraining[str] = ""
     """What it is, for people."""
-    export_uri: str = ""
+    export_uri: KeepsTraining[str] = ""
     """Where the weights lie; empty: the training starts from scratch."""
-    export_digest: str = ""
+    export_digest: ChangesStart[str] = ""
     """The digest of that export."""
 
 
 class TrainConfig(Section):
     """How long and in what portions, and where from."""
 
-    steps: Count = 400
+    steps: ChangesTraining[Count] = 400
     """Optimizer steps of the whole training."""
-    start_from: str = Field(SCRATCH, alias="from")
+    start_from: ChangesStart[str] = Field(SCRATCH, alias="from")
     """Whose weights the training starts with, with a new optimizer: `scratch`, `champion` (the champion of the moment
     when the run is opened; where there is none yet, from scratch), a version of the registered model, the URI of a run
     or of an export."""
     initial_weights: InitialWeights = InitialWeights()
     """What `from` came to when the run was opened."""
-    global_batch_size: Count = 32
+    global_batch_size: ChangesTraining[Count] = 32
     """Samples per optimizer step over all processes: the truth from which the rest is derived."""
-    micro_batch_size: Amount = 0
+    micro_batch_size: KeepsTraining[Amount] = 0
     """Samples per forward pass of one process; 0: its whole share. A smaller value accumulates gradients."""
-    gradient_clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    gradient_clip_norm: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
-    activation_checkpointing: Literal["none", "blocks"] = "none"
+    activation_checkpointing: KeepsTraining[Literal["none", "blocks"]] = "none"
     """`blocks`: recompute each block in the backward pass instead of keeping its activations."""
-    log_interval_steps: Count = 10
+    log_interval_steps: KeepsTraining[Count] = 10
     """Steps between two recorded points of loss, learning rate and speed."""
-    stop_after_no_improvement: Amount = 0
+    stop_after_no_improvement: KeepsTraining[Amount] = 0
     """Training ends after so many periodic evaluations in a row without a better value of `checkpoint.keep_best`; 0: it
     takes all its steps. Schedules are those of all steps."""
-    max_nonfinite_steps: Amount = 0
+    max_nonfinite_steps: KeepsTraining[Amount] = 0
     """Steps with a non-finite gradient norm that may be skipped in a row before the run ends as diverged (19)."""
 
     @field_validator("start_from", mode="before")
