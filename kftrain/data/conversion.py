@@ -18,13 +18,13 @@ from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 _JSON = "json"
 """The field whose entries stand for fields that have no file of their own."""
 
 
-def conversion_of(manifest: Manifest, task: Task) -> Conversion | None:
+def conversion_of(manifest: Manifest, task: EncodingTask) -> Conversion | None:
     """What a task needs to read a dataset; None where its shards were written for it.
 
     Raises DataError where adopted samples have no file for a field of the task.
@@ -35,7 +35,7 @@ def conversion_of(manifest: Manifest, task: Task) -> Conversion | None:
 class Conversion:
     """The fields of a task from those that are stored."""
 
-    def __init__(self, stored: SampleSchema, task: Task) -> None:
+    def __init__(self, stored: SampleSchema, task: EncodingTask) -> None:
         self.schema = task.sample_schema()
         self._task = task
         self._sources = {field.name: _source_of(field, stored) for field in self.schema.fields}

@@ -21,7 +21,7 @@ from kftrain.data.schema import Arrays
 from kftrain.errors import DataError, KftrainError, UserCodeError, error_from_dict
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import TrainingTask
 
 DecodeRow = Callable[[Arrays, np.random.Generator], Arrays]
 """From one sample as it is stored to the same as it is used. The generator is for this call only."""
@@ -116,7 +116,7 @@ class Layout:
         return {name: np.empty((num_rows, *value.shape), value.dtype) for name, value in self.example.items()}
 
 
-def decode_row(task: Task, is_random: bool = True) -> DecodeRow:
+def decode_row(task: TrainingTask, is_random: bool = True) -> DecodeRow:
     """The task's own `decode`: what it raises is a UserCodeError, or an error of ours as it is."""
 
     def decode(sample: Arrays, generator: np.random.Generator) -> Arrays:

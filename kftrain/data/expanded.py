@@ -16,7 +16,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import CLUSTER, Arrays
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import TrainingTask
 
 KEPT_SAMPLES = 4
 """Samples whose rows are kept."""
@@ -28,7 +28,7 @@ Gather = Callable[[Any], list[Any]]
 class Expanded:
     """The rows of a validation split, as a task makes them. All methods may be called from any thread."""
 
-    def __init__(self, dataset: ShardedDataset, task: Task, num_rows: np.ndarray) -> None:
+    def __init__(self, dataset: ShardedDataset, task: TrainingTask, num_rows: np.ndarray) -> None:
         """`num_rows`: of each of the first samples, int64; those after them are left out."""
         self._dataset = dataset
         self._task = task
@@ -80,7 +80,7 @@ ValidationRows = ShardedDataset | Expanded
 
 def expanded(
     dataset: ShardedDataset,
-    task: Task,
+    task: TrainingTask,
     gather: Gather = lambda found: [found],
     share: tuple[int, int] = (0, 1),
     max_rows: int = 0,
@@ -101,7 +101,7 @@ def expanded(
     return Expanded(dataset, task, num_rows)
 
 
-def rows_of_sample(dataset: ShardedDataset, task: Task, sample: int) -> Any:
+def rows_of_sample(dataset: ShardedDataset, task: TrainingTask, sample: int) -> Any:
     """The rows of one sample, as the task makes them, each with the sample's cluster; None where it makes none."""
     stored = {name: array[0] for name, array in dataset.read(np.array([sample])).items()}
     cluster = stored.pop(CLUSTER, None)

@@ -19,7 +19,7 @@ from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics
 from kftrain.models.modes import evaluating
 from kftrain.run.documents import Example
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import decoded
 from kftrain.tasks.shown import fields
 from kftrain.tasks.user_metrics import MetricsOfSums
@@ -27,7 +27,7 @@ from kftrain.tasks.user_metrics import MetricsOfSums
 Shown = Mapping[str, Any]
 
 
-def losses(task: Task, metrics: MetricsOfSums, sums: Statistics, metric: str, goal: str) -> np.ndarray:
+def losses(task: TrainingTask, metrics: MetricsOfSums, sums: Statistics, metric: str, goal: str) -> np.ndarray:
     """Return one number per group, larger if the group is worse, `[groups]`: the task's loss, else the gate's metric.
 
     It is NaN for a group that does not determine the metric, and for all groups where there is no such metric.
@@ -53,7 +53,7 @@ def choose(worst_first: np.ndarray, num_examples: int) -> list[tuple[int, bool]]
 
 
 def collect(
-    task: Task,
+    task: TrainingTask,
     metrics_of_sums: MetricsOfSums,
     model: nn.Module,
     dataset: ValidationRows,
@@ -93,7 +93,7 @@ def metrics_of_groups(metrics: MetricsOfSums, sums: Statistics) -> dict[str, np.
 
 
 def show(
-    task: Task,
+    task: TrainingTask,
     model: nn.Module,
     dataset: ValidationRows,
     rows: list[int],

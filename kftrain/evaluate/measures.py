@@ -12,13 +12,13 @@ from kftrain.evaluate.score import Statistics, group_sums
 from kftrain.run.documents import Interval, Slice
 from kftrain.statistics import bootstrap
 from kftrain.statistics.bootstrap import Metrics
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in `metrics.json`; the gate computes its own on the paired difference."""
 
 
-def parts_of(task: Task, sums: Statistics, keys: list[str], names: Sequence[str] = ()) -> np.ndarray:
+def parts_of(task: TrainingTask, sums: Statistics, keys: list[str], names: Sequence[str] = ()) -> np.ndarray:
     """Return the name of each group's slice, `[groups]` str: `names` if given, else those of the task."""
     with user_code("task.slice_names"):
         part_of = np.array(names or task.slice_names(keys, sums))
@@ -48,7 +48,7 @@ def sums_by_slice(
 
 
 def measure(
-    task: Task,
+    task: TrainingTask,
     sums: Statistics,
     num_rows: np.ndarray,
     keys: list[str],

@@ -18,7 +18,7 @@ from kftrain.data.expanded import ValidationRows
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.run.documents import Performance, Spread
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import decoded, prepare
 
 MAX_SECONDS = 10.0
@@ -31,7 +31,7 @@ LOW, HIGH = 5, 95
 
 def measure_performance(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     dataset: ValidationRows,
     batch_size: int,
     num_passes: int,
@@ -72,7 +72,7 @@ def spread(values: list[float]) -> Spread:
 
 def _passes(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     dataset: ValidationRows,
     ranges: list[tuple[int, int]],
     device: torch.device,

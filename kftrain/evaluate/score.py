@@ -30,7 +30,7 @@ from kftrain.models.output import output_of
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
 from kftrain.statistics import bootstrap
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import decoded, prepare
 from kftrain.tasks.user_metrics import MetricsOfSums
 
@@ -97,7 +97,7 @@ class _Batch:
 
 def score(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     dataset: ValidationRows,
     mesh: Mesh,
     batch_size: int,
@@ -159,13 +159,13 @@ def total_metrics(metrics_of_sums: MetricsOfSums, statistics: Statistics) -> dic
     return {name: float(value) for name, value in metrics.items()}
 
 
-def statistics_of(model: nn.Module, task: Task, arrays: Arrays, device: torch.device) -> Statistics:
+def statistics_of(model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device) -> Statistics:
     """Compute the statistics of some rows, `[rows]` float64 each. Raises UserCodeError for other shapes."""
     return {name: value.cpu().numpy() for name, value in _compute_statistics(model, task, arrays, device).items()}
 
 
 def _compute_statistics(
-    model: nn.Module, task: Task, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
+    model: nn.Module, task: TrainingTask, arrays: Arrays, device: torch.device, tallies: Tensors | None = None
 ) -> Tensors:
     """Compute the statistics of some rows on the device, without waiting for it; add the task's counts to `tallies`."""
     batch, inputs = prepare(task, arrays, device)
@@ -186,7 +186,7 @@ def _compute_statistics(
     return statistics
 
 
-def _read_ahead(task: Task, dataset: ValidationRows, batches: _Batches, rank: int) -> Iterator[_Batch]:
+def _read_ahead(task: TrainingTask, dataset: ValidationRows, batches: _Batches, rank: int) -> Iterator[_Batch]:
     """Yield a data rank's batches, as many as any other rank has; read each while the one before it is computed."""
     own = list(batches.of(rank))
     numbers = [*own, *[own[-1] if own else batches.num_batches - 1] * (batches.num_rounds - len(own))]

@@ -12,13 +12,13 @@ from kftrain.errors import DataError, UserCodeError
 from kftrain.sharding.sources.keyed import hash_of
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 
 class Clusters:
     """Of one split. Remembers the clusters of records until their blocks come. Memory: the records in between."""
 
-    def __init__(self, task: Task, split: str) -> None:
+    def __init__(self, task: EncodingTask, split: str) -> None:
         self._task = task
         self._is_known = split == "validation"  # a training block may hold rows of many records
         self._seen: dict[str, int] = {}
@@ -42,7 +42,7 @@ class Clusters:
         return Block(block.key, {**block.arrays, CLUSTER: np.full(block.num_rows, number, np.int64)})
 
 
-def cluster_of(task: Task, record: Record) -> str:
+def cluster_of(task: EncodingTask, record: Record) -> str:
     """The name of the record's cluster; empty: its key is. Raises UserCodeError where it is no text."""
     if not task.names_clusters:
         return record.unit

@@ -28,13 +28,13 @@ from kftrain.sharding.sources import resolve_source
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 _EQUAL = ("sample_schema", "validation_schema", "format_version")
 """What the manifests of a mixture have in common."""
 
 
-def shard_mixture(config: Config, task: Task, progress: Progress) -> ShardingResult:
+def shard_mixture(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source, or of its mixture: found, or written now. Raises as `shard_dataset`."""
     if not config.data.components:
         return shard_dataset(config, task, progress)

@@ -45,7 +45,7 @@ from kftrain.sharding.sources.listing import listing_digests
 from kftrain.sharding.sources.windowed import TIMES_FOLDER
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 PROCESS_BYTES = 32_000_000
 """A process that has less to read costs more than it saves."""
@@ -68,7 +68,7 @@ class ShardingResult:
     """Source -> its listing, where the window begins at a watermark."""
 
 
-def shard_dataset(config: Config, task: Task, progress: Progress) -> ShardingResult:
+def shard_dataset(config: Config, task: EncodingTask, progress: Progress) -> ShardingResult:
     """The shards of the configuration's source under its task: found, or written now. `progress` gets lines to show.
 
     Afterwards the task encodes as the dataset is encoded.
@@ -132,7 +132,7 @@ def _find(root: str, pointer: str, state: str, progress: Progress) -> tuple[Mani
 class _Sharding:
     """One sharding, from the source to the published manifest."""
 
-    def __init__(self, config: Config, task: Task, progress: Progress) -> None:
+    def __init__(self, config: Config, task: EncodingTask, progress: Progress) -> None:
         self._config = config
         self._task = task
         self._kind = resolve_source.source_kind(config.data, progress)
@@ -351,7 +351,7 @@ def known_strata(storage_root: str, data: DataConfig, latest_uri: str = "") -> d
     return {}
 
 
-def training_records(config: Config, task: Task, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
+def training_records(config: Config, task: EncodingTask, source: Source, parts: list[SourcePart]) -> Iterator[Record]:
     """The records of some parts that are in the training split, in order."""
     for record in (record for part in parts for record in source.read(part)):
         if resolve_source.split_of(record, config.data.validation_fraction, cluster_of(task, record)) == "train":

@@ -45,9 +45,8 @@ def require_usable(shards: RunShards, manifest: Manifest, config: Config) -> Non
     with user_code("task.schema") if is_plugin(config.task.kind) else contextlib.nullcontext():
         wanted, grouped = ({split: task.sample_schema(split, has) for split in SPLITS} for has in (False, True))
         conversion = conversion_of(manifest, task)
-        former = [dict.fromkeys(SPLITS, schema) for schema in task.former_schemas()]
     schemas = {split: manifest.schema_of(split) for split in SPLITS}
-    if conversion is None and schemas not in (wanted, grouped, *former):
+    if conversion is None and schemas not in (wanted, grouped):
         raise DataError(
             f"the shards do not hold what the task reads, {_format_fields(wanted)}",
             where=shards.manifest_uri,

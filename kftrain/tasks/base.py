@@ -1,9 +1,9 @@
-"""The protocol of a task: what is learned, apart from how it is distributed.
+"""A task says what is learned, apart from how it is distributed: three protocols and the base class that joins them.
 
-A task has two halves. The *sharding half* (`schema`, `settings`, `encode`, `baselines`) runs where there is no torch.
-The *training half* may import torch, inside its methods; `metrics`, `slice_names` and `confusion` are numpy only, since
-the gate calls them where there is no torch. Neither half knows processes: training sums what a task returns over all of
-them.
+`EncodingTask` (`settings`, `encode`, `baselines`) runs where there is no torch. `TrainingTask` may import torch inside
+its methods; `metrics`, `slice_names` and `confusion` are numpy only, since the gate calls them where there is no torch.
+`ServingTask` answers the rows of a data frame. None of them knows processes: training sums what a task returns over all
+of them.
 
 Everything is a sum, so that any number of processes gives the same answer: the loss is a sum of terms over a count of
 terms; a metric is a function of sums over samples (accuracy = correct / samples), which is also what makes
@@ -39,87 +39,54 @@ PREDICT_BATCH_ROWS = 256
 """Rows of one forward pass in `predict`, unless a task says otherwise."""
 
 
-class Task(ABC):
-    """What is learned. Built as `TaskClass(**options)` from the keys of the `task` section other than `kind`.
-
-    A task's constructor raises ConfigError for options it does not accept.
-    """
+class SampleTask(ABC):
+    """Samples that a task reads, and the options that it was built with: common to its three parts."""
 
     targets: ClassVar[tuple[str, ...]] = ()
     """Fields of a sample that the model is not given: the defaults of `inputs` and `predict` leave them out."""
 
-    sequence_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    """Entry of a batch -> which of its dims is the sequence. These dims are equally long, and entry i of each belongs
-    to the same place of the sequence, so that it can be cut into parts for several processes. Checked before the first
-    step."""
-
-    input_column: ClassVar[str | None] = None
-    """Column that `predict` reads where a registered model is given lists, arrays or series instead of a data frame."""
-
-    predict_batch_rows: ClassVar[int] = PREDICT_BATCH_ROWS
-    """Rows of one forward pass in `predict`."""
-
-    loss_unit: ClassVar[str] = ""
-    """Unit of the loss, for reports: `nats per token`."""
-
-    loss_metric: ClassVar[str] = ""
-    """The metric that is the mean loss, or grows with it; with none the gate's metric tells which samples are hard."""
-
-    metric_goals: ClassVar[Mapping[str, Literal["minimize", "maximize"]]] = MappingProxyType({})
-    """Metric -> which direction of it is better. The gate needs `registry.goal` for one that is not here."""
-
     built_from: Any = None
-    """The section `task` of the configuration that it was built from: another process can build it again."""
-
-    reading_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that change how a model sees a validation sample, but not what its metrics count: models that differ in
-    these alone are compared."""
+    """Section `task` of the configuration that the task was built from: another process can build it again."""
 
     options: Mapping[str, Any] = MappingProxyType({})
-    """The options that it was built with and the defaults of the others; set when it is built from a configuration."""
-
-    # -- sharding half: no torch ------------------------------------------------------------------------------------
+    """Options of the constructor, given ones and defaults; set when the task is built from a configuration."""
 
     @abstractmethod
     def schema(self) -> SampleSchema:
-        """Fields of one sample."""
+        """Return the fields of one sample."""
+
+
+class EncodingTask(SampleTask):
+    """Sharding's part of a task: records become samples. Nothing of it imports torch."""
 
     def validation_schema(self) -> SampleSchema:
-        """Fields of one sample of the validation split, where `rows` makes rows of it. By default those of `schema`."""
+        """Return the fields of a validation sample that `rows` makes rows of. By default those of `schema`."""
         return self.schema()
 
-    def former_schemas(self) -> tuple[SampleSchema, ...]:
-        """Fields of the samples of datasets of before that it still reads, in both splits. By default none."""
-        return ()
-
-    def learn(self, records: Iterable[Record]) -> None:  # noqa: B027 - a default
-        """Learns what encoding needs to know of the training split: called before anything is encoded.
+    def learn(self, records: Iterable[Record]) -> None:
+        """Learn what encoding needs to know of the training split; called before anything is encoded.
 
         Afterwards `settings` tells of it and `assets` has it. `records`: the training split's, in order; as many are
-        read as are taken. By default nothing.
+        read as are taken. By default nothing is learned.
         """
 
     @property
     def asset_names(self) -> tuple[str, ...]:
-        """The files of `assets`, as far as the options tell. By default none."""
+        """Names of the files of `assets`, as far as the options tell. By default none."""
         return ()
 
     def assets(self) -> dict[str, bytes]:
-        """Files that encoding depends on (a tokenizer): name -> content. By default none.
+        """Return the files that encoding depends on (a tokenizer): name -> content. By default none.
 
         They are kept below the storage root by their digests, which are part of the dataset, and lie in each export.
         """
         return {}
 
-    def restore(self, assets: Mapping[str, bytes]) -> None:  # noqa: B027 - a default
-        """Takes the files that an equal task has had; nothing else is read or learned then. By default nothing."""
-
-    def export_files(self) -> dict[str, bytes]:
-        """Files for other programs beside an exported model: name -> content. By default `assets`."""
-        return self.assets()
+    def restore(self, assets: Mapping[str, bytes]) -> None:
+        """Take over the `assets` of an equal task, instead of learning or reading anything. By default do nothing."""
 
     def cluster(self, record: Record) -> str:
-        """What this record has in common with others that are like it: a patient, a page, a speaker.
+        """Name what this record has in common with others that are like it: a patient, a page, a speaker.
 
         Records of one cluster are in the same split, and the bootstrap takes a cluster as one unit: ten copies of an
         item tell no more than one, but as ten units they let a quarter of equal models pass for better ones. By default
@@ -128,14 +95,14 @@ class Task(ABC):
         return record.key
 
     def settings(self) -> dict[str, Any]:
-        """JSON of everything that changes the encoded bytes (tokenizer digest, lengths): part of the source digest.
+        """Return as JSON what changes the encoded bytes (tokenizer digest, lengths); it enters the source digest.
 
         By default all options: any other one shards the data again.
         """
         return dict(self.options)
 
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
-        """Blocks of a split, from its records in order. Keys are unique within the split.
+        """Yield the blocks of a split, from its records in order. Keys are unique within the split.
 
         Validation blocks hold whole records, one record per block, so that a block is an independent unit. By default
         each record is a block of one row, made by `encode_field`.
@@ -146,16 +113,16 @@ class Task(ABC):
             yield Block(record.key, arrays, extensions_of(record, fields))
 
     def encode_field(self, record: Record, field: Field) -> np.ndarray:
-        """One field of a record's sample, `field.shape` of `field.dtype`; also of the rows that `predict` is given.
+        """Make one field of a record's sample, `field.shape` of `field.dtype`; also for the rows of `predict`.
 
-        By default what the record has under that name; of an encoded field, an array of `object` that holds the file
-        with one of the field's extensions, or the bytes under that name. Raises DataError where that is missing, of
+        By default it is what the record has under that name; for an encoded field, an array of `object` that holds the
+        file with one of the field's extensions, or the bytes under that name. Raises DataError if that is missing, of
         another shape, not finite, or would be changed by the format (beyond rounding).
         """
         return as_field(record, field)
 
     def content_fields(self) -> tuple[str, ...]:
-        """Fields of a record that make it what it is: records that are equal in these are copies of each other.
+        """Name the fields that make a record what it is: records that are equal in these are copies of each other.
 
         Sharding counts copies, and names those that are in both splits. By default the fields of the schema that the
         model is given; a record that has none of these is compared as a whole.
@@ -163,16 +130,16 @@ class Task(ABC):
         return tuple(field.name for field in self.schema().fields if field.name not in self.targets)
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
-        """Metric name -> baseline name -> value on the validation split. By default none.
+        """Compute what trivial predictors reach on the validation split: metric -> baseline -> value. By default none.
 
         Args:
-            samples: The blocks of the validation split as they are stored, in order, read as they are asked for: of
-                each one field name -> `[rows, *field shape]`; of an encoded field `[1]` of `object`, holding bytes.
+            samples: Blocks of the validation split as they are stored, in order, read as they are asked for. Each maps
+                a field's name to `[rows, *field shape]`; an encoded field to `[1]` of `object`, holding bytes.
         """
         return {}
 
     def show(self, block: Arrays) -> Mapping[str, Any]:
-        """What the report of a dataset shows of a stored block, of which it is given the first rows.
+        """Choose what the report of a dataset shows of a stored block, of which it is given the first rows.
 
         Name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`. By default its first row: files of images
         and arrays that look like one as a picture, files of text as text, single numbers.
@@ -184,13 +151,13 @@ class Task(ABC):
 
     @property
     def names_clusters(self) -> bool:
-        """Whether it has a `cluster` of its own."""
+        """True if the class has a `cluster` of its own."""
         return type(self).cluster is not Task.cluster
 
     def sample_schema(self, split: str = "train", is_grouped: bool = False) -> SampleSchema:
-        """Fields of a split's samples as the shards hold them: with the cluster where it is named.
+        """Return the fields of a split's samples as shards hold them: with the cluster, if there is one.
 
-        Where the splits have fields of their own, training samples have none, as nobody asks for it.
+        Where the splits have different fields, training samples have no cluster: nothing asks for it.
         """
         own, validation = self.schema(), self.validation_schema()
         chosen = validation if split == "validation" else own
@@ -198,29 +165,52 @@ class Task(ABC):
             return chosen
         return SampleSchema((*chosen.fields, Field(CLUSTER, "int64")))
 
-    # -- training half ----------------------------------------------------------------------------------------------
+
+class TrainingTask(SampleTask):
+    """Part of a task that training and evaluation ask: samples become batches, outputs become sums, sums metrics.
+
+    Methods may import torch; `metrics`, `slice_names` and `confusion` are numpy only.
+    """
+
+    sequence_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    """Entry of a batch -> which of its dims is the sequence. These dims are equally long, and entry i of each belongs
+    to the same place of the sequence, so that it can be cut into parts for several processes. Checked before the first
+    step."""
+
+    loss_unit: ClassVar[str] = ""
+    """Unit of the loss, for reports: `nats per token`."""
+
+    loss_metric: ClassVar[str] = ""
+    """The metric that is the mean loss, or grows with it; with none the gate's metric tells which samples are hard."""
+
+    metric_goals: ClassVar[Mapping[str, Literal["minimize", "maximize"]]] = MappingProxyType({})
+    """Metric -> which direction of it is better. The gate needs `registry.goal` for one that is not here."""
+
+    reading_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that change how a model sees a validation sample, but not what its metrics count: models that differ in
+    these alone are compared."""
 
     def model_arguments(self) -> dict[str, Any]:
-        """What the model must know of the task: `vocab_size`, `num_classes` …; JSON. By default nothing."""
+        """Return what the model must know of the task: `vocab_size`, `num_classes` …; JSON. By default nothing."""
         return {}
 
     @property
     def window(self) -> Window | None:
-        """How a training split that is one stream, in rows of no shape, is cut into samples. By default it is none."""
+        """Cut of a training split that is one stream, in rows of no shape, into samples; None (default): no stream."""
         return None
 
     def rows(self, sample: Mapping[str, Any]) -> Arrays | None:
-        """The rows `[k, *shape]`, one at least, that one validation sample is, as `decode` and `batch` get them.
+        """Turn one validation sample into rows `[k, *shape]`, one at least, as `decode` and `batch` get them.
 
         `sample`: field name -> its one row. By default None: each sample is one row as it is.
         """
         return None
 
     def decode(self, sample: Arrays, generator: np.random.Generator | None) -> Arrays:
-        """One row as it is stored, as `count_terms` and `batch` get it: field name -> `[*shape]`.
+        """Turn one stored row into what `count_terms` and `batch` get: field name -> `[*shape]`.
 
-        Where encoded images become pixels, and where they are augmented: on the CPU, while a step before is computed.
-        By default rows are as they are stored, and this is not called.
+        Encoded images become pixels here, and are augmented: on the CPU, while an earlier step is computed. By default
+        rows are as they are stored, and this is not called.
 
         Args:
             sample: Field name -> `[*field shape]`, read only.
@@ -235,20 +225,20 @@ class Task(ABC):
 
     @property
     def decodes(self) -> bool:
-        """Whether it has a `decode` of its own."""
+        """True if the class has a `decode` of its own."""
         return type(self).decode is not Task.decode
 
     def count_terms(self, arrays: Arrays) -> np.ndarray:
-        """Number of loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one.
+        """Count the loss terms of each row, `[rows]` int64: the weights of the mean loss. By default one.
 
-        Called where rows are read, on the CPU, while a step before is computed.
+        Called where rows are read, on the CPU, while an earlier step is computed.
         """
         return np.ones(len(next(iter(arrays.values()))), dtype=np.int64)
 
     def batch(self, arrays: Arrays) -> Batch:
-        """Tensors on the CPU for `inputs`, `loss` and `statistics`, from rows stacked to `[rows, *shape]`.
+        """Make tensors on the CPU for `inputs`, `loss` and `statistics`, from rows stacked to `[rows, *shape]`.
 
-        Called while a step before is computed, unless it draws torch's random numbers.
+        Called while an earlier step is computed, unless it draws torch's random numbers.
 
         By default every field of the schema by its name; unsigned integers of more than 8 bits become int64.
         """
@@ -261,74 +251,110 @@ class Task(ABC):
         }
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """The arguments of the model. By default all entries of the batch but `targets`, in order."""
+        """Return the arguments of the model. By default all entries of the batch but `targets`, in order."""
         return tuple(tensor for name, tensor in batch.items() if name not in self.targets)
 
     @abstractmethod
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Sum (not mean) of the loss terms, a scalar in fp32.
+        """Return the sum (not the mean) of the loss terms, a scalar in fp32.
 
         Args:
-            output: What the model returned for `inputs(batch)`; of a `ModelOutput` its `output`.
-            batch: Of these rows, on the model's device.
+            output: What the model returned for `inputs(batch)`; if that is a `ModelOutput`, its `output`.
+            batch: Tensors of these rows, on the model's device.
             weight: `[rows]` float32, 0 for padding rows, else 1.
         """
 
     @abstractmethod
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per-row sums, each `[rows]` float64, from which `metrics` computes every metric."""
+        """Return per-row sums, each `[rows]` float64, from which `metrics` computes every metric."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Metrics from sums of `statistics` over rows.
+        """Compute metrics from sums of `statistics` over rows.
 
         Elementwise: sums of shape `[...]` give metrics of shape `[...]`.
         """
 
     def tallies(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Whole numbers that an evaluation sums over all rows: name -> int64 of any shape. By default none.
+        """Return whole numbers that an evaluation sums over all rows: name -> int64 of any shape. By default none.
 
-        For what is told of the whole split alone: no bootstrap resamples them. `tasks.histograms` makes `reliability`
-        and `scores`, from which reports have calibration and curves; others are summed and not shown.
+        They describe the whole split: no bootstrap resamples them. `tasks.histograms` makes `reliability` and `scores`,
+        from which reports draw calibration and curves; others are summed and not shown.
         """
         return {}
 
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
-        """Name of the slice that each group belongs to. By default all equal: no slices.
+        """Name the slice that each group belongs to. By default all names are equal: no slices.
 
         `statistics`: sums per group, `[groups]`.
         """
         return ["all"] * len(keys)
 
     def confusion(self, statistics: Mapping[str, np.ndarray]) -> tuple[list[str], np.ndarray] | None:
-        """Class labels and counts `[true, predicted]` int64 from sums per group. By default None: no classes."""
+        """Return class labels and counts `[true, predicted]` int64 from sums per group; None (default): no classes."""
         return None
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """What reports show of each of some rows. By default nothing but their keys and metrics.
+        """Choose what reports show of each of some rows. By default nothing but their keys and metrics.
 
         Name -> text, a number, or a picture as uint8 `[h, w]` or `[h, w, 3]`. `batch`: the same rows on the model's
         device. Called in evaluation mode without gradients, on one process.
         """
         return [{} for _ in next(iter(arrays.values()))]
 
-    # -- the registered model ---------------------------------------------------------------------------------------
+
+class ServingTask(SampleTask):
+    """Part of a task that an exported or registered model asks: rows of a data frame become answers."""
+
+    input_column: ClassVar[str | None] = None
+    """Column that `predict` reads where a registered model is given lists, arrays or series instead of a data frame."""
+
+    predict_batch_rows: ClassVar[int] = PREDICT_BATCH_ROWS
+    """Rows of one forward pass in `predict`."""
 
     def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """A row for `predict`, column -> plain value, as people see it beside the registered model.
+        """Return a row for `predict`, column -> plain value, as people see it beside the registered model.
 
-        `sample`: the first one of the validation split as it is stored, field name -> its one row. Of numbers and texts
-        MLflow's signature is made, so the registered model must be asked so; lists make none, since MLflow would refuse
-        arrays then. By default empty: no example.
+        `sample`: the first one of the validation split as it is stored, field name -> its one row. MLflow makes its
+        signature from numbers and texts, and requires it of requests; lists give no signature, since MLflow would then
+        refuse arrays. By default empty: no example.
         """
         return {}
 
     def answer_types(self) -> dict[str, str]:
-        """Columns of what `predict` gives -> MLflow's names of their types. By default empty: they are not known."""
+        """Map the columns of `predict` to MLflow's names of their types. By default empty: they are not known."""
         return {}
 
+    def answer(self, output: Any) -> dict[str, torch.Tensor]:
+        """Make the columns of the answer, each `[rows]`, from the model's output.
+
+        By default an output `[rows]` is the column `output`, and one `[rows, n]` is `output_0` …
+        """
+        if output.dim() == 1:
+            return {"output": output}
+        return {f"output_{number}": column for number, column in enumerate(output.flatten(1).T)}
+
+    @abstractmethod
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
-        """What a registered model answers: one row per input row, equal to what evaluation computes.
+        """Answer each row of a data frame by one row, equal to what evaluation computes."""
+
+    @abstractmethod
+    def export_files(self) -> dict[str, bytes]:
+        """Return the files for other programs beside an exported model: name -> content."""
+
+
+class Task(EncodingTask, TrainingTask, ServingTask):
+    """Base class of all tasks. Built as `TaskClass(**options)` from the keys of the `task` section other than `kind`.
+
+    A task's constructor raises ConfigError for options it does not accept.
+    """
+
+    def export_files(self) -> dict[str, bytes]:
+        """Return the files for other programs beside an exported model: name -> content. By default `assets`."""
+        return self.assets()
+
+    def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
+        """Answer each row of a data frame by one row, equal to what evaluation computes.
 
         By default each row is encoded as a record whose fields are the columns, without `targets`; where there is but
         one such field, the columns may also be its numbers. The answer has the columns of `answer`. Raises DataError.
@@ -336,12 +362,3 @@ class Task(ABC):
         from kftrain.tasks.inference import answer
 
         return answer(self, model, inputs)
-
-    def answer(self, output: Any) -> dict[str, torch.Tensor]:
-        """Columns of the answer, each `[rows]`, from the model's output.
-
-        By default an output `[rows]` is the column `output`, and one `[rows, n]` is `output_0` …
-        """
-        if output.dim() == 1:
-            return {"output": output}
-        return {f"output_{number}": column for number, column in enumerate(output.flatten(1).T)}

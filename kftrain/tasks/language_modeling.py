@@ -106,11 +106,6 @@ class LanguageModeling(Task):
         """`text`: a document in UTF-8."""
         return SampleSchema((Field("text", BYTES, (), ("txt",)),))
 
-    def former_schemas(self) -> tuple[SampleSchema, ...]:
-        """Rows of `sequence_length` + 1 bytes in both splits, as before version 0.3."""
-        rows = SampleSchema((Field("tokens", self.tokenizer.dtype, (self.sequence_length + 1,)),))
-        return (rows,) if self._wanted is None else ()
-
     @property
     def window(self) -> Window:
         """Rows `[sequence_length + 1]`: inputs are all but the last, targets all but the first."""

@@ -15,10 +15,10 @@ from kftrain.errors import DataError, UserCodeError
 if TYPE_CHECKING:
     import torch
 
-    from kftrain.tasks.base import Batch, Task
+    from kftrain.tasks.base import Batch, TrainingTask
 
 
-def decoded(task: Task, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
+def decoded(task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
     """These rows as `task.decode` gives them outside of training, where it has one of its own.
 
     `numbers`: of the rows; `place_of`: what one of that number is called in errors. Raises DataError and UserCodeError.
@@ -36,19 +36,19 @@ def decoded(task: Task, arrays: Arrays, numbers: Sequence[int], place_of: Callab
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def prepare(task: Task, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
+def prepare(task: TrainingTask, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
     """A batch of these rows on the device, and the arguments of the model. Raises UserCodeError."""
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors_of(task, arrays).items()}
     return batch, arguments_of(task, batch)
 
 
-def tensors_of(task: Task, arrays: Arrays) -> Batch:
+def tensors_of(task: TrainingTask, arrays: Arrays) -> Batch:
     """A batch of these rows on the CPU. Raises UserCodeError."""
     with user_code("task.batch"):
         return dict(task.batch(arrays))
 
 
-def arguments_of(task: Task, batch: Batch) -> tuple[Any, ...]:
+def arguments_of(task: TrainingTask, batch: Batch) -> tuple[Any, ...]:
     """The arguments of the model. Raises UserCodeError."""
     with user_code("task.inputs"):
         inputs = task.inputs(batch)
@@ -59,7 +59,7 @@ def arguments_of(task: Task, batch: Batch) -> tuple[Any, ...]:
     return tuple(inputs)
 
 
-def require_sequence_dims(task: Task, batch: Batch) -> None:
+def require_sequence_dims(task: TrainingTask, batch: Batch) -> None:
     """Raises UserCodeError where the task names sequence dims that its batches do not have, or of different lengths."""
     dims = task.sequence_dims
     wrong = [name for name, dim in dims.items() if name not in batch or not 0 < dim < batch[name].dim()]

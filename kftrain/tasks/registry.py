@@ -22,7 +22,7 @@ BUILT_IN = {
 
 MAX_NAME_CHARACTERS = 80
 
-METHODS = tuple(name for name, found in vars(Task).items() if inspect.isfunction(found))
+METHODS = tuple(name for name in dir(Task) if inspect.isfunction(getattr(Task, name)))
 
 
 def build_task_of(config: TaskConfig, manifest_uri: str, settings: Mapping[str, Any]) -> Task:

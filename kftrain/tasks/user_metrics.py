@@ -9,7 +9,7 @@ import numpy as np
 
 from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError, UserCodeError
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.trust import load_code
 
 WHERE = "evaluate.metrics"
@@ -18,7 +18,7 @@ MetricsOfSums = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 """From sums of shape `[...]` to metrics of shape `[...]`, elementwise, as `Task.metrics`."""
 
 
-def metrics_of(task: Task, names: Sequence[str]) -> MetricsOfSums:
+def metrics_of(task: TrainingTask, names: Sequence[str]) -> MetricsOfSums:
     """The metrics of a task and of the functions that `evaluate.metrics` names, from the task's sums.
 
     Raises ConfigError for a function that is not there. What is returned raises UserCodeError where one of them raises,

@@ -16,7 +16,7 @@ from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import StepBatch
 from kftrain.evaluate.score import Statistics
 from kftrain.parallel.mesh import Mesh
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.train.parts import Parts
 
 Agree = Callable[[list[float]], list[float]]
@@ -41,7 +41,7 @@ class Engine(Protocol):
         """Layout of the processes: who reads which samples, and who shares what."""
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """The task that is trained."""
 
     @property

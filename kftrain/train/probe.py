@@ -30,7 +30,7 @@ from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
 from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all, seed_all, stored_parameter
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import prepare, require_sequence_dims
 from kftrain.train.step import after_step, loss_of, receive_tensors, terms_of
 
@@ -59,7 +59,7 @@ class Seen:
 
 def look(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     micro: MicroBatch,
     names: Iterable[str],
     device: torch.device,
@@ -115,7 +115,7 @@ def look(
 
 def rehearse(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     micro: MicroBatch,
     names: Sequence[str],
     device: torch.device,

@@ -35,7 +35,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
 from kftrain.parallel.tensor_plan import SplitModule, plan_of
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.train import probe
 from kftrain.train.probe import Lender, lend_attributes
 from kftrain.train.step import loss_of, receive_tensors
@@ -61,7 +61,7 @@ Record = dict[Label, list[list[float]]]
 
 def require_same_as_whole(
     model: nn.Module,
-    task: Task,
+    task: TrainingTask,
     micro: MicroBatch,
     mesh: Mesh,
     splitting: SplitTensors,

@@ -17,11 +17,11 @@ from kftrain.core.plugins import user_code
 from kftrain.data.loader import MicroBatch
 from kftrain.errors import UserCodeError
 from kftrain.models.output import split_output
-from kftrain.tasks.base import Task
+from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import arguments_of, tensors_of
 
 
-def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
+def terms_of(task: TrainingTask, micro: MicroBatch) -> np.ndarray:
     """Count the loss terms of each row, `[rows]`; 0 for padding. Raises UserCodeError for another shape."""
     with user_code("task.count_terms"):
         counts = np.asarray(task.count_terms(micro.arrays))
@@ -34,7 +34,7 @@ def terms_of(task: Task, micro: MicroBatch) -> np.ndarray:
     return weighted
 
 
-def receive_tensors(task: Task, micro: MicroBatch, device: torch.device) -> Tensors:
+def receive_tensors(task: TrainingTask, micro: MicroBatch, device: torch.device) -> Tensors:
     """Return the tensors that were sent to the device; build and copy them now if none were."""
     if micro.sent is None:
         return to_device(built(task, micro, terms_of(task, micro)), device)
@@ -42,7 +42,7 @@ def receive_tensors(task: Task, micro: MicroBatch, device: torch.device) -> Tens
     return sent
 
 
-def loss_of(model: nn.Module, task: Task, tensors: Tensors) -> torch.Tensor:
+def loss_of(model: nn.Module, task: TrainingTask, tensors: Tensors) -> torch.Tensor:
     """Compute the sum of the loss terms, fp32, auxiliary ones among them.
 
     Raises UserCodeError for what is no scalar with a gradient.
@@ -202,13 +202,13 @@ class Sent:
 class Carrier:
     """Builds the tensors of micro batches and sends them to the device."""
 
-    def __init__(self, task: Task, streams: Streams | None) -> None:
+    def __init__(self, task: TrainingTask, streams: Streams | None) -> None:
         """Build for a task. `streams`: None where batches are needed on the CPU."""
         self._task = task
         self._streams = streams
 
     @classmethod
-    def to(cls, device: torch.device, task: Task) -> Carrier:
+    def to(cls, device: torch.device, task: TrainingTask) -> Carrier:
         """Make the carrier for the batches of a process with this device."""
         return cls(task, CudaStreams(device) if device.type == "cuda" else None)
 
@@ -224,7 +224,7 @@ class Carrier:
             return Sent(tensors, streams, streams.mark())  # marked last: the event stands for all of the copies
 
 
-def built(task: Task, micro: MicroBatch, terms: np.ndarray) -> Tensors:
+def built(task: TrainingTask, micro: MicroBatch, terms: np.ndarray) -> Tensors:
     """Build the tensors of a micro batch on the CPU. Raises UserCodeError."""
     return Tensors(
         tensors_of(task, micro.arrays), torch.from_numpy(micro.weight), torch.from_numpy(terms.astype(np.float32))

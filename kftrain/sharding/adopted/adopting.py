@@ -46,7 +46,7 @@ from kftrain.sharding.sources.listing import SourceFile, listing_digests
 from kftrain.sharding.sources.webdataset import WebDatasetSource, source_folder
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 MAX_THREADS = 8
 """Shards that are read at a time: hashing runs beside the interpreter, walking through headers does not."""
@@ -61,7 +61,7 @@ class Adopted:
     reused: bool
 
 
-def adopt(config: Config, task: Task | None, progress: Progress) -> Adopted:
+def adopt(config: Config, task: EncodingTask | None, progress: Progress) -> Adopted:
     """The dataset of the shards that `data.source` names: found, or made now. Nothing is written beside them.
 
     `task`: what will read them; None: nobody in particular. Raises DataError and ConfigError.
@@ -96,7 +96,7 @@ def _find(root: str, pointer: str, state: str) -> Adopted | None:
 class _Adopting:
     """One adoption, from the listing to the published manifest."""
 
-    def __init__(self, config: Config, task: Task | None, progress: Progress) -> None:
+    def __init__(self, config: Config, task: EncodingTask | None, progress: Progress) -> None:
         self._config = config
         self._progress = progress
         self._folder = source_folder(config.data.source)

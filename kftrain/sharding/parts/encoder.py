@@ -34,7 +34,7 @@ from kftrain.sharding.parts.records import RecordLog
 from kftrain.sharding.sources import resolve_source
 
 if TYPE_CHECKING:
-    from kftrain.tasks.base import Task
+    from kftrain.tasks.base import EncodingTask
 
 WAITING_BYTES = 32 << 20
 """Of the records that wait for their turn: what stays in memory."""
@@ -47,7 +47,7 @@ MAX_CLASSES = 1000
 class Encoding:
     """How records become shards: all but the records."""
 
-    task: Task
+    task: EncodingTask
     schemas: dict[str, SampleSchema]
     """Of each split."""
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ class Encoding:
     """Whether other processes need the processor that a thread of the writer would use."""
 
     @classmethod
-    def of(cls, data: DataConfig, kind: str, task: Task, hash_in_line: bool = False) -> Encoding:
+    def of(cls, data: DataConfig, kind: str, task: EncodingTask, hash_in_line: bool = False) -> Encoding:
         """What the configuration says of the data, and the task. Raises DataError for a schema that no shard can hold.
 
         `kind`: of the task.
@@ -212,7 +212,7 @@ def line_of(shard: Shard) -> str:
 class _ClassCounts:
     """How often each value of the fields comes that are learned and are one whole number."""
 
-    def __init__(self, schema: SampleSchema, task: Task) -> None:
+    def __init__(self, schema: SampleSchema, task: EncodingTask) -> None:
         self._counts: dict[str, Counter[int]] = {
             field.name: Counter()
             for field in schema.fields
