@@ -16,59 +16,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kftrain import config as configuration
+from kftrain.client.completed_run import CompletedRun as CompletedRun
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError
 from kftrain.run import documents
-from kftrain.run.config import read_config
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.trust import Trust, permit_kinds
 
 if TYPE_CHECKING:
     from kftrain.checkpoint.export import LoadedExport
-    from kftrain.cli.submit import SubmittedRun
+    from kftrain.client.submit import SubmittedRun
     from kftrain.data.opened import OpenedDataset
     from kftrain.tasks.base import Task
     from kftrain.tasks.settings import TaskConfig
 
 STARTED_BY = "kftrain.run_pipeline(config)"
 """What starts such a run anew, for people who read of a failure."""
-
-
-@dataclass(frozen=True)
-class CompletedRun:
-    """A run that has been trained, evaluated and registered: the documents in its folder."""
-
-    uri: str
-    config: Config
-    completion: Completion
-    evaluation: Evaluation
-    registration: Registration
-
-    @classmethod
-    def read(cls, uri: str) -> CompletedRun:
-        """The run in a folder. Raises ConfigError, DataError or EvaluationError where a document is missing."""
-        from kftrain.stages.evaluate import read_evaluation
-        from kftrain.stages.firing import read_skipped
-
-        paths = RunPaths(storage.absolute(uri))
-        skipped = read_skipped(paths)
-        if skipped is not None:
-            raise ConfigError(f"the run had nothing to do: {skipped.line}", where=paths.uri, fix="read the one before")
-        config, completion = read_config(paths), documents.read(Completion, paths.complete)
-        registration = documents.read(Registration, paths.registration)
-        return cls(paths.uri, config, completion, read_evaluation(paths, config, completion), registration)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics on the validation split; `evaluation.metrics` has their intervals."""
-        return {name: found.value for name, found in self.evaluation.metrics.items()}
 
 
 def load_config(files: str | Path | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -96,14 +65,14 @@ def run_pipeline(config: Config | None = None, *, workdir: str | Path = ".", res
 
     Raises the error of the step that failed, InterruptedByUser after an interrupt.
     """
-    from kftrain.cli import run
+    from kftrain.client.local_run import place_run, run_here
 
     folder = Path(workdir).expanduser().resolve()
-    placed, resume_run = run.placed(config or Config(), (), folder, resume, keep=config is None)
-    ended = run.run_here(placed, resume_run, folder, STARTED_BY)
-    if ended.code:
-        raise run.error_of(ended.watched, ended.stop_code, ended.situation.log).to_error()
-    return CompletedRun.read(ended.watched.run_uri)
+    placed, resume_run = place_run(config or Config(), (), folder, resume, keep=config is None)
+    ended = run_here(placed, resume_run, folder, STARTED_BY)
+    if ended.error is not None:
+        raise ended.error.to_error()
+    return CompletedRun.read(ended.run_uri)
 
 
 def compile_pipeline(
@@ -123,9 +92,9 @@ def compile_pipeline(
 
     Raises ConfigError for what is no quantity of Kubernetes.
     """
-    from kftrain.cli.compile import compiling_with
+    from kftrain.client.compile import compile_with
 
-    with compiling_with(steps_image, launcher_cpu, launcher_memory):
+    with compile_with(steps_image, launcher_cpu, launcher_memory):
         from kftrain.pipelines.compile import compiled
 
         text = str(compiled())
@@ -163,17 +132,16 @@ def submit_pipeline(
 
     Raises ConfigError, and LaunchError for what cannot run there or what Kubeflow refuses.
     """
-    from kftrain.cli import run, submit
-    from kftrain.cli.compile import compiling_with
+    from kftrain.client.local_run import place_run
+    from kftrain.client.submit import build_submission, submit
     from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, in_cluster_host
     from kftrain.stages import remote
 
-    placed, resume_run = run.placed(config or Config(), (), Path.cwd(), resume, keep=config is None)
+    placed, resume_run = place_run(config or Config(), (), Path.cwd(), resume, keep=config is None)
     remote.require_remote(placed)
     url = host or os.environ.get(ENDPOINT_ENV, "") or in_cluster_host()
-    with compiling_with(steps_image, None, None):
-        submission = submit.prepared(placed, resume_run, url, experiment, run_name)
-    return submit.send(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
+    submission = build_submission(placed, resume_run, url, experiment, run_name, steps_image=steps_image)
+    return submit(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
 
 
 def open_dataset(

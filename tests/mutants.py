@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run needs its source",
-        "kftrain/cli/run.py",
+        "kftrain/client/local_run.py",
         "() if resume_run else sources",
         "sources",
         "tests/unit/cli/test_run.py -k may_be_there",
@@ -1016,7 +1016,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run on a laptop ends after its first step",
-        "kftrain/cli/runner.py",
+        "kftrain/client/pipeline_process.py",
         """.replace(NEXT_STEP, "('train')")""",
         "",
         "tests/pipeline/test_runner.py -k whatever_the_first",

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from kftrain import __version__
-from kftrain.cli.options import echo
+from kftrain.client.console import echo
 from kftrain.core import outages
 from kftrain.errors import BUG_CODE, ConfigError, InterruptedByUser, KftrainError, RetryableError, print_traceback
 from kftrain.process import signals

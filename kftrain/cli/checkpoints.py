@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kftrain.cli.options import echo, json_option
+from kftrain.cli.options import json_option
+from kftrain.client.console import echo
 from kftrain.core import storage
 from kftrain.errors import CheckpointError
 from kftrain.run import commit

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from kftrain.cli.options import Command, echo
+from kftrain.cli.options import Command
+from kftrain.client.compile import compile_with
+from kftrain.client.console import echo
 from kftrain.errors import ConfigError
 
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -20,7 +18,7 @@ KUBERNETES_NAMES = {
     "pipeline_name": rf"(?=.{{1,200}}$){LABEL}(\.{LABEL})*",
     "version_name": rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*",
 }
-"""What each may be: a DNS-1123 label or subdomain. A version's name has the pipeline's in it."""
+"""Option -> pattern of its names: a DNS-1123 label or subdomain. A version's name has the pipeline's in it."""
 
 NEEDS_NATIVE_STORE = (
     "an API server without --pipelinesStoreKubernetes, which a stock installation is, accepts these resources and "
@@ -28,11 +26,8 @@ NEEDS_NATIVE_STORE = (
 )
 
 
-QUANTITY = r"\d+(\.\d+)?(m|[kMGT]i?|Ki)?"
-
-
 def launcher_options(command: Command) -> Command:
-    """What the steps that launch a job ask for, while they watch it."""
+    """Add the options with what the steps that launch a job request, while they watch it."""
     cpu = click.option("--launcher-cpu", metavar="QUANTITY", help="CPU request of train and evaluate; default: 100m.")
     memory = click.option("--launcher-memory", metavar="QUANTITY", help="Their memory request; default: 512Mi.")
     return cpu(memory(command))
@@ -68,7 +63,7 @@ def compile_command(
     for name, value in names.items():
         if value:
             _require_usable(name, value, k8s_manifest)
-    with compiling_with(steps_image, launcher_cpu, launcher_memory):
+    with compile_with(steps_image, launcher_cpu, launcher_memory):
         from kftrain.pipelines.compile import compiled, manifests
 
         if not k8s_manifest:
@@ -78,47 +73,6 @@ def compile_command(
         text = manifests(names["namespace"], names["pipeline_name"], names["version_name"])
     _write(text, output, "kubectl apply -f it")
     echo(NEEDS_NATIVE_STORE, err=True)
-
-
-@contextlib.contextmanager
-def compiling_with(steps_image: str | None, launcher_cpu: str | None, launcher_memory: str | None) -> Iterator[None]:
-    """Within the block, `kftrain.pipelines` is compiled with these; None stands for the default.
-
-    Components take their image when they are imported: where one of these is given they are imported anew, within the
-    block and after it. Raises ConfigError for what is no quantity of Kubernetes.
-    """
-    for option, value in (("--launcher-cpu", launcher_cpu), ("--launcher-memory", launcher_memory)):
-        if value is not None and not re.fullmatch(QUANTITY, value):
-            raise ConfigError("not a quantity of Kubernetes", where=option, value=value, fix="e.g. 250m, 1 or 512Mi")
-    values = {
-        "KFTRAIN_STEPS_IMAGE": steps_image,
-        "KFTRAIN_LAUNCHER_CPU": launcher_cpu,
-        "KFTRAIN_LAUNCHER_MEMORY": launcher_memory,
-    }
-    given = {name: value for name, value in values.items() if value}
-    with _environment(given):
-        _forget_pipelines(given)
-        try:
-            yield
-        finally:
-            _forget_pipelines(given)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _forget_pipelines(given: dict[str, str]) -> None:
-    ours = ("kftrain.components", "kftrain.pipelines")
-    for name in [name for name in sys.modules if given and name.startswith(ours)]:
-        del sys.modules[name]
 
 
 def _require_usable(name: str, value: str, k8s_manifest: bool) -> None:

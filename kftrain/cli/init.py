@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import jinja2
 
-from kftrain.cli.options import echo
+from kftrain.client.console import echo
 from kftrain.errors import ConfigError
 
 FILES = {

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kftrain.cli.options import echo, json_option
+from kftrain.cli.options import json_option
+from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, KftrainError

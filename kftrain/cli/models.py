@@ -14,7 +14,8 @@ import click
 from kftrain import config as configuration
 from kftrain import registry, report
 from kftrain.cli import summary
-from kftrain.cli.options import config_options, echo, json_option, require_text
+from kftrain.cli.options import config_options, json_option, require_text
+from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, TrackingError

@@ -1,4 +1,4 @@
-"""What several commands share: options, and the way to the terminal."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-
-from kftrain.core.printable import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -44,10 +42,5 @@ resume_option = click.option(
 
 
 def config_options(command: Command) -> Command:
-    """`--config` and `--set`."""
+    """Add `--config` and `--set`."""
     return config_file_option(override_option(command))
-
-
-def echo(text: str = "", err: bool = False, nl: bool = True) -> None:
-    """Prints a text, made printable: names, messages and errors in it may be other people's."""
-    click.echo(printable(text), err=err, nl=nl)

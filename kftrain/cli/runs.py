@@ -8,7 +8,8 @@ import json
 import click
 
 from kftrain import config as configuration
-from kftrain.cli.options import config_options, echo, json_option
+from kftrain.cli.options import config_options, json_option
+from kftrain.client.console import echo
 from kftrain.core import storage
 from kftrain.core.credentials import redacted
 from kftrain.report import wording

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import click
 
 from kftrain import config as configuration
-from kftrain.cli import submit
-from kftrain.cli.compile import compiling_with
-from kftrain.cli.options import config_file_option, echo, json_option
+from kftrain.cli.options import config_file_option, json_option
 from kftrain.cli.submit import connection_options
+from kftrain.client.console import echo
+from kftrain.client.submit import SubmittedRun, build_submission, submit, upload
 from kftrain.config import Config
 from kftrain.core import outages
 from kftrain.core.progress import to_log
@@ -240,16 +240,13 @@ def _executor(pipelines: RecurringPipelines, schedule: Schedule) -> Executor:
 
 
 def _prepared(config: Config, schedule: Schedule, host: str, run_name: str = "") -> Submission:
-    with compiling_with(schedule.file.steps_image or None, None, None):
-        return submit.prepared(config, "", host, schedule.file.experiment, run_name)
+    file = schedule.file
+    return build_submission(config, "", host, file.experiment, run_name, steps_image=file.steps_image or None)
 
 
 def _ensured(schedule: Schedule, submission: Submission, pipelines: RecurringPipelines) -> Content:
     """What is wanted in Kubeflow; pipeline, version and experiment are there afterwards."""
-    from kftrain.pipelines.compile import PIPELINE_DESCRIPTION
-
-    pipeline_id = pipelines.ensure_pipeline(submission.pipeline, PIPELINE_DESCRIPTION)
-    _, uploaded = pipelines.ensure_version(pipeline_id, submission.version, submission.text)
+    pipeline_id, _, uploaded = upload(pipelines, submission)
     if uploaded:
         echo(f"version {submission.version} uploaded", err=True)
     return _content(schedule, submission, pipeline_id, pipelines.ensure_experiment(submission.experiment))
@@ -285,7 +282,7 @@ def _found_changes(
 
 def _send(
     schedule: Schedule, pipelines: RecurringPipelines, host: str, trigger: str, instant: str = ""
-) -> submit.SubmittedRun:
+) -> SubmittedRun:
     """Starts a run of the schedule by hand."""
     section = schedule.config.schedule.model_copy(update={"trigger": trigger, "instant": instant})
     changed: dict[str, Any] = {"schedule": section}
@@ -294,10 +291,10 @@ def _send(
     config = schedule.config.model_copy(update=changed)
     resolve.valid_run_id(f"{config.run.name}-{'0' * resolve.JOB_ID_CHARACTERS}")
     name = f"{schedule.name}-{instant or trigger + time.strftime('-%Y%m%d-%H%M%S')}"
-    return submit.send(pipelines, _prepared(config, schedule, host, name), config, "")
+    return submit(pipelines, _prepared(config, schedule, host, name), config, "")
 
 
-def _wait(submitted: submit.SubmittedRun) -> None:
+def _wait(submitted: SubmittedRun) -> None:
     """Follows a run. Raises LaunchError where it failed, or did nothing because another one was at work."""
     line, skipped = submitted.wait(), None
     with best_effort("whether the run had nothing to do is not known"):

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 import click
 
 from kftrain import config as configuration
-from kftrain.cli.console import Display, display, show_step
-from kftrain.cli.options import config_options, echo, override_option
+from kftrain.cli.options import config_options, override_option
+from kftrain.client.console import Display, echo, open_display, show_output
 from kftrain.core import storage
-from kftrain.core.progress import ERROR_LINE, Progress, unmarked
+from kftrain.core.progress import ERROR_LINE, Progress
 from kftrain.stages import resolve
 from kftrain.stages.outcome import Outcome
 
@@ -78,7 +78,7 @@ def gate_command(run_uri: str, overrides: tuple[str, ...]) -> None:
 
 
 def new_run_id(name: str) -> str:
-    """An id that nobody else has: the name, the time, and four random digits."""
+    """Make an id that nobody else has: the name, the time, and four random digits."""
     return f"{name}-{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -92,14 +92,14 @@ def _run_job(task: str, stage: Callable[[str, Progress], Outcome], run_uri: str,
 
 
 def _run(stage: Callable[[Progress], Outcome]) -> None:
-    with display() as shown, _workers_to(shown):
-        outcome = stage(lambda line: _show(shown, line))
+    with open_display() as display, _show_workers(display):
+        outcome = stage(lambda line: _show(display, line))
     echo(json.dumps(outcome.summary))
 
 
 @contextlib.contextmanager
-def _workers_to(shown: Display) -> Iterator[None]:
-    """Within the block, what a job's processes write to stdout goes to the display: steps to its bar, others as lines.
+def _show_workers(display: Display) -> Iterator[None]:
+    """Show in the block what a job's processes write to stdout: steps move the bar, other lines of ours stay.
 
     They inherit the descriptor, so it is the descriptor that is redirected.
     """
@@ -107,7 +107,13 @@ def _workers_to(shown: Display) -> Iterator[None]:
     stdout = os.dup(1)
     os.dup2(writing, 1)
     os.close(writing)
-    reader = threading.Thread(target=_show_all, args=(shown, reading), daemon=True, name="worker-output")
+
+    def show_all() -> None:
+        with open(reading, errors="replace") as stream:
+            for line in stream:
+                show_output(display, line)
+
+    reader = threading.Thread(target=show_all, daemon=True, name="worker-output")
     reader.start()
     try:
         yield
@@ -117,15 +123,7 @@ def _workers_to(shown: Display) -> Iterator[None]:
         reader.join()
 
 
-def _show_all(shown: Display, descriptor: int) -> None:
-    with open(descriptor, errors="replace") as stream:
-        for line in stream:
-            text = unmarked(line)
-            if text is not None and not show_step(shown, text):
-                shown.line(text)
-
-
-def _show(shown: Display, line: str) -> None:
-    """Errors are printed by whoever ends the program, once."""
+def _show(display: Display, line: str) -> None:
+    """Show a stage's line; errors are printed by whoever ends the program, once."""
     if not line.startswith(ERROR_LINE):
-        shown.line(line)
+        display.line(line)

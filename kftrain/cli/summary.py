@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kftrain.api import CompletedRun
+from kftrain.client.completed_run import CompletedRun
 from kftrain.config import Config
 from kftrain.data.shards.manifest import counted
 from kftrain.report import wording

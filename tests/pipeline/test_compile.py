@@ -13,7 +13,7 @@ import yaml
 from helpers import crds
 
 from kftrain import __version__, cli
-from kftrain.cli import runner
+from kftrain.client import pipeline_process
 from kftrain.components.images import STEPS_IMAGE
 from kftrain.core import storage
 from kftrain.pipelines.compile import compiled, manifests, version_name
@@ -176,7 +176,7 @@ def pods(spec, dag, next_step):
         condition = task.get("triggerPolicy", {}).get("condition")
         component = spec["components"][task["componentRef"]["name"]]
         found.append(f"{name}-driver")
-        if condition is not None and not eval(condition.replace(runner.NEXT_STEP, repr(next_step))):
+        if condition is not None and not eval(condition.replace(pipeline_process.NEXT_STEP, repr(next_step))):
             continue
         found += pods(spec, component["dag"], next_step) if "dag" in component else [name]
     return found

@@ -13,8 +13,8 @@ import pytest
 from kfp import dsl
 from kfp.compiler import Compiler
 
-from kftrain.cli import runner
-from kftrain.cli.child import PipelineProcess
+from kftrain.client import pipeline_process
+from kftrain.client.pipeline_process import PipelineProcess
 from kftrain.core.progress import unmarked
 from kftrain.pipelines.compile import compiled
 from kftrain.stages import parameters
@@ -137,7 +137,7 @@ def test_all_steps_run_here_whatever_the_first_one_says_is_next(tmp_path):
     process = PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {})
     assert process.follow([].append) == 0
     assert (tmp_path / "found").read_text() == "bob's \\run"
-    assert runner.NEXT_STEP in compiled()
+    assert pipeline_process.NEXT_STEP in compiled()
 
 
 def alive_in_session(leader, patience_seconds=120.0):

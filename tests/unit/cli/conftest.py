@@ -5,7 +5,7 @@ import os
 import pytest
 from helpers.fakes import kfp_server
 
-from kftrain.cli import submit
+from kftrain.client import submit
 
 
 @pytest.fixture

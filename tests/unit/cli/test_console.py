@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from kftrain.cli.console import PlainDisplay, TerminalDisplay, show_step
+from kftrain.client.console import PlainDisplay, TerminalDisplay, show_step
 from kftrain.core import progress
 from kftrain.core.printable import printable
 from kftrain.core.progress import PREFIX, to_log, unmarked

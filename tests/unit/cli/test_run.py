@@ -8,7 +8,8 @@ import pytest
 from helpers.documents import opened_run
 
 from kftrain import config, tracking
-from kftrain.cli import log, run
+from kftrain.cli import run
+from kftrain.client import local_run
 from kftrain.core import storage
 from kftrain.core.progress import to_log
 from kftrain.errors import CheckpointError, ConfigError, DataError, RetryableError
@@ -44,7 +45,7 @@ class Told:
 
 
 def watching():
-    return run.Watched(Recorded(), io.StringIO(), Told())
+    return local_run.PipelineOutput(Recorded(), io.StringIO(), Told())
 
 
 def saved_run(tmp_path, *overrides):
@@ -58,7 +59,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
         Recorded(),
         Told(("run", "/w/runs/a-1"), ("error", {"line": "no", "exit_code": 11})),
     )
-    watched = run.Watched(shown, log, told)
+    watched = local_run.PipelineOutput(shown, log, told)
     lines = [
         "\x1b[96mExecuting task\x1b[0m\n",
         "    kftrain| step 5/10 loss 1\n",
@@ -66,7 +67,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
         "Traceback (most recent call last):\n",
     ]
     for line in lines:
-        watched.on_line(line)
+        watched.take_line(line)
     assert shown.lines == ["run a-1 in /w/runs/a-1", "12 shards"]
     assert shown.steps == [5]
     assert (watched.run_uri, watched.error.exit_code) == ("/w/runs/a-1", 11)
@@ -74,7 +75,7 @@ def test_only_our_own_lines_are_shown_and_everything_is_logged():
 
 
 def test_paths_are_anchored_in_the_workdir(tmp_path):
-    resolved, resume_run = run.resolved(None, (), tmp_path, "")
+    resolved, resume_run = local_run.load_run(None, (), tmp_path, "")
     assert resolved.run.storage_root == f"{tmp_path}"
     assert resolved.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert resume_run == ""
@@ -82,7 +83,7 @@ def test_paths_are_anchored_in_the_workdir(tmp_path):
 
 def test_a_resumed_run_keeps_its_configuration_and_takes_overrides(tmp_path):
     paths = saved_run(tmp_path, "train.steps=7", "launch.processes_per_node=2")
-    resolved, resume_run = run.resolved(None, ("launch.processes_per_node=1",), tmp_path, paths.uri)
+    resolved, resume_run = local_run.load_run(None, ("launch.processes_per_node=1",), tmp_path, paths.uri)
     assert resume_run == "a-1"
     assert (resolved.train.steps, resolved.launch.processes_per_node) == (7, 1)
     assert resolved.run.storage_root == f"{tmp_path}/store"
@@ -90,22 +91,22 @@ def test_a_resumed_run_keeps_its_configuration_and_takes_overrides(tmp_path):
 
 def test_a_run_is_found_by_its_id_below_the_storage_root(tmp_path):
     saved_run(tmp_path, "train.steps=7")
-    resolved, resume_run = run.resolved(None, ("run.storage_root=store",), tmp_path, "a-1")
+    resolved, resume_run = local_run.load_run(None, ("run.storage_root=store",), tmp_path, "a-1")
     assert (resume_run, resolved.train.steps) == ("a-1", 7)
 
 
 def test_a_run_that_was_moved_is_resumed_where_it_is_now(tmp_path):
     saved_run(tmp_path)
     (tmp_path / "store").rename(tmp_path / "moved")
-    resolved, _ = run.resolved(None, (), tmp_path, f"{tmp_path}/moved/runs/a-1")
+    resolved, _ = local_run.load_run(None, (), tmp_path, f"{tmp_path}/moved/runs/a-1")
     assert resolved.run.storage_root == f"{tmp_path}/moved"
 
 
 def test_a_run_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="not a run"):
-        run.resolved(None, (), tmp_path, "a-2")
+        local_run.load_run(None, (), tmp_path, "a-2")
     with pytest.raises(ConfigError, match="not a run id"):
-        run.resolved(None, (), tmp_path, "A_2")
+        local_run.load_run(None, (), tmp_path, "A_2")
 
 
 def test_a_run_is_found_where_a_shells_completion_writes_it(tmp_path, monkeypatch):
@@ -114,7 +115,7 @@ def test_a_run_is_found_where_a_shells_completion_writes_it(tmp_path, monkeypatc
     opened_run(resolved, "a-1")
     monkeypatch.chdir(tmp_path)
     for path in ("two/runs/a-1", "runs/a-1", f"{tmp_path}/two/runs/a-1", "a-1"):
-        found, run_id = run.resolved((), (), tmp_path / "two", path)
+        found, run_id = local_run.load_run((), (), tmp_path / "two", path)
         assert (run_id, found.run.storage_root) == ("a-1", f"{tmp_path}/two"), path
 
 
@@ -125,17 +126,17 @@ def test_the_exit_code_is_the_errors_own_unless_a_signal_stopped_us(stop_code, e
     error = {**CheckpointError("no usable checkpoint").to_dict(), "stage": "train"}
     storage.publish_json(RunPaths(watched.run_uri).error, error)
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watched, 1, stop_code, HERE)
+        run._conclude(watched.end(1, stop_code, HERE))
     assert caught.value.code == expected
     assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: no usable checkpoint"
 
 
 def test_a_failure_before_there_was_a_run_is_taken_from_the_log(tmp_path, capfd):
     watched = watching()
-    watched._told = Told(("error", {"line": "cannot write", "exit_code": 10}))
-    watched.listen()
+    watched._messages = Told(("error", {"line": "cannot write", "exit_code": 10}))
+    watched.read_messages()
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watched, 1, 0, HERE)
+        run._conclude(watched.end(1, 0, HERE))
     assert caught.value.code == 10
     assert "kftrain: error: cannot write" in capfd.readouterr().err
 
@@ -144,17 +145,17 @@ def test_what_a_stage_announced_is_newer_than_what_lies_in_the_run(tmp_path, cap
     watched = watching()
     watched.run_uri = f"{tmp_path}/runs/a-1"
     storage.publish_json(RunPaths(watched.run_uri).error, CheckpointError("of last week").to_dict())
-    watched._told = Told(("error", {"line": "cannot write", "exit_code": 10}))
-    watched.listen()
+    watched._messages = Told(("error", {"line": "cannot write", "exit_code": 10}))
+    watched.read_messages()
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watched, 1, 0, HERE)
+        run._conclude(watched.end(1, 0, HERE))
     assert caught.value.code == 10
     assert "of last week" not in capfd.readouterr().err
 
 
 def test_an_interruption_that_no_stage_could_report_is_no_riddle(capfd):
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watching(), 1, 130, HERE)
+        run._conclude(watching().end(1, 130, HERE))
     assert caught.value.code == 130
     assert capfd.readouterr().err.splitlines()[-1] == "kftrain: error: interrupted"
 
@@ -168,11 +169,11 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
     watched = watching()
     watched.run_uri = paths.uri
-    run._after_kill(watched, resolved)
+    local_run._record_kill(watched, resolved)
     assert ended == [("m-1", "KILLED")]
     assert storage.read_json(paths.error)["exit_code"] == 130
     with pytest.raises(SystemExit):
-        run._conclude(watched, -9, 130, HERE)
+        run._conclude(watched.end(-9, 130, HERE))
     assert "killed by a second signal" in capfd.readouterr().err
 
 
@@ -181,20 +182,22 @@ def test_after_a_second_signal_a_job_on_a_cluster_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it may still be running"))
     watched = watching()
     watched.run_uri = f"{tmp_path}/runs/a-1"
-    run._after_kill(watched, config.parse("launch: {backend: pytorchjob}"))
+    local_run._record_kill(watched, config.parse("launch: {backend: pytorchjob}"))
     assert f"kftrain cancel {watched.run_uri}" in capfd.readouterr().err
 
 
 def test_the_command_that_starts_such_a_run_anew_is_what_was_typed_without_the_resume():
-    assert run.started_by(("a b.yaml",), ("x=1",), "two") == "kftrain run --workdir two '--config=a b.yaml' --set=x=1"
-    assert run.started_by((), (), ".") == "kftrain run"
+    assert (
+        run._build_command(("a b.yaml",), ("x=1",), "two") == "kftrain run --workdir two '--config=a b.yaml' --set=x=1"
+    )
+    assert run._build_command((), (), ".") == "kftrain run"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
     """Also not when it is closed: nothing that found no room is tried again."""
     warnings = []
-    with log.opened(tmp_path, "a", warnings.append) as opened:
+    with local_run.open_log(tmp_path, "a", warnings.append) as opened:
         opened.write("first\n")
         with open("/dev/full", "wb", buffering=0) as full:
             opened._stream = full
@@ -221,10 +224,10 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
 )
 def test_what_is_named_and_not_there_is_said_before_any_process_starts(tmp_path, monkeypatch, key, value, kind, what):
     write_module(tmp_path)
-    monkeypatch.setattr(run, "PipelineProcess", lambda *arguments: pytest.fail("a process was started"))
-    chosen, resume_run = run.resolved((), (f"{key}={value}",), tmp_path, "")
+    monkeypatch.setattr(local_run, "PipelineProcess", lambda *arguments: pytest.fail("a process was started"))
+    chosen, resume_run = local_run.load_run((), (f"{key}={value}",), tmp_path, "")
     with pytest.raises(kind, match=what) as caught:
-        run.run_here(chosen, resume_run, tmp_path, "kftrain run")
+        local_run.run_here(chosen, resume_run, tmp_path, "kftrain run")
     assert caught.value.line.startswith("data.source: " if key == "data.mixture" else f"{key}: ")
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}
 
@@ -241,10 +244,10 @@ def test_what_is_named_and_not_there_is_said_before_any_process_starts(tmp_path,
 def test_what_may_be_there_is_left_to_the_stages_and_nothing_is_imported(tmp_path, monkeypatch, override, resume):
     write_module(tmp_path)
     model = "model.kind=only.in_the_image:Model" if "launch" in override else "model.kind=mine.data:Model"
-    monkeypatch.setattr(run, "PipelineProcess", Started)
-    chosen = run.placed(config.parse("", [override, model]), (), tmp_path, "", keep=False)[0]
+    monkeypatch.setattr(local_run, "PipelineProcess", Started)
+    chosen = local_run.place_run(config.parse("", [override, model]), (), tmp_path, "", keep=False)[0]
     with pytest.raises(StartedError):
-        run.run_here(chosen, resume, tmp_path, "kftrain run")
+        local_run.run_here(chosen, resume, tmp_path, "kftrain run")
 
 
 class StartedError(Exception):
@@ -267,11 +270,11 @@ def test_a_workdir_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "logs").write_text("a file, not a folder")
     with (
         pytest.raises(ConfigError, match="--workdir: the log file cannot be written"),
-        log.opened(tmp_path, "a", print),
+        local_run.open_log(tmp_path, "a", print),
     ):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--workdir"), log.opened(tmp_path / "file", "a", print):
+    with pytest.raises(ConfigError, match="--workdir"), local_run.open_log(tmp_path / "file", "a", print):
         pass
 
 
@@ -279,14 +282,17 @@ def test_no_room_for_temporary_files_is_an_error_that_may_pass(monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run.tempfile, "TemporaryDirectory", refuse)
-    with pytest.raises(RetryableError, match=r"No space left.*set TMPDIR"), run._inputs(config.parse(""), ""):
+    monkeypatch.setattr(local_run.tempfile, "TemporaryDirectory", refuse)
+    with (
+        pytest.raises(RetryableError, match=r"No space left.*set TMPDIR"),
+        local_run._write_arguments(config.parse(""), ""),
+    ):
         pass
 
 
 def test_a_pipeline_that_says_nothing_is_a_bug_with_its_log(tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
-        run._conclude(watching(), 1, 0, HERE)
+        run._conclude(watching().end(1, 0, HERE))
     assert caught.value.code == 1
     assert "x.log" in capfd.readouterr().err
 
@@ -296,20 +302,20 @@ def test_a_users_line_decides_nothing(tmp_path):
     watched = watching()
     watched.run_uri = "/w/runs/a-1"
     for text in ("error {", 'error {"line": "x", "exit_code": 0}', "error []", "run /elsewhere", "run ", "step 1/0"):
-        watched.on_line(f"user says: kftrain| {text}\n")
-    watched.on_line("kftrain| step " + "9" * 5000 + "/1\n")
+        watched.take_line(f"user says: kftrain| {text}\n")
+    watched.take_line("kftrain| step " + "9" * 5000 + "/1\n")
     assert (watched.run_uri, watched.error) == ("/w/runs/a-1", None)
 
 
 def test_a_stage_tells_its_parent_what_it_must_know(tmp_path, capsys):
     with channel.opened(tmp_path) as told:
-        watched = run.Watched(Recorded(), io.StringIO(), told)
+        watched = local_run.PipelineOutput(Recorded(), io.StringIO(), told)
         assert channel.tell(channel.RUN, "/w/runs/b-2")
         with pytest.raises(CheckpointError), failure.announced("train", to_log):
             raise CheckpointError("no usable checkpoint")
         with (tmp_path / "channel").open("a") as stream:
             stream.write('[1]\n{"error": 3}\n{"run": {}}\nno json\n\xff\n{"run": "/torn')
-        watched.on_line("a line of anybody\n")
+        watched.take_line("a line of anybody\n")
     assert watched.run_uri == "/w/runs/b-2"
     assert (watched.error.exit_code, watched.error.stage) == (12, "train")
     assert not channel.tell(channel.RUN, "x") and channel.VARIABLE not in os.environ

@@ -12,7 +12,7 @@ from helpers.fakes import kfp_server
 from helpers.fakes.kfp_server import RUN_ID, run
 
 from kftrain import cli, config
-from kftrain.cli import submit
+from kftrain.client import submit
 from kftrain.kubeflow import submission
 from kftrain.kubeflow.submission import RunState
 from kftrain.pipelines.compile import compiled, version_name

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from helpers.documents import digits_config, opened_run
 
 import kftrain.cli
+import kftrain.client
 from kftrain import registry
 from kftrain.cli import cli
 from kftrain.core import progress, storage
@@ -72,8 +73,13 @@ def test_what_is_logged(capsys):
     assert_harmless(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("module", sorted(Path(kftrain.cli.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+ROOMS = [Path(room.__file__).parent for room in (kftrain.cli, kftrain.client)]
+
+
+@pytest.mark.parametrize(
+    "module", sorted(path for room in ROOMS for path in room.glob("*.py")), ids=lambda path: path.stem
+)
 def test_commands_print_by_the_one_function_that_makes_text_printable(module):
     calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
     ways = {"print", "click.echo", "click.secho", "click.echo_via_pager", "sys.stdout.write", "sys.stderr.write"}
-    assert [call for call in calls if call in ways] == (["click.echo"] if module.stem == "options" else [])
+    assert [call for call in calls if call in ways] == (["click.echo"] if module.stem == "console" else [])

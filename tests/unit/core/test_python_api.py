@@ -1,6 +1,5 @@
 """`import kftrain`: what it gives, what it costs, and that it does what the commands do."""
 
-import contextlib
 import inspect
 import os
 import subprocess
@@ -108,7 +107,7 @@ def test_a_run_is_submitted_and_followed(server, tmp_path, capfd):
     assert run.run_uri.startswith("s3://bucket/root/runs/lm-")
     assert server.runs[0]["display_name"] == "from a notebook"
     assert {step["container"]["image"] for step in executors(server.versions[0]["text"])} == {"mine:2"}
-    from kftrain.cli import submit
+    from kftrain.client import submit
 
     submit.POLL_SECONDS, before = 0.01, submit.POLL_SECONDS
     try:
@@ -159,7 +158,7 @@ class FakePipeline:
 def test_a_run_here_gives_what_its_folder_says(tmp_path, monkeypatch):
     paths, resolved = finished_run(tmp_path)
     monkeypatch.setattr(FakePipeline, "messages", [("run", paths.uri)])
-    monkeypatch.setattr("kftrain.cli.run.PipelineProcess", FakePipeline)
+    monkeypatch.setattr("kftrain.client.local_run.PipelineProcess", FakePipeline)
     run = kftrain.run_pipeline(resolved, workdir=tmp_path)
     assert run.uri == paths.uri and run.config == resolved
     assert run.metrics == {name: found.value for name, found in run.evaluation.metrics.items()} != {}
@@ -170,7 +169,7 @@ def test_a_run_here_that_fails_raises_the_error_of_the_step(tmp_path, monkeypatc
     error = {**DataError("there is no source", where="data.source").to_dict(), "stage": "shard"}
     monkeypatch.setattr(FakePipeline, "messages", [("error", error)])
     monkeypatch.setattr(FakePipeline, "code", 1)
-    monkeypatch.setattr("kftrain.cli.run.PipelineProcess", FakePipeline)
+    monkeypatch.setattr("kftrain.client.local_run.PipelineProcess", FakePipeline)
     with pytest.raises(DataError, match="there is no source"):
         kftrain.run_pipeline(workdir=tmp_path)
 
@@ -204,33 +203,29 @@ def recorded(told, name, answer):
 
 
 def test_submit_passes_on_all_that_it_is_told(monkeypatch):
-    told, images = {}, []
-    monkeypatch.setattr("kftrain.cli.run.placed", recorded(told, "placed", ("placed", "run-7")))
+    told = {}
+    monkeypatch.setattr("kftrain.client.local_run.place_run", recorded(told, "placed", ("placed", "run-7")))
     monkeypatch.setattr("kftrain.stages.remote.require_remote", recorded(told, "remote", None))
     monkeypatch.setattr("kftrain.kubeflow.client.Pipelines", lambda connection: connection)
-    monkeypatch.setattr("kftrain.cli.submit.prepared", recorded(told, "prepared", "submission"))
-    monkeypatch.setattr("kftrain.cli.submit.send", recorded(told, "send", "sent"))
-    monkeypatch.setattr(
-        "kftrain.cli.compile.compiling_with", lambda *given: images.append(given) or contextlib.nullcontext()
-    )
+    monkeypatch.setattr("kftrain.client.submit.build_submission", recorded(told, "built", "submission"))
+    monkeypatch.setattr("kftrain.client.submit.submit", recorded(told, "send", "sent"))
     names = {"namespace": "mine", "resume": "run-7", "experiment": "e", "run_name": "n"}
     assert kftrain.submit_pipeline(host="https://kf.example", **names, steps_image="own:1", ca_file="/ca.pem") == "sent"
-    assert told["placed"][3:] == ("run-7", True) and told["remote"] == ("placed",) and images == [("own:1", None, None)]
-    assert told["prepared"] == ("placed", "run-7", "https://kf.example", "e", "n")
+    assert told["placed"][3:] == ("run-7", True) and told["remote"] == ("placed",)
+    assert told["built"] == ("placed", "run-7", "https://kf.example", "e", "n", "own:1")
     connection = Connection("https://kf.example", "mine", "KFP_EXISTING_TOKEN", "/ca.pem")
     assert told["send"] == (connection, "submission", "placed", "run-7")
     for variable, value, url in ENDPOINTS:
         monkeypatch.setenv(variable, value)
         kftrain.submit_pipeline(kftrain.load_config(), resume="run-8")
-        assert told["prepared"][2] == url
+        assert told["built"][2] == url
     assert told["placed"][3:] == ("run-8", False), "a configuration that is given replaces the run's own"
 
 
 def test_a_run_here_starts_where_and_from_what_it_is_told(tmp_path, monkeypatch):
     told = {}
-    monkeypatch.setattr("kftrain.cli.run.placed", recorded(told, "placed", ("placed", "run-7")))
-    monkeypatch.setattr("kftrain.cli.run.run_here", recorded(told, "run", SimpleNamespace(code=1)))
-    monkeypatch.setattr("kftrain.cli.run.error_of", None)
+    monkeypatch.setattr("kftrain.client.local_run.place_run", recorded(told, "placed", ("placed", "run-7")))
+    monkeypatch.setattr("kftrain.client.local_run.run_here", recorded(told, "run", SimpleNamespace()))
     for config, keeps in ((None, True), (kftrain.load_config(), False)):
         with pytest.raises(AttributeError):
             kftrain.run_pipeline(config, workdir=tmp_path / "there", resume="run-7")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain import config
-from kftrain.cli import run as cli_run
+from kftrain.client.local_run import load_run
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
 from kftrain.run import attempts
@@ -189,13 +189,13 @@ def test_what_fits_the_run_only_may_be_set_when_it_is_resumed(tmp_path):
     """`momentum` is of sgd, which the run has and the defaults have not."""
     paths = opened(tmp_path, "optimizer.kind=sgd", "checkpoint.keep_best=loss", "evaluate.interval_steps=5").paths
     further = ["train.stop_after_no_improvement=4", "optimizer.momentum=0.5", f"run.storage_root={tmp_path}"]
-    found, _ = cli_run.resolved((), tuple(further), tmp_path, "r-1")
+    found, _ = load_run((), tuple(further), tmp_path, "r-1")
     assert (found.optimizer.momentum, found.train.stop_after_no_improvement) == (0.5, 4)
     values = {"run": {"storage_root": str(tmp_path)}, "optimizer": {"momentum": 0.25}}
     found, run_id = resolve.resolve_run("", {"steps": 7}, "r-1", values=values)
     assert (found.optimizer.momentum, found.train.steps, run_id) == (0.25, 7, paths.run_id)
     with pytest.raises(ConfigError, match="no_such_key"):
-        cli_run.resolved((), (f"run.storage_root={tmp_path}", "optimizer.no_such_key=1"), tmp_path, "r-1")
+        load_run((), (f"run.storage_root={tmp_path}", "optimizer.no_such_key=1"), tmp_path, "r-1")
 
 
 def test_a_configuration_that_is_not_of_the_checkpoints_can_be_set_back(tmp_path):

@@ -1,4 +1,4 @@
-"""What a person sees of a long command: a progress bar on a terminal, plain lines now and then elsewhere."""
+"""Shows a person how a long action goes: a progress bar on a terminal, plain lines now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from kftrain.cli.options import echo
+import click
+
 from kftrain.core.printable import printable
-from kftrain.core.progress import STEP
+from kftrain.core.progress import STEP, unmarked
 
 PLAIN_INTERVAL_SECONDS = 10.0
-"""Between two step lines where there is no terminal; the last step is always shown."""
+"""Seconds between two step lines where there is no terminal; the last step is always shown."""
+
+
+def echo(text: str = "", err: bool = False, nl: bool = True) -> None:
+    """Print a text, made printable: names, messages and errors in it may be other people's."""
+    click.echo(printable(text), err=err, nl=nl)
 
 
 class Display(Protocol):
     """Takes lines of text and steps of training."""
 
     def line(self, text: str) -> None:
-        """Shows a line for good."""
+        """Show a line for good."""
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Shows how far training is."""
+        """Show how far training is."""
 
 
 class PlainDisplay:
@@ -35,11 +41,11 @@ class PlainDisplay:
         self._next = float("-inf")
 
     def line(self, text: str) -> None:
-        """Prints it."""
+        """Print a line."""
         echo(text, err=True)
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Prints it if the last one is long enough ago."""
+        """Print a step if the last one is long enough ago, or if it is the final one."""
         now = time.monotonic()
         if done >= total or now >= self._next:
             self.line(text)
@@ -54,11 +60,11 @@ class TerminalDisplay:
         self._task: Any = None
 
     def line(self, text: str) -> None:
-        """Prints it above the bar."""
+        """Print a line above the bar."""
         self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Moves the bar."""
+        """Move the bar; a final step removes it and stays as a line."""
         if self._task is None:
             self._task = self._bar.add_task("", total=total)
         self._bar.update(self._task, completed=done, total=total, description=text)
@@ -69,8 +75,8 @@ class TerminalDisplay:
 
 
 @contextlib.contextmanager
-def display() -> Iterator[Display]:
-    """The display that fits where stderr goes."""
+def open_display() -> Iterator[Display]:
+    """Open the display that fits where stderr goes."""
     if not sys.stderr.isatty():
         yield PlainDisplay()
         return
@@ -82,17 +88,24 @@ def display() -> Iterator[Display]:
         yield TerminalDisplay(bar)
 
 
-def show_step(shown: Display, line: str) -> bool:
-    """Shows a worker's `step N/M …` line; False for any other line, which is not shown."""
+def show_output(display: Display, raw: str) -> None:
+    """Show a line that a process has printed, if it is marked as ours; other programs share the output."""
+    text = unmarked(raw)
+    if text is not None and not show_step(display, text):
+        display.line(text)
+
+
+def show_step(display: Display, line: str) -> bool:
+    """Show a worker's `step N/M …` line; return False for any other line, which is not display."""
     match = STEP.match(line.strip())
     if match is None:
         return False
     if " validation/" in line:  # few, and what the training is for: none is left out, and none is wiped away by the bar
-        shown.line(_squeezed(line))
+        display.line(_squeeze_spaces(line))
         return True
-    shown.step(int(match.group(1)), int(match.group(2)), _squeezed(printable(line)))
+    display.step(int(match.group(1)), int(match.group(2)), _squeeze_spaces(printable(line)))
     return True
 
 
-def _squeezed(line: str) -> str:
+def _squeeze_spaces(line: str) -> str:
     return re.sub(r"\s+", " ", line.strip())
