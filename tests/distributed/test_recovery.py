@@ -17,7 +17,7 @@ SCRIPTED = "task.kind=helpers.models.scripted_task:ScriptedTask"
 """The same training as the oracle's, which stands still where it is told to: who kills it there needs not be quick."""
 
 BY_THE_CLOCK = ["checkpoint.interval_steps=20", "checkpoint.interval_seconds=3600", "checkpoint.asynchronous=false"]
-BY_THE_CLOCK += ["checkpoint.keep_last=1", "checkpoint.keep_every=7"]
+BY_THE_CLOCK += ["checkpoint.keep_last=1", "checkpoint.keep_every=10"]
 
 
 def start(paths, resolved, step, do="hang", processes=2):
@@ -46,11 +46,11 @@ def test_checkpoints_by_the_clock_of_the_first_process_are_everyones_and_the_cur
     process = jobs.start_worker(paths, resolved, SCRIPT=json.dumps(script))
     jobs.wait_for_line(process, "step 14/20")
     jobs.kill_tree(process)
-    assert [name.step for name in commit.committed(paths)] == [13, 7]
+    assert [name.step for name in commit.committed(paths)] == [13, 10]
     done = jobs.run_worker(paths, resolved)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on after step 13" in done.stdout and jobs.losses(paths) == two_processes[1]
-    assert [name.step for name in commit.committed(paths)] == [20, 7]
+    assert [name.step for name in commit.committed(paths)] == [20, 10]
 
 
 def test_sigterm_commits_the_very_step_and_ends_with_143(tmp_path, two_processes):
