@@ -30,7 +30,7 @@ from kftrain.sharding.sources.windowed import TIMES_FOLDER
 if TYPE_CHECKING:
     from kftrain.tasks.base import EncodingTask
 
-_EQUAL = ("sample_schema", "validation_schema", "format_version")
+_EQUAL = ("sample_schema", "validation_schema")
 """What the manifests of a mixture have in common."""
 
 
@@ -86,9 +86,8 @@ def mixed(components: dict[str, Manifest]) -> Manifest:
     listed = [_component(name, each) for name, each in components.items()]
     splits = {split: [shard for each in components.values() for shard in _from_beside(each, split)] for split in SPLITS}
     return Manifest(
-        format_version=first.format_version,
         dataset_digest=manifests.content_digest(
-            first.sample_schema, first.task_settings, splits, first.format_version, listed, first.validation_schema
+            first.sample_schema, first.task_settings, splits, listed, first.validation_schema
         ),
         sample_schema=first.sample_schema,
         validation_schema=first.validation_schema,

@@ -30,10 +30,7 @@ from kftrain.errors import DataError
 from kftrain.run import documents
 
 FORMAT_VERSION = 2
-"""Of shards and indexes: part of the dataset digest, and of what decides whether shards can be used again.
-
-Shards of version 1, which knew no encoded fields, are read as they are.
-"""
+"""Version of shards and indexes: part of the dataset digest, and of what decides whether shards are used again."""
 
 MANIFEST_NAME = "manifest.json"
 
@@ -215,7 +212,6 @@ def content_digest(
     schema: SampleSchema,
     task_settings: dict[str, Any],
     splits: dict[str, list[Shard]],
-    format_version: int = FORMAT_VERSION,
     components: Sequence[Component] = (),
     validation_schema: SampleSchema | None = None,
 ) -> str:
@@ -224,7 +220,7 @@ def content_digest(
     own = {"validation_schema": validation_schema.to_dict()} if validation_schema else {}
     return storage.digest_json(
         {
-            "format_version": format_version,
+            "format_version": FORMAT_VERSION,
             "sample_schema": schema.to_dict(),
             **own,
             "task_settings": task_settings,
@@ -239,13 +235,12 @@ def content_digest(
 def read_manifest(uri: str) -> Manifest:
     """The manifest at `uri`. Raises DataError where it is missing, damaged, edited or of another format."""
     manifest = documents.read(Manifest, uri)
-    if not 1 <= manifest.format_version <= FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
+    if manifest.format_version != FORMAT_VERSION or set(manifest.splits) != set(SPLITS):
         raise DataError("the shards have another format", where=uri, value=manifest.format_version, fix=SHARD_AGAIN)
     shards = {name: manifest.splits[name].shards for name in SPLITS}
-    schema, settings, version = manifest.sample_schema, manifest.task_settings, manifest.format_version
-    own = manifest.validation_schema
+    schema, settings, own = manifest.sample_schema, manifest.task_settings, manifest.validation_schema
     try:
-        expected = content_digest(schema, settings, shards, version, manifest.components, own)
+        expected = content_digest(schema, settings, shards, manifest.components, own)
     except ValueError as error:
         raise DataError(f"the manifest is damaged: {error}", where=uri, fix=SHARD_AGAIN) from error
     for name in SPLITS:

@@ -114,7 +114,6 @@ def read_index(manifest_uri: str, shard: Shard, schema: SampleSchema) -> np.ndar
         index = _array(content, (shard.num_blocks, 1 + 2 * len(schema.fields)))
     except NOT_ARRAY as error:
         raise DataError(f"not an array: {error}", where=uri, fix=_FIX) from error
-    index = _with_lengths(index, schema)
     if not _is_sound(index, shard, schema):
         raise DataError("the index does not fit its shard", where=uri, fix=_FIX)
     return index
@@ -127,18 +126,6 @@ def _array(content: bytes, usual_shape: tuple[int, int]) -> np.ndarray:
         return np.frombuffer(content, "<i8", offset=len(header)).reshape(usual_shape)
     found: np.ndarray = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     return found
-
-
-def _with_lengths(index: np.ndarray, schema: SampleSchema) -> np.ndarray:
-    """An index of format 1, which has rows and offsets alone, in the shape of today's; any other as it is."""
-    num_fields = len(schema.fields)
-    if index.dtype != np.dtype("<i8") or index.ndim != 2 or index.shape[1] != 1 + num_fields:
-        return index
-    whole = np.empty((len(index), 1 + 2 * num_fields), np.int64)
-    whole[:, 0], whole[:, 1::2] = index[:, 0], index[:, 1:]
-    for number, field in enumerate(schema.fields):
-        whole[:, 2 + 2 * number] = index[:, 0] * (0 if field.is_encoded else row_bytes(field))
-    return whole
 
 
 def _is_sound(index: np.ndarray, shard: Shard, schema: SampleSchema) -> bool:

@@ -172,8 +172,7 @@ def shard_keys(manifest_uri: str, shard: Shard, schema: SampleSchema) -> Iterato
 
 def index_bytes(shard: Shard, manifest: Manifest, split: str) -> int:
     """Size of a shard's index file, which follows from its shape."""
-    num_fields = len(manifest.schema_of(split).fields)
-    shape = (shard.num_blocks, 1 + (num_fields if manifest.format_version == 1 else 2 * num_fields))
+    shape = (shard.num_blocks, 1 + 2 * len(manifest.schema_of(split).fields))
     return len(npy_header("<i8", shape)) + 8 * shape[0] * shape[1]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from helpers.toy_data import flat_copy, shard_toy, text_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,12 +195,12 @@ def test_an_index_that_leaves_its_shard_is_refused_even_when_all_digests_fit(tmp
     uri = write_dataset(tmp_path, BLOCKS[:3])
     index = np.load(tmp_path / "train-000000.index.npy")
     change(index)
-    replace_indexes(uri, {"train-000000.tar": index}, 2)
+    replace_indexes(uri, {"train-000000.tar": index})
     with pytest.raises(DataError, match="the index does not fit its shard"):
         ShardedDataset.open(uri, "train").read(np.array([0]))
 
 
-def replace_indexes(uri: str, indexes: dict[str, np.ndarray], format_version: int) -> None:
+def replace_indexes(uri: str, indexes: dict[str, np.ndarray]) -> None:
     """Other indexes, with a manifest to match."""
     folder, manifest = Path(uri).parent, read_manifest(uri)
     lists = {}
@@ -215,25 +214,8 @@ def replace_indexes(uri: str, indexes: dict[str, np.ndarray], format_version: in
             lists[split].append(shard.model_copy(update={"index_sha256": digest}))
     document = manifest.model_copy(
         update={
-            "format_version": format_version,
             "splits": {split: Split(shards=shards) for split, shards in lists.items()},
-            "dataset_digest": content_digest(
-                manifest.sample_schema, manifest.task_settings, lists, format_version=format_version
-            ),
+            "dataset_digest": content_digest(manifest.sample_schema, manifest.task_settings, lists),
         }
     )
     Path(uri).write_text(json.dumps(document.to_dict()))
-
-
-def test_shards_of_format_1_are_read_as_they_are(tmp_path: Path) -> None:
-    result = shard_toy(text_folder(tmp_path / "texts", 300), tmp_path / "root")
-    uri = str(flat_copy(result.manifest_uri, tmp_path / "flat") / "manifest.json")
-    expected = {split: ShardedDataset.open(uri, split).read_range(0, 200)[0] for split in ("train",)}
-    folder = Path(uri).parent
-    indexes = {f"{path.name.split('.')[0]}.tar": np.load(path)[:, [0, 1, 3]] for path in folder.glob("*.index.npy")}
-    replace_indexes(uri, indexes, 1)
-    assert read_manifest(uri).format_version == 1
-    found = ShardedDataset.open(uri, "train").read_range(0, 200)[0]
-    assert all(np.array_equal(found[name], expected["train"][name]) for name in ("data", "length"))
-    verify_shards(uri, read_manifest(uri))
-    verify_keys(uri, read_manifest(uri))

@@ -163,7 +163,7 @@ def test_a_header_with_a_wrong_checksum_is_refused_even_when_the_manifest_agrees
         (lambda d: d["task_settings"].update(width=9), "does not match its own digest"),
         (lambda d: d["splits"]["train"]["shards"].pop(), "does not match its own digest"),
         (lambda d: d["splits"].pop("validation"), "another format"),
-        (lambda d: d.update(format_version=99), "another format"),
+        *((lambda d, version=version: d.update(format_version=version), "another format") for version in (1, 99)),
         (lambda d: d.update(schema_version=99), "another schema version"),
         (lambda d: d.pop("baselines"), "baselines"),
         (lambda d: d["splits"]["train"]["shards"][0].update(name="../../x.tar"), "name"),
