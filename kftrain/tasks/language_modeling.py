@@ -14,6 +14,8 @@ tokenizers and models.
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import log
@@ -28,7 +30,6 @@ from kftrain.models.output import output_of
 from kftrain.settings.section import Count
 from kftrain.tasks import tokenizer_json
 from kftrain.tasks.base import Task
-from kftrain.tasks.compression import MAX_BYTES, compression_baselines
 from kftrain.tasks.logits import reads_parts
 from kftrain.tasks.tokenizers import Tokenizer, UntrainedTokenizer, build_tokenizer, parse_option
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 TOKENS_PER_BLOCK = 1 << 16
 """Of a training block: large enough that a tar's headers do not count, and few samples cross a block's end."""
+
+MAX_BASELINE_BYTES = 4 << 20
+"""Most bytes that baselines look at, the first ones, so that they cost seconds whatever the data."""
 
 MAX_CONTINUED_TOKENS = 32
 """How far `examples` lets the model write; each token is one forward pass of a few rows."""
@@ -179,14 +183,24 @@ class LanguageModeling(Task):
         return ("text",)
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
-        """Bits per byte of zlib and of an adaptive order-2 context model on the same documents, joined."""
+        """Return bits per byte of zlib and of LZMA (xz) on the same documents, joined.
+
+        LZMA is missing where Python was built without it.
+        """
         joined = bytearray()
         for arrays in samples:
             joined += bytes(arrays["text"][0])
-            if len(joined) >= MAX_BYTES:
+            if len(joined) >= MAX_BASELINE_BYTES:
                 break
-        figures = compression_baselines(bytes(joined))
-        return {"bits_per_byte": figures} if figures else {}
+        content = bytes(joined[:MAX_BASELINE_BYTES])
+        if not content:
+            return {}
+        compressed = {"zlib -9": zlib.compress(content, level=9)}
+        with contextlib.suppress(ImportError):
+            import lzma
+
+            compressed["xz -9"] = lzma.compress(content, preset=9)
+        return {"bits_per_byte": {name: 8 * len(packed) / len(content) for name, packed in compressed.items()}}
 
     def show(self, block: Arrays) -> Mapping[str, Any]:
         """How the text begins."""

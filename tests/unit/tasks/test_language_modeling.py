@@ -1,3 +1,4 @@
+import lzma
 import zlib
 
 import numpy as np
@@ -243,8 +244,17 @@ def test_baselines_are_those_of_the_joined_documents():
     figures = task.baselines(block.arrays for block in task.encode(records(texts), "validation"))["bits_per_byte"]
     joined = b"".join(texts)
     assert figures["zlib -9"] == 8 * len(zlib.compress(joined, 9)) / len(joined)
-    assert 0 < figures["order-2 context model"] < 8
-    assert LanguageModeling().baselines(iter([])) == {}
+    assert figures["xz -9"] == 8 * len(lzma.compress(joined, preset=9)) / len(joined)
+    assert LanguageModeling().baselines(iter([])) == LanguageModeling().baselines(iter([{"text": [b""]}])) == {}
+
+
+def test_baselines_look_at_the_first_bytes_only(monkeypatch):
+    monkeypatch.setattr(language_modeling, "MAX_BASELINE_BYTES", 100)
+    noise = [np.random.default_rng(seed).bytes(60) for seed in range(3)]
+    task = LanguageModeling()
+    first = task.baselines({"text": [text]} for text in noise)
+    assert first == task.baselines([{"text": [b"".join(noise)[:100]]}])
+    assert 8 < first["bits_per_byte"]["zlib -9"] < 10
 
 
 def test_settings_change_with_what_changes_the_bytes_alone():
