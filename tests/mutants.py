@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     Mutant(
         "a hook is given the gradient of a process's own part",
-        "kftrain/parallel/hooks.py",
+        "kftrain/parallel/transforms.py",
         "whole = whole_of(own, parameter.grad)",
         "whole = torch.zeros_like(parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else own)\n"
         "                whole[index_of(parameter.grad)] = own",
@@ -370,7 +370,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are averaged over processes",
-        "kftrain/parallel/transforms.py",
+        "kftrain/parallel/fully_shard.py",
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(2.0)",
         "tests/unit/train/test_bare_loop.py -k two_processes",
@@ -393,14 +393,14 @@ MUTANTS = [
     ),
     Mutant(
         "copies of a sharded state keep their gradients to themselves",
-        "kftrain/parallel/transforms.py",
+        "kftrain/parallel/fully_shard.py",
         "            model.set_requires_all_reduce(is_last)\n",
         "            model.set_requires_all_reduce(False)\n",
         "tests/distributed/test_parity.py -k 'hybrid and zero2'",
     ),
     Mutant(
         "parameters stay gathered from one step to the next",
-        "kftrain/parallel/transforms.py",
+        "kftrain/parallel/fully_shard.py",
         "            model.set_reshard_after_backward(is_last)\n",
         "            model.set_reshard_after_backward(False)\n",
         "tests/distributed/test_parity.py -k '2-zero1 and micro'",

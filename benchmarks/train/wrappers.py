@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from kftrain.parallel.reduce_scatter import reduce_by_exchange
+from kftrain.parallel.fully_shard import reduce_by_exchange
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP_NORM = 1.0

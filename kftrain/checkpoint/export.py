@@ -176,7 +176,7 @@ def fill(
 def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
     """The model that is described, without memory for its parameters. Raises CheckpointError where that cannot be."""
     from kftrain.checkpoint.filling import is_fillable
-    from kftrain.parallel.empty import built_empty
+    from kftrain.parallel.initialize import built_empty
 
     num_bytes = _num_tensor_bytes(uri, manifest)
 

@@ -1,4 +1,4 @@
-"""Parameters that a step has not used.
+"""The gradients of a step: those of parameters that were not used, the norm of all, and the limit of that norm.
 
 Gradients are reduced as one long vector per block, so that all processes must bring the same ones: where a process has
 none (its samples have reached another expert), it brings zeros. A parameter that none of them has used has no gradient
@@ -12,13 +12,17 @@ them is none that they are gathered into; so both are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from kftrain.errors import ConfigError, UserCodeError
+from kftrain.parallel.shape import NORM_AXES
+from kftrain.parallel.sharded import local
 from kftrain.parallel.world import World
 
 Gathered = dict[nn.Parameter, torch.Tensor]
@@ -109,3 +113,55 @@ def watch_units(model: nn.Module, work: Callable[[nn.Module, Gathered], object])
     units: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     sharded = {unit: list(unit.parameters()) for unit in units}
     handles = {unit: unit.register_forward_pre_hook(begin) for unit in units}
+
+
+def collect_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this process's part of each gradient; parameters without one are left out."""
+    return [local(gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def collect_counted_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that this process adds to the norm: where several have copies, the first one's count.
+
+    Gradients of copies along `replicate` are no matter: the norm is not summed over these.
+    """
+    return collect_local_gradients(parameter for parameter in parameters if _is_counted(parameter))
+
+
+def has_copies(parameters: Iterable[torch.Tensor]) -> bool:
+    """Tell whether there are parameters whose gradients another process counts."""
+    return not all(map(_is_counted, parameters))
+
+
+def _is_counted(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    mesh = parameter.device_mesh
+    places = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return not any(axis in NORM_AXES and place and placement.is_replicate() for axis, place, placement in places)
+
+
+def compute_total_norm(
+    gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """Return the Euclidean norm of all gradients as one vector, a scalar in fp32 on the device. Collective.
+
+    `group`: the processes that have different parts of the gradients; None where this one has all of them.
+    """
+    # A process without gradients takes part with 0, for the others wait for it.
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    if group is None:
+        return norm
+    square = norm.double().square()  # a square in fp32 would overflow for norms that are fine
+    dist.all_reduce(square, group=group)
+    total: torch.Tensor = square.sqrt().float()
+    return total
+
+
+def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Scale gradients of this norm down to the limit, in place, as `torch.nn.utils.clip_grad_norm_` does."""
+    # The host does not know whether the norm is above the limit, or finite: the factor is at most 1, and where it is no
+    # number the optimizer skips the step.
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

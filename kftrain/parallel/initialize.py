@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -30,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from kftrain.core.plugins import user_code
+from kftrain.core.progress import to_log
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.gradients import watch_units
 from kftrain.parallel.sharded import Part, index_in, part_of
@@ -359,3 +362,22 @@ def kept_tensors(model: nn.Module) -> list[torch.Tensor]:
     others = [value for module in model.modules() for name, value in vars(module).items() if name not in known]
     leaves = tree_leaves(others)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
+
+
+def built_empty(construct: Callable[[], nn.Module], says_so: bool = False) -> nn.Module:
+    """The model without memory for its parameters. Where its constructor needs their values it has them meanwhile.
+
+    `says_so`: that is told.
+    """
+    said = io.StringIO()
+    try:
+        with without_memory(), contextlib.redirect_stderr(said):
+            model = construct()
+    except UserCodeError:
+        model = construct()
+        if says_so:
+            to_log("the model's constructor reads its weights: each process holds all of them while it builds it")
+        empty_parameters(places_of(model))
+        return model
+    sys.stderr.write(said.getvalue())
+    return model

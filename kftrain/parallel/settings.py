@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from kftrain.core.plain import MAX_INTEGER
 from kftrain.errors import ConfigError
-from kftrain.parallel.equal_parts import require_equal_sizes
-from kftrain.parallel.shape import Shape
+from kftrain.parallel.shape import Shape, require_equal_sizes
 from kftrain.parallel.strategies import Exchange, Strategy
 from kftrain.settings.section import ChangesTraining, Count, KeepsTraining, Section
 

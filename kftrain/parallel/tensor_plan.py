@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from kftrain.errors import ConfigError
-from kftrain.parallel.equal_parts import require_equal_parts, require_equal_sizes, require_parts
+from kftrain.parallel.shape import require_equal_parts, require_equal_sizes, require_parts
 
 METHOD = "tensor_plan"
 SIZES = "tensor_sizes"

@@ -3,46 +3,47 @@
 The module has no memory for its weights yet, and is given it, and their values, afterwards (initialize.py). Order
 matters: recomputing wraps the blocks first, what comes after it spreads what came of it.
 
-`FullyShard`: `torch.distributed.fsdp.fully_shard` on each block and on the root (Zhao et al. 2023, arXiv:2304.11277),
-for all stages of ZeRO (strategies.py). The mesh has two axes: sharded inside, replicated across (hybrid sharding).
-`Replicate`: `ddp`, by torch's own (replicas.py). In bf16 the weights and what enters the model or a block are cast,
-gradients come back in bf16 and are summed in `precision.reduce`; buffers stay as they are. Gradients are summed over
-processes, never averaged: of three the loss times three would be rounded otherwise than the loss. One process alone has
-nothing to share and gets no wrapper; `Formats` gives it the same numbers.
+`FullyShard` (fully_shard.py) does all that shards, `Replicate` is `ddp`, by torch's own (replicas.py). In bf16 the
+weights and what enters the model or a block are cast, gradients come back in bf16 and are summed in `precision.reduce`;
+buffers stay as they are. Gradients are summed over processes, never averaged: of three the loss times three would be
+rounded otherwise than the loss. One process alone has nothing to share and gets no wrapper; `Formats` gives it the same
+numbers.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from kftrain.core.plugins import user_code
 from kftrain.errors import ConfigError
-from kftrain.parallel.distributed import Agreement, Distributed, Transform
+from kftrain.parallel.distributed import Distributed, Transform
 from kftrain.parallel.formats import DTYPES, WorkingCopies, cast_inputs
-from kftrain.parallel.gradients import UsedParameters
-from kftrain.parallel.hooks import ParameterHooks
-from kftrain.parallel.initialize import places_of
+from kftrain.parallel.fully_shard import FullyShard
+from kftrain.parallel.initialize import Places, places_of, set_hooks, stored_parameter
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.pieces import fully_shard_in_pieces
-from kftrain.parallel.reduce_scatter import reduce_by_exchange
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.sharded import Team
-from kftrain.parallel.strategies import Sharding, sharding_of
+from kftrain.parallel.sharded import Team, index_of, local, whole_of
+from kftrain.parallel.strategies import choose_strategy, sharding_of
 from kftrain.parallel.tensor import SplitTensors
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Files with the memory that a container may have, in the second and the first version of control groups."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activations of the blocks are computed again in the backward pass, instead of being kept."""
+    """Recomputes activations of the blocks in the backward pass, instead of keeping them."""
 
     def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
         """Wrap the blocks. Raises ConfigError where there are none."""
@@ -53,10 +54,10 @@ class Recompute:
                 value="blocks",
                 fix="name them in a method blocks() of the model, or set it to none",
             )
-        chosen = {id(distributed.model.get_submodule(name)) for name in blocks}
+        units = {id(distributed.model.get_submodule(name)) for name in blocks}
         for parent in list(distributed.model.modules()):
             for name, child in list(parent.named_children()):
-                if id(child) in chosen:
+                if id(child) in units:
                     setattr(parent, name, checkpoint_wrapper(child))
 
 
@@ -72,7 +73,7 @@ class ToDevice:
 
 @dataclass(frozen=True)
 class Formats:
-    """Number formats where nothing is sharded."""
+    """Computes and sums in the configured number formats where nothing is sharded."""
 
     compute: str
     reduce: str
@@ -90,7 +91,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class Replicate:
-    """All of it on each process."""
+    """Keeps the whole model on each process, whose gradients are summed along the axis `replicate`."""
 
     compute: str
     reduce: str
@@ -105,64 +106,6 @@ class Replicate:
         distributed.team = Team((group,))
         distributed.around_step.append(replicas.computing)
         distributed.before_micro_batch.append(replicas.exchange)
-
-
-@dataclass(frozen=True)
-class FullyShard:
-    """Each block and the root sharded along the axis `shard` and replicated along `replicate`, by FSDP2."""
-
-    compute: str
-    reduce: str
-    sharding: Sharding
-    offload: bool = False
-    forward_only: bool = False
-    """True where there will be no backward pass: on CPUs a unit is then gathered in pieces, which takes less memory."""
-
-    def apply(self, distributed: Distributed, blocks: Sequence[str]) -> None:
-        """Make the parameters distributed tensors; offloaded, they are on the host. Raises ConfigError."""
-        model, shape, mesh = distributed.model, distributed.mesh.shape, distributed.mesh.device_mesh()
-        for name, parameter in model.named_parameters():
-            if not parameter.dim() or not parameter.is_contiguous():
-                fix = "give it the shape [1], make it contiguous(), or use parallel.strategy: ddp"
-                what = "a parameter without dims, or in another order of memory, cannot be sharded"
-                raise ConfigError(what, where=f"model {name}", fix=fix)
-        options: dict[str, Any] = {
-            "mesh": mesh["shard"] if shape.replicate == 1 else mesh["replicate", "shard"],
-            "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[self.compute], reduce_dtype=DTYPES[self.reduce]),
-            "reshard_after_forward": self.sharding.reshard_after_forward,
-            **({"offload_policy": CPUOffloadPolicy(pin_memory=True)} if self.offload else {}),
-        }
-        distributed.needs_same_calls = True
-        distributed.when_filled.append(functools.partial(_watch_used_parameters, distributed))
-        distributed.before_micro_batch.append(functools.partial(self._prepare_micro_batch, model))
-        on_cpu = distributed.mesh.world.device.type == "cpu"
-        if self.forward_only and on_cpu:
-            fully_shard_in_pieces(model, blocks, options)
-            return
-        for name in blocks:  # before the root, which takes the parameters that are left
-            fully_shard(model.get_submodule(name), **options)
-        fully_shard(model, **options)
-        for unit in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # or torch asks for a product, which gloo does not know
-        if shape.shard > 1 and on_cpu:
-            reduce_by_exchange(model)
-
-    def _prepare_micro_batch(self, model: nn.Module, is_last: bool) -> None:
-        """Tell torch what to exchange and what to free after the backward pass of the next micro batch."""
-        assert isinstance(model, FSDPModule)
-        if self.sharding.exchange == "step":  # until then each process adds up whole gradients of its own samples
-            model.set_requires_gradient_sync(is_last)
-        else:  # parts are summed along `shard` after each micro batch, along `replicate` once, at the end
-            model.set_requires_all_reduce(is_last)
-        if self.sharding.keep_gathered:  # until the optimizer changes the parts: then a whole that is kept is stale
-            model.set_reshard_after_backward(is_last)
-
-
-def _watch_used_parameters(distributed: Distributed) -> None:
-    """Let the processes agree in each step on the parameters that none of them has used."""
-    used = UsedParameters(distributed.model, distributed.mesh.world)
-    distributed.agreements.append(Agreement(used.take, used.drop_unused))
 
 
 def strategy_of(
@@ -202,3 +145,95 @@ def distribute(model: nn.Module, strategy: Sequence[Transform], mesh: Mesh, bloc
         transform.apply(distributed, blocks)
     hooks.require_whole()
     return distributed
+
+
+class ParameterHooks:
+    """The hooks of a model's parameters, taken from them before they are spread, and called by us once a step.
+
+    What a parameter becomes has no hooks, so that torch does not call them with the gradients of parts.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._hooks = {name: set_hooks(stored_parameter(slots[0]), None, None) for name, slots in places.items()}
+        self._kinds = {name: type(stored_parameter(slots[0])) for name, slots in places.items()}
+
+    def require_whole(self) -> None:
+        """Raises ConfigError for a parameter that is spread by now, and has what is for whole ones only."""
+        for name, slots in self._places.items():
+            odd = "a hook" if self._hooks[name][1] else "" if self._kinds[name] is nn.Parameter else self._kinds[name]
+            if odd and isinstance(stored_parameter(slots[0]), DTensor):
+                raise ConfigError(
+                    "a type of its own, or a hook after accumulation, is for parameters that are not spread",
+                    where=f"model {name}",
+                    value=odd,
+                    fix="use nn.Parameter with attributes, register_hook, parallel.strategy: ddp, or one process",
+                )
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Call the hooks with the gradients of a step. Collective where they are spread. Raises UserCodeError."""
+        # All processes skip the same ones: by now a parameter has a gradient on all of them, or on none.
+        for name, (of_gradient, of_parameter) in self._hooks.items():
+            parameter = stored_parameter(self._places[name][0])
+            if parameter.grad is None or not (of_gradient or of_parameter):
+                continue
+            with user_code(f"a hook of model {name}"):
+                own = local(parameter.grad)
+                whole = whole_of(own, parameter.grad)
+                for hook in list((of_gradient or {}).values()):
+                    answer = hook(whole)
+                    whole = whole if answer is None else answer.reshape(whole.shape)
+                own.copy_(whole[index_of(parameter.grad)])
+                for hook in list((of_parameter or {}).values()):
+                    hook(parameter)
+
+
+def resolve_strategy(
+    parallel: ParallelConfig, model: nn.Module, mesh: Mesh, num_micro_batches: int, half: bool
+) -> tuple[ParallelConfig, str]:
+    """Return the configuration with a strategy in place of `auto`, and a line that says which one and why, or ''.
+
+    `model`: as it was built, before it is spread. Collective. Raises ConfigError where nothing can be offloaded.
+    """
+    shape = mesh.shape
+    _require_memory_elsewhere(parallel, mesh)
+    if parallel.stage != "auto" or shape.replicate * shape.shard == 1:
+        return parallel, ""
+    memory_bytes = min(mesh.world.gather(memory_of(mesh.world.device)))
+    split = shape.tensor * shape.pipeline
+    parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) // split
+    # The smallest memory of all, so that all processes come to the same answer.
+    choice = choose_strategy(parameter_bytes, memory_bytes, shape.shard, num_micro_batches > 1, half)
+    line = f"parallel.strategy: auto takes {choice.strategy}: {choice.reason}"
+    return parallel.model_copy(update={"strategy": choice.strategy}), line
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory; on the CPU this process's share of what the container or the host has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        text = path.read_text().strip() if path.is_file() else ""
+        limits += [int(text)] if text.isdecimal() else []  # "max" where the container has no limit
+    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _require_memory_elsewhere(parallel: ParallelConfig, mesh: Mesh) -> None:
+    if not parallel.offload:
+        return
+    if mesh.world.device.type == "cpu":
+        raise ConfigError(
+            "there is no accelerator whose memory would be relieved",
+            where="parallel.offload",
+            value=True,
+            fix="set it to false, or train on GPUs",
+        )
+    if mesh.shape.replicate * mesh.shape.shard == 1:
+        raise ConfigError(
+            "one process alone shards nothing, so nothing of it can be offloaded",
+            where="parallel.offload",
+            value=True,
+            fix="set it to false, or use two processes",
+        )

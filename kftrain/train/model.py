@@ -13,8 +13,7 @@ from kftrain.models.base import has_init_weights
 from kftrain.models.registry import build_model, find_target
 from kftrain.models.settings import ModelConfig
 from kftrain.parallel import initialize
-from kftrain.parallel.empty import built_empty
-from kftrain.parallel.initialize import Drawn, Scattered, Weights
+from kftrain.parallel.initialize import Drawn, Scattered, Weights, built_empty
 from kftrain.parallel.world import World
 
 

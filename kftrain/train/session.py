@@ -39,14 +39,14 @@ from kftrain.errors import (
 )
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV
 from kftrain.models.modes import begin_training
-from kftrain.parallel import automatic, blocks, buffers
+from kftrain.parallel import blocks, buffers
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.initialize import Drawn, Weights
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.tensor import SplitTensors
-from kftrain.parallel.topology import contradictions
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.topology import describe_axes_across_nodes
+from kftrain.parallel.transforms import distribute, resolve_strategy, strategy_of
 from kftrain.parallel.world import World, join_world
 from kftrain.process.liveness import MARGIN_SECONDS, Liveness
 from kftrain.process.stop_request import StopRequest
@@ -68,7 +68,6 @@ from kftrain.train.reading import Training, batch_plan_of, new_loader, read_trai
 from kftrain.train.recorder import Recorder
 from kftrain.train.spmd import SpmdEngine
 from kftrain.train.step import Carrier, terms_of
-from kftrain.train.traffic import bytes_of_step
 from kftrain.worker.error_report import leave
 
 T = TypeVar("T")
@@ -205,14 +204,11 @@ def build(
     recompute = config.train.activation_checkpointing == "blocks"
     plan = batch_plan_of(config, mesh.num_data_ranks)
     half, reads_parts = config.precision.compute == "bf16", task_reads_parts(task)
-    parallel, said = automatic.settled(config.parallel, model, mesh, plan.num_micro_batches, half)
+    parallel, said = resolve_strategy(config.parallel, model, mesh, plan.num_micro_batches, half)
     if said and world.is_main:
         to_log(said)
-    if world.places:  # on all processes alike: it may refuse
-        recomputed = names if recompute else []
-        sent = bytes_of_step(mesh.shape, parallel, config.precision, model, plan, reads_parts, recomputed)
-        for line in contradictions(mesh.shape, world.places, sent) if world.is_main else []:
-            to_log(f"warning: {line}")
+    for line in describe_axes_across_nodes(mesh.shape, world.places) if world.is_main else []:
+        to_log(f"warning: {line}")
     require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
     strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)

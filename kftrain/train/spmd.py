@@ -19,7 +19,7 @@ from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
-from kftrain.parallel import blocks, clip
+from kftrain.parallel import blocks, gradients
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.distributed import Distributed
@@ -65,7 +65,7 @@ class SpmdEngine:
         self._parameters = list(model.parameters())
         self._names = {parameter: names[0] for parameter, names in names_of(model).items()}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
-        self._has_copies = clip.has_copies(self._parameters)
+        self._has_copies = gradients.has_copies(self._parameters)
         self._has_hook = has_hook(model)
         self._norm_group = self.mesh.norm_group()
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.needs_same_calls else None
@@ -88,11 +88,11 @@ class SpmdEngine:
             self._buffers.combine(num_samples, self.mesh.counts_loss)
         # Before gradients are collected: a parameter that nobody has used loses its zeros here, and does not decay.
         self._distributed.agree(agree)
-        gradients = clip.local_gradients(self._parameters)
-        counted = clip.counted_gradients(self._parameters) if self._has_copies else gradients
-        norm = clip.total_norm(counted, self._norm_group, self.mesh.world.device)
+        own = gradients.collect_local_gradients(self._parameters)
+        counted = gradients.collect_counted_gradients(self._parameters) if self._has_copies else own
+        norm = gradients.compute_total_norm(counted, self._norm_group, self.mesh.world.device)
         if self._clip_norm > 0:
-            clip.clip(gradients, norm, self._clip_norm)
+            gradients.clip_gradients(own, norm, self._clip_norm)
         self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
             after_step(self.model)

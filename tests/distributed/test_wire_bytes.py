@@ -12,6 +12,7 @@ import pytest
 from helpers import ranks
 from helpers.fakes import private_network
 from helpers.parity.rank import new_loader
+from helpers.wire import bytes_of_step
 
 from kftrain import config
 from kftrain.core.plain import load
@@ -21,7 +22,6 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
 from kftrain.tasks.logits import task_reads_parts
 from kftrain.train import session
-from kftrain.train.traffic import bytes_of_step
 
 pytestmark = pytest.mark.slow
 

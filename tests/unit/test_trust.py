@@ -55,9 +55,8 @@ IMPORTING = {
 COMPUTED_ATTRIBUTES = {
     *("trust.py", "core/lazy.py", "cli/__init__.py", "core/remote.py", "core/outages.py", "checkpoint/reader.py"),
     *("process/liveness.py", "tasks/logits.py", "tasks/registry.py", "report/comparison.py", "parallel/mesh.py"),
-    *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/wire.py"),
-    *("parallel/tensor_traffic.py", "parallel/buffers.py", "parallel/topology.py"),
-    *("train/settings.py", "train/attributes.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
+    *("parallel/settings.py", "parallel/tensor_plan.py", "parallel/buffers.py", "parallel/topology.py"),
+    *("train/settings.py", "train/probe.py", "registry/gate.py", "sharding/mixing.py", "data/settings.py"),
     *("sharding/sources/user.py", "schedule/spec.py", "run/error.py", "launch/kubernetes/diagnosis.py"),
 }
 """Who takes attributes by names that stand elsewhere in the source, or, in trust.py alone, in a document."""

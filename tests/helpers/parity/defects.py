@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 
-from kftrain.parallel import buffers, clip, initialize, replicas
+from kftrain.parallel import buffers, gradients, initialize, replicas
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.replicas import Replicas
@@ -36,7 +36,7 @@ def loss_counted_twice():
 
 def copies_counted_by_all():
     """Each process along `tensor` counts the gradients of the parameters that they have copies of."""
-    return patched(clip, "counted_gradients", clip.local_gradients)
+    return patched(gradients, "collect_counted_gradients", gradients.collect_local_gradients)
 
 
 def parts_of_gradients_not_summed():

@@ -7,9 +7,10 @@ from torch import nn
 
 from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
+from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import sharding_of
-from kftrain.parallel.transforms import Formats, FullyShard, Recompute, ToDevice, distribute
+from kftrain.parallel.transforms import Formats, Recompute, ToDevice, distribute
 
 FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from kftrain import config
 from kftrain.errors import ConfigError
+from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import AXES, DATA_AXES, LOSS_AXES, NORM_AXES, Shape
 from kftrain.parallel.strategies import Sharding
-from kftrain.parallel.transforms import FullyShard, Recompute, distribute, strategy_of
+from kftrain.parallel.transforms import Recompute, distribute, strategy_of
 
 SHAPES = [
     Shape(*sizes)

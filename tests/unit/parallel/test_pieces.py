@@ -7,11 +7,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from kftrain.parallel import pieces
+from kftrain.parallel import fully_shard
+from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import sharding_of
-from kftrain.parallel.transforms import FullyShard, distribute
+from kftrain.parallel.transforms import distribute
 
 DIM = 6
 BLOCKS = ("blocks.0", "blocks.1")
@@ -66,7 +67,7 @@ def built():
 
 def computed(world):
     """Outputs of three forwards; whether each block saw all of its weights; what is whole outside of forwards."""
-    pieces.MIN_PIECE_BYTES = 1
+    fully_shard.MIN_PIECE_BYTES = 1
     model = built()
     strategy = [FullyShard("fp32", "fp32", sharding_of("fsdp", "step"), forward_only=True)]
     distribute(model, strategy, Mesh(Shape(shard=world.size), world), BLOCKS)
@@ -102,4 +103,4 @@ def test_a_model_in_pieces_computes_what_it_computes_alone():
 
 def test_small_modules_stay_in_their_unit():
     model = Model()
-    assert pieces.pieces_of(model, model.blocks[0], []) == []
+    assert fully_shard.pieces_of(model, model.blocks[0], []) == []

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from kftrain.parallel.fully_shard import ExchangedSums, FullyShard, sum_of
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.reduce_scatter import ExchangedSums, sum_of
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import sharding_of
-from kftrain.parallel.transforms import FullyShard, distribute
+from kftrain.parallel.transforms import distribute
 
 
 def brought_by(rank, size, number):

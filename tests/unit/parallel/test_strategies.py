@@ -6,7 +6,7 @@ from torch import nn
 
 from kftrain import config
 from kftrain.errors import ConfigError
-from kftrain.parallel import automatic
+from kftrain.parallel import transforms
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.strategies import Sharding, choose_strategy, sharding_of
 
@@ -57,7 +57,9 @@ def test_a_strategy_that_sums_first_cannot_exchange_each_micro_batch(strategy):
 
 def settle(world, text):
     mesh_settings = config.parse(text, []).parallel
-    found, line = automatic.settled(mesh_settings, nn.Linear(4, 4), Mesh(mesh_settings.shape(2), world), 1, False)
+    found, line = transforms.resolve_strategy(
+        mesh_settings, nn.Linear(4, 4), Mesh(mesh_settings.shape(2), world), 1, False
+    )
     return found.strategy, line
 
 

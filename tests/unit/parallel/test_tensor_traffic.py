@@ -1,11 +1,11 @@
 """What a plan makes of a model's traffic, by hand."""
 
 import pytest
+from helpers.tensor_traffic import traffic_of
 
 from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
 from kftrain.models.vision_transformer import VisionTransformer
-from kftrain.parallel.tensor_traffic import traffic_of
 
 DIM, LAYERS, VOCABULARY = 32, 3, 64
 MATRICES = 4 * DIM * DIM + 3 * DIM * 64

@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 import pytest
+from helpers import wire
+from helpers.tensor_traffic import AlongTensor
 
-from kftrain.parallel import wire
 from kftrain.parallel.shape import Shape
 
 UNIT = 1 << 20
@@ -29,7 +30,7 @@ def test_bytes_of_the_data_axes(strategy, exchange, shape, num_micro, expected):
 
 
 def test_along_tensor_activations_travel_and_gradients_of_copies():
-    split = wire.AlongTensor(num_features=100, num_sums=3, num_copied=60, num_moved=7)
+    split = AlongTensor(num_features=100, num_sums=3, num_copied=60, num_moved=7)
     step = wire.Step(UNIT, UNIT / 2, 2, split, num_places=10, compute_bytes=2)
     found = wire.bytes_sent(Shape(shard=2, tensor=4), "fsdp", "step", step)
     by_hand = 2 * 3 / 4 * (2 * 10 * (2 * 100 + 4 * 3) + 4 * 60 / 2) + 2 * 2 * 7

@@ -13,14 +13,27 @@ from typing import Any
 
 from torch import nn
 
-from kftrain.parallel.equal_parts import SEQUENCE_LENGTH
 from kftrain.parallel.initialize import places_of, stored_parameter
+from kftrain.parallel.shape import SEQUENCE_LENGTH
 from kftrain.parallel.tensor_exchange import keepers_and_users
 from kftrain.parallel.tensor_plan import SIZES, SplitModule, is_gathered, plan_of, split_dim
-from kftrain.parallel.wire import AlongTensor
 
 SUMS_OF_A_CROSS_ENTROPY = 3
 """Sums for a token: the largest logit, the sum of the exponentials, the target's logit."""
+
+
+@dataclass(frozen=True)
+class AlongTensor:
+    """Counts of what the processes of `tensor` exchange for a model that is split over them."""
+
+    num_features: float
+    """Numbers of a place that are exchanged both ways; what is gathered or summed into parts one way only is half."""
+    num_sums: int
+    """Numbers of a place that are summed, in fp32, so that all have the sum; in one way."""
+    num_copied: int
+    """Parameters that are trained and that each process has a copy of."""
+    num_moved: float = 0.0
+    """Numbers of matrices that a process sends for a micro batch."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bytes that one process sends in a step, axis by axis: closed formulas, without torch.
+"""Bytes that one process sends in a step, axis by axis, as closed formulas.
 
 Of W processes each sends (W - 1) / W of a vector to gather its parts or to sum them in parts, and twice that to have
 the whole sum everywhere. What is sharded over S processes and copied over R of them (fsdp: Rajbhandari et al. 2020,
@@ -21,27 +21,20 @@ parameters are summed once a step, in fp32:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from helpers.tensor_traffic import AlongTensor, Traffic, traffic_of
+from torch import nn
+
+from kftrain.data.order import BatchPlan
+from kftrain.parallel.formats import DTYPES
+from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
 from kftrain.parallel.strategies import Exchange, Strategy, sharding_of
 
 SUM_BYTES = 4
 """Bytes of a number that is summed over `tensor`: of a gradient, or of a cross-entropy."""
-
-
-@dataclass(frozen=True)
-class AlongTensor:
-    """Counts of what the processes of `tensor` exchange for a model that is split over them."""
-
-    num_features: float
-    """Numbers of a place that are exchanged both ways; what is gathered or summed into parts one way only is half."""
-    num_sums: int
-    """Numbers of a place that are summed, in fp32, so that all have the sum; in one way."""
-    num_copied: int
-    """Parameters that are trained and that each process has a copy of."""
-    num_moved: float = 0.0
-    """Numbers of matrices that a process sends for a micro batch."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +81,35 @@ def _count_along_tensor(shape: Shape, step: Step, split: AlongTensor) -> float:
 def _share_sent(size: int) -> float:
     """Return the share of a vector that is not a process's own part, where each of `size` has one."""
     return (size - 1) / size
+
+
+def bytes_of_step(
+    shape: Shape,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    model: nn.Module,
+    plan: BatchPlan,
+    split_logits: bool,
+    recomputed: Sequence[str] = (),
+) -> dict[str, float]:
+    """Axis -> bytes that a process sends along it in a step; 0 where a model does not tell how long its sequences are.
+
+    `model`: before it is spread. `split_logits`: whether the task takes them. `recomputed`: names of blocks. Raises
+    ConfigError where the model cannot be split.
+    """
+    compute, reduce = DTYPES[precision.compute].itemsize, DTYPES[precision.reduce].itemsize
+    parameters = list(model.parameters())
+    size, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
+    split: Traffic | None = None
+    if shape.tensor > 1:
+        split = traffic_of(model, shape.tensor, parallel.sequence_parallel, split_logits, recomputed)
+        size, trained = split.num_parameters, split.num_trained
+    step = Step(
+        compute * size,
+        reduce * trained,
+        plan.num_micro_batches,
+        split.split if split and split.num_places else None,
+        plan.micro_batch_rows * (split.num_places or 0) if split else 0,
+        compute,
+    )
+    return bytes_sent(shape, parallel.stage, parallel.exchange, step)
