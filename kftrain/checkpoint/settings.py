@@ -10,27 +10,27 @@ from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 
 class CheckpointConfig(Section):
-    """When state is saved and how much of it is kept."""
+    """Checkpoints: how often they are written, and which are kept."""
 
     interval_steps: KeepsTraining[Count] = 100
     """Steps between checkpoints; the last step is always saved."""
     interval_seconds: KeepsTraining[Annotated[float, Field(ge=0)]] = 0.0
-    """A checkpoint is also due when so much time has passed since the last one was begun; 0: by steps alone."""
+    """Time between the starts of two checkpoints, in addition to `interval_steps`; 0 counts steps only."""
     keep_last: KeepsTraining[Count] = 2
-    """Committed checkpoints that are kept."""
+    """Number of the newest checkpoints to keep."""
     keep_every: KeepsTraining[Amount] = 0
-    """A checkpoint is also made at each multiple of this step, and kept for good; 0: none."""
+    """Checkpoints at multiples of this step are also written, and never deleted; 0 disables this."""
     keep_best: KeepsTraining[str] = ""
-    """A metric of the periodic evaluation. The checkpoint with its best value is kept whatever `keep_last` says, and is
-    the one that is exported, evaluated and registered; empty: the last one is."""
+    """Metric of the periodic evaluation that chooses the best checkpoint. That checkpoint is kept whatever `keep_last`
+    says, and is the one to be exported, evaluated and registered. Empty: the last checkpoint is chosen."""
     keep_best_goal: KeepsTraining[Literal["minimize", "maximize"] | None] = None
-    """Which direction of it is better; empty: as `registry.goal` where that is of the same metric, and less of what the
-    task calls its loss."""
+    """Better direction of that metric. Empty: the direction of `registry.goal` if that is for the same metric, and
+    `minimize` for the task's loss."""
     asynchronous: KeepsTraining[bool] = True
-    """Write in the background while training goes on."""
+    """Write checkpoints in the background while training continues."""
     max_failed_saves: KeepsTraining[Amount] = 3
-    """Checkpoints in a row that may fail to be written (a full disk, a storage that is away) while training goes on;
-    one more ends the attempt, to be tried again (138). The last one of a training must not fail."""
+    """Checkpoints in a row that may fail to be written (full disk, unreachable storage) while training continues. One
+    more ends the attempt as retryable (138), and so does a failure of the last checkpoint of a training."""
     timeout_seconds: KeepsTraining[Annotated[float, Field(gt=0)]] = 3600.0
-    """How long one checkpoint may take to be written. If it takes longer, storage hangs, and the attempt ends, to be
-    tried again (138)."""
+    """Time limit for writing one checkpoint. A slower write counts as hanging storage and ends the attempt as retryable
+    (138)."""

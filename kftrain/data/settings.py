@@ -23,12 +23,12 @@ from kftrain.settings.section import (
 )
 
 MAX_WINDOW_SAMPLES = 1 << 22
-"""The table of a window takes 8 bytes for each, and is sorted within a second or two."""
+"""Most samples to shuffle at a time: the table takes 8 bytes for each, and is sorted within a second or two."""
 
 DEFAULT_SOURCE = "stdlib"
 
 CONTENT_KEY = "*"
-"""As `data.key`: a record is known by all that it holds."""
+"""Value of `data.key`: a record's content identifies it."""
 
 Weight = Annotated[float, Field(ge=0.0)]
 
@@ -37,25 +37,27 @@ ChangesMixture = Annotated[Value, Effect(changes_training=True, counted_as="data
 
 
 class WindowConfig(Section):
-    """Which part of a source is read: what lies between two instants. A schedule fills in `start` and `end`."""
+    """Part of a source to read: what lies between two instants. A schedule fills in `start` and `end`."""
 
     by: ChangesDataset[Literal["none", "path", "modified", "column"]] = "none"
-    """What says the time: dates in paths (`date=2026-11-21/`, `hour=05/`, or `year=2026/month=11/day=21/`), when a file
-    was changed, or a field of each record; `none`: everything is read."""
+    """Origin of the time of a record: `path`, dates in paths (`date=2026-11-21/`, `hour=05/`, or
+    `year=2026/month=11/day=21/`); `modified`, the change of its file; `column`, a field of it; `none` reads
+    everything."""
     start: ChangesDataset[str] = ""
-    """The first instant, as in RFC 3339: `2026-11-14T00:00:00Z`."""
+    """First instant of the window, as in RFC 3339: `2026-11-14T00:00:00Z`."""
     end: ChangesDataset[str] = ""
-    """The first instant after it. A day or an hour belongs to the window in which it ends."""
+    """First instant after the window. A day or an hour belongs to the window in which it ends."""
     column: ChangesDataset[str] = ""
-    """The field of a record that holds its time; of paths the name of the date, where it is not `date`."""
+    """Field of a record that holds its time; for paths the name of the date, if it is not `date`."""
     number_unit: ChangesDataset[Literal["", "seconds", "milliseconds", "microseconds", "nanoseconds"]] = ""
-    """Of times that are numbers, counted from 1970; empty: they are refused."""
+    """Unit of times that are numbers, counted from 1970; empty refuses numbers."""
     time_zone: ChangesDataset[str] = ""
-    """Of dates and times that name none, as `Europe/Berlin`. Empty: UTC in paths; in a column they are refused."""
+    """Zone of dates and times that name none, such as `Europe/Berlin`. Empty: UTC in paths; refused in a column."""
     watermark: ChangesDataset[Annotated[str, Field(pattern=r"^$|/\d{1,12}\.json$")]] = ""
-    """Filled in by a schedule whose windows follow each other: what says what was trained on before this one."""
+    """File that lists what was trained on before this window. A schedule whose windows follow each other fills it
+    in."""
     late_from: ChangesDataset[str] = ""
-    """Filled in with it: files from here on that are not named there are read, too, though they lie before `start`."""
+    """Instant from which files before `start` are also read if `watermark` does not list them. Filled in with it."""
 
     @field_validator("start", "end", "late_from")
     @classmethod
@@ -83,23 +85,23 @@ class WindowConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether there is a window at all."""
+        """True if there is a window at all."""
         return self.by != "none"
 
     def window(self) -> TimeWindow:
-        """Its instants. Raises ConfigError where nobody has filled them in."""
+        """Return the window's instants. Raises ConfigError if nobody has filled them in."""
         if not self.start:
             fix = "a schedule sets both; without one, set data.window.start and data.window.end"
             raise ConfigError("the window has no start and no end", where="data.window", value=self.by, fix=fix)
         return TimeWindow.parse(self.start, self.end)
 
     def placed(self, window: TimeWindow) -> WindowConfig:
-        """The same, for another window and nothing beside it."""
+        """Return a copy for another window, without a watermark."""
         ends = {"start": utc_text(window.start), "end": utc_text(window.end)}
         return self.model_copy(update={**ends, "watermark": "", "late_from": ""})
 
     def zone(self) -> tzinfo | None:
-        """Of times that name none."""
+        """Return the zone of times that name none; None if such times are refused."""
         return zone_of(self.time_zone) if self.time_zone else UTC if self.by == "path" else None
 
 
@@ -107,42 +109,42 @@ class ComponentConfig(Section):
     """One dataset of a mixture."""
 
     name: ChangesMixture[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]]
-    """In reports and metrics."""
+    """Name in reports and metrics."""
     source: ChangesDataset[str]
-    """As `data.source`."""
+    """Source of the dataset, like `data.source`."""
     weight: ChangesMixture[Weight] = 1.0
-    """Its share of the samples of training is this over the sum of all weights."""
+    """Weight: the share in the training samples is this over the sum of all weights."""
     text_field: ChangesDataset[str] = ""
-    """As `data.text_field`, where it is another one."""
+    """Field that holds the text, if it differs from `data.text_field`."""
     windowed: ChangesDataset[bool] = True
-    """Whether `data.window` holds for it, if there is one; else all of it is read."""
+    """Read only `data.window` of it, if there is a window; false reads all of it."""
 
 
 NEW, REPLAYED = "new", "replay"
-"""Names of the components where data from before the window is seen again."""
+"""Names of the two components of a replay: data of the window, and data from before it."""
 
 
 class ReplayConfig(Section):
     """Data from before the window, seen again beside it: a mixture of the components `new` and `replay`."""
 
     windows: ChangesMixture[Amount] = 0
-    """So many windows as long as the one that is read, right before it; 0: nothing is seen again."""
+    """Number of windows to see again, as long as the one that is read and right before it; 0 disables the replay."""
     weight: ChangesMixture[Annotated[float, Field(gt=0.0)]] = 1.0
-    """Of the samples from before, where the new ones have 1: their share is this over 1 + this."""
+    """Weight of the replayed samples, where new ones have 1: their share is this over 1 + this."""
     is_empty: ChangesMixture[bool] = False
-    """Filled in when the run is opened: there is nothing before the window, so all samples are new."""
+    """True if there is nothing before the window, so that all samples are new. Filled in when the run is opened."""
 
 
 class DriftConfig(Section):
-    """What the shard step compares the new data with, and what it calls a change."""
+    """Comparison of the new data with earlier data in the shard step, and the bounds of what counts as a change."""
 
     against: KeepsTraining[str] = "previous"
-    """`previous`: the dataset before of the same source, or what is seen again beside the window; `none`; or the URI of
-    a run or a dataset."""
+    """Data to compare with: `previous`, the previous dataset of the same source, or the replayed data beside the
+    window; `none`; or the URI of a run or a dataset."""
     some: KeepsTraining[Annotated[float, Field(gt=0.0)]] = 0.1
-    """Population stability index from which on a distribution has changed to some extent, if chance gives less."""
+    """Population stability index from which a distribution has changed to some extent, if chance gives less."""
     large: KeepsTraining[Annotated[float, Field(gt=0.0)]] = 0.25
-    """The index from which on it has changed largely."""
+    """Population stability index from which a distribution has changed largely."""
 
     @model_validator(mode="after")
     def _check(self) -> DriftConfig:
@@ -155,80 +157,82 @@ class PhaseConfig(Section):
     """Other weights of a mixture, from a step on."""
 
     first_step: ChangesMixture[Count]
-    """The first step with these weights."""
+    """First step with these weights."""
     weights: ChangesMixture[dict[str, Weight]]
-    """Of each component, by name; 0 pauses it."""
+    """Weight of each component, by name; 0 pauses it."""
 
 
 class DataConfig(Section):
-    """Where samples come from and how they are sharded and read."""
+    """Data: where samples come from, and how they are sharded, shuffled and read."""
 
     source: ChangesDataset[str] = DEFAULT_SOURCE
-    """`stdlib`, `digits`, `module:attr`, or text, .jsonl, .parquet, .tar, class folders of images, a saved dataset."""
+    """Source of the records: `stdlib`, `digits`, a `module:attr` of your own, or files: text, .jsonl, .parquet, .tar,
+    class folders of images, a saved dataset."""
     mixture: ChangesMixture[tuple[ComponentConfig, ...]] = ()
-    """Instead of a source, several of them: each with a `name`, a `source`, a `weight` and, if it has another one, its
-    `text_field`. Each is sharded by itself and seen exactly once in each epoch of its own."""
+    """Several datasets instead of one source. Each is sharded by itself, and all of it is seen exactly once in each of
+    its own epochs."""
     mixture_phases: ChangesMixture[tuple[PhaseConfig, ...]] = ()
-    """Other weights from a step on: each with `first_step` and `weights`, by name."""
+    """Changes of the weights of the mixture from a step on."""
     window: WindowConfig = WindowConfig()
-    """Which part of the source is read."""
+    """Part of the source to read."""
     replay: ReplayConfig = ReplayConfig()
-    """What is seen again of the time before."""
+    """Data from before the window to see again."""
     drift: DriftConfig = DriftConfig()
-    """What the new data is compared with."""
+    """Comparison of the new data with earlier data."""
     shards: ChangesDataset[Literal["write", "adopt"]] = "write"
-    """`adopt`: WebDataset shards are read where they are, nothing is copied, and the task decodes what it reads."""
+    """`write` makes shards from the source; `adopt` reads existing WebDataset shards where they are, without a copy,
+    and the task decodes them."""
     fields: ChangesDataset[dict[str, Annotated[tuple[str, ...], Field(min_length=1)]]] = Field(default_factory=dict)
-    """Of adopted shards: field -> the extensions that it may have; empty: one field for each kind of file."""
+    """Fields of adopted shards: field -> the file extensions that it may have; empty: one field per kind of file."""
     max_incomplete_samples: ChangesDataset[Amount] = 0
-    """Of adopted shards: so many samples that lack a file of a field are left out; one more is an error."""
+    """Samples of adopted shards that may be left out because they lack a file of a field; one more is an error."""
     text_field: ChangesDataset[str] = "text"
-    """Of records with fields (JSON lines, tables): the one that holds the text."""
+    """Field that holds the text, for records with fields (JSON lines, tables)."""
     key: ChangesDataset[str] = ""
-    """Column that says which record it is; `*`: its content. Empty: of lines and rows it is the content, or the number
-    where a release before has begun the dataset."""
+    """Column that identifies a record; `*`: its content. Empty: lines and rows are identified by their content, or by
+    their number if an earlier release began the dataset."""
     group: ChangesDataset[str] = ""
-    """Column of which all records of one value are on one side of the split, and one unit of the bootstrap."""
+    """Column whose records of one value stay on one side of the split, and are one unit of the bootstrap."""
     stratify: ChangesDataset[str] = ""
-    """Column of whose values each has the same share held out, as counted when the source is sharded first."""
+    """Column of whose values each has the same share held out, as counted when the source is first sharded."""
     shard_size_bytes: ChangesDataset[Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)]] = 64_000_000
     """Target size of one shard."""
     part_size_bytes: ChangesDataset[Annotated[int, Field(ge=1 << 16, le=MAX_INTEGER)]] = 64_000_000
-    """Target size of the parts of the source that are encoded by themselves: data that is added changes one of them."""
+    """Target size of the parts of the source that are encoded independently: added data changes only one of them."""
     processes: KeepsTraining[Amount] = 0
-    """Processes that encode parts at the same time; 0: one for each CPU of the machine. The result is the same."""
+    """Processes that encode parts at the same time; 0: one per CPU. The result does not depend on it."""
     validation_fraction: ChangesDataset[Annotated[float, Field(gt=0.0, lt=1.0)]] = 0.05
-    """Share of the records that is held out, chosen by a hash of each record's key: it stays when data is added."""
+    """Share of the records to hold out, chosen by a hash of each record's key: the choice stays when data is added."""
     verify: KeepsTraining[Literal["first_use", "everything", "size"]] = "first_use"
-    """When a shard is hashed: in the background from its first use, before the first step, or never. Sizes always are
-    checked before the first step. `sha256`, as releases before called it, reads as `everything`."""
+    """Time at which shards are hashed: `first_use`, in the background; `everything`, before the first step; `size`,
+    never. Sizes are always checked before the first step. `sha256` is an older name of `everything`."""
     cache_dir: KeepsTraining[str] = ""
-    """Folder of a node for what it remembers and keeps of shards; empty: one for temporary files."""
+    """Folder of a node for kept shards and for which ones were hashed; empty: a folder for temporary files."""
     cache_bytes: KeepsTraining[Amount] = 0
-    """Of shards of an object store that a node keeps, fetched in the background while they are read in ranges; what
-    was not read for the longest time goes. 0: none, they are read in ranges only."""
+    """Size of a node's cache of shards from an object store. The node fetches them in the background while it reads
+    them in ranges, and drops those unused for longest. 0: no cache, shards are read in ranges only."""
     shuffle_range_samples: ChangesTraining[Count] = 1024
-    """So many samples that follow each other in the dataset stay near each other; these ranges are shuffled over the
-    whole epoch. Smaller ones shuffle better and are read from more places."""
+    """Consecutive samples of the dataset that stay near each other. These ranges are shuffled over the whole epoch;
+    smaller ones shuffle better and are read from more places."""
     shuffle_window_ranges: ChangesTraining[Count] = 64
-    """Samples are mixed over this many ranges at a time."""
+    """Number of ranges over which samples are mixed at a time."""
     length_group_batches: Annotated[Amount, Effect(changes_training=True, added="0.2")] = 0
-    """So many batches at a time are sorted by the bytes of their samples, so that those of a batch are of near length:
-    for a task whose `batch` cuts padding off. 0: not."""
+    """Batches to sort at a time by the bytes of their samples, so that samples of similar length share a batch; for a
+    task whose `batch` cuts padding off. 0 does not sort."""
     shuffle_window_shards: Annotated[
         Count | None, Effect(changes_training=True, counted_as="data.shuffle_window_shards")
     ] = None
     """Of a run that release 0.1 began, whose order followed the shards: that release finishes it. Refused elsewhere."""
     prefetch_batches: KeepsTraining[Literal["auto"] | Amount] = 2
-    """Steps whose samples are read ahead in the background; 0 reads in the training thread; `auto`: 2 at first, and one
-    more each time that the training has waited for data, up to 16 and 1 GiB of rows in each process."""
+    """Steps whose samples are read ahead in the background; 0 reads in the training thread. `auto` begins with 2 and
+    adds one each time that training has waited for data, up to 16, and to 1 GiB of rows in each process."""
     workers: KeepsTraining[Literal["auto"] | Amount] = "auto"
-    """Who reads and decodes, for each training process; `auto`: the CPUs that it has beside its own where the task
-    decodes, else 0, the thread that makes the batches."""
+    """Workers that read and decode for each training process; 0: the thread that makes the batches. `auto`: one for
+    each further CPU of the process if the task decodes, else 0."""
     worker_kind: KeepsTraining[Literal["threads", "processes"]] = "threads"
-    """`processes`: for a task whose `decode` holds Python's lock (GIL); samples that are not decoded need none."""
+    """Kind of these workers; `processes` is for a task whose `decode` holds Python's lock (GIL)."""
     max_bad_samples: KeepsTraining[Amount] = 0
-    """Samples of each split that may be left out because they cannot be decoded; with one more the run fails (11)."""
+    """Samples of each split that may be left out because they cannot be decoded; one more fails the run (11)."""
 
     @field_validator("verify", mode="before")
     @classmethod
@@ -237,13 +241,13 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> dict[str, str]:
-        """Key of the configuration -> source, of all that there are."""
+        """Every source, by its key in the configuration."""
         if not self.mixture:
             return {"data.source": self.source}
-        return {f"data.mixture[{number}].source": each.source for number, each in enumerate(self.mixture)}
+        return {f"data.mixture[{number}].source": component.source for number, component in enumerate(self.mixture)}
 
     def of_component(self, component: ComponentConfig) -> DataConfig:
-        """The same for one dataset of the mixture alone."""
+        """Return a copy for one dataset of the mixture alone."""
         text_field = component.text_field or self.text_field
         window = self.window if component.windowed else WindowConfig()
         if component.name == REPLAYED and self._has_replay:
@@ -253,18 +257,18 @@ class DataConfig(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Setting -> column, of those that say which record it is and how it is split."""
+        """Columns that identify a record and decide its split, by the name of the setting."""
         return {name: value for name in ("key", "group", "stratify") if (value := getattr(self, name))}
 
     @property
     def windowed_sources(self) -> list[str]:
-        """The sources that the window is of."""
-        own = [each.source for each in self.mixture if each.windowed] if self.mixture else [self.source]
+        """Sources that the window applies to."""
+        own = [part.source for part in self.mixture if part.windowed] if self.mixture else [self.source]
         return list(dict.fromkeys(own))
 
     @property
     def components(self) -> tuple[ComponentConfig, ...]:
-        """The datasets of the mixture, or the window and what is seen again beside it; empty for one dataset."""
+        """Datasets of the mixture, or the window and the data replayed beside it; empty for a single dataset."""
         if not self._has_replay:
             return self.mixture
         replayed = ComponentConfig(name=REPLAYED, source=self.source, weight=self.replay.weight)
@@ -302,7 +306,7 @@ class DataConfig(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return the keys that count when trainings are compared, and of a mixture the names and weights."""
+        """Return the keys that count when trainings are compared, with the names and weights of a mixture."""
         if not self.components:
             return super().identity()
         first_steps = [0, *(phase.first_step for phase in self.mixture_phases)]
@@ -311,9 +315,9 @@ class DataConfig(Section):
         return {**super().identity(), "mixture": names, "mixture_weights": [[step, *row] for step, row in phases]}
 
     def mixture_weights(self) -> list[tuple[float, ...]]:
-        """Weights of the components, in their order, of each phase."""
+        """Return the weights of the components, in their order, for each phase."""
         components = self.components
-        later = [tuple(phase.weights[each.name] for each in components) for phase in self.mixture_phases]
+        later = [tuple(phase.weights[component.name] for component in components) for phase in self.mixture_phases]
         return [tuple(component.weight for component in components), *later]
 
     @model_validator(mode="after")

@@ -11,32 +11,32 @@ from kftrain.settings.section import Amount, Count, KeepsTraining, Section
 
 
 class EvaluateConfig(Section):
-    """How the trained model is measured."""
+    """Evaluation of the model: quick ones while training, and the full one of the trained model."""
 
     interval_steps: KeepsTraining[Amount] = 200
-    """Steps between quick evaluations on the first validation samples while training; 0: none."""
+    """Steps between quick evaluations on the first validation samples while training; 0 disables them."""
     max_interval_samples: KeepsTraining[Count] = 256
-    """Samples of a quick evaluation."""
+    """Maximum number of samples in a quick evaluation."""
     batch_size: KeepsTraining[Count] = 32
     """Samples per forward pass.
 
     Batches are cut from the data, not from the number of processes: results are the same on any number.
     """
     layout: KeepsTraining[Literal["auto", "training", "copies"]] = "auto"
-    """How the model is spread over the processes: `training` as the section `parallel` says, `copies` not at all;
-    `auto` copies weights of up to 1 GiB, which is faster, and spreads larger ones. A model that cannot be spread so is
-    sharded over all processes, or copied, and a line says so."""
+    """Layout of the model over the processes. `training` uses the section `parallel`; `copies` gives each process the
+    whole model; `auto` copies weights of up to 1 GiB, which is faster, and shards larger ones. A model that does not
+    allow its layout is sharded over all processes, or copied, and a line of the log says so."""
     num_bootstrap: KeepsTraining[Annotated[int, Field(ge=100, le=MAX_INTEGER)]] = 1000
-    """Resamples behind each confidence interval."""
+    """Number of bootstrap resamples for each confidence interval."""
     num_examples: KeepsTraining[Annotated[int, Field(ge=0, le=12)]] = 6
-    """Samples that reports show: so many spread over the data, so many of the largest loss; 0: nothing of the data."""
+    """Number of samples that reports show: this many spread over the data, and this many with the largest loss; 0 shows
+    no data."""
     reference: KeepsTraining[str] = ""
-    """A second dataset, always the same: its manifest.json, its folder of shards, or a run that has it. Champion and
-    challenger are measured on its validation split, too, and the gate asks for no regression there. Empty: none."""
+    """A second, fixed dataset: its manifest.json, its folder of shards, or a run that has it. Champion and challenger
+    are also measured on its validation split, and the gate requires that there is no regression. Empty: none."""
     metrics: KeepsTraining[tuple[str, ...]] = ()
-    """Further metrics, `module:attr` each: a function from the task's sums to metrics, as `Task.metrics`."""
+    """Additional metrics, each a `module:attr`: a function from the task's sums to metrics, like `Task.metrics`."""
     num_latency_passes: KeepsTraining[Annotated[int, Field(ge=0, le=10000)]] = 30
-    """Forward passes by which latency and memory are measured, each once with one sample and once with a batch; 0: none
-    are."""
+    """Forward passes that measure latency and memory, with one sample and again with a batch; 0 measures neither."""
     cpu_threads: KeepsTraining[Count] = 1
-    """Threads of one process on a CPU; fixed, because the order of floating-point sums depends on it."""
+    """CPU threads per process; fixed, because the order of floating-point sums depends on it."""

@@ -32,24 +32,25 @@ VariableName = Annotated[str, AfterValidator(_require_free)]
 
 
 class LaunchConfig(Section):
-    """Where training and evaluation jobs run."""
+    """Training and evaluation jobs: where they run, and on how many machines."""
 
     backend: KeepsTraining[BackendName] = "local"
-    """`local`: processes of this machine; `pytorchjob`: pods of the Kubeflow training operator."""
+    """Place of the processes: `local`, this machine; `pytorchjob`, pods of the Kubeflow training operator."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """The pods of a job; the local backend has none."""
     nodes: KeepsTraining[Count] = 1
-    """Machines of one job."""
+    """Number of machines for one job."""
     processes_per_node: KeepsTraining[Literal["auto"] | Count] = "auto"
-    """Processes on each; `auto`: one per GPU, or 2 without any. A cluster's GPUs are `kubernetes.gpus_per_node`."""
+    """Processes on each machine; `auto`: one per GPU, or 2 without GPUs. For a cluster the GPUs are
+    `kubernetes.gpus_per_node`."""
     environment: KeepsTraining[dict[VariableName, str]] = Field(default={})
-    """Further variables of the environment of the workers, such as `NCCL_DEBUG`. Those that kftrain sets are refused,
-    and so are those with credentials: they come from secrets."""
+    """Additional environment variables of the workers, such as `NCCL_DEBUG`. Variables that kftrain sets are refused,
+    and so are credentials: they come from secrets."""
     max_restarts_without_progress: KeepsTraining[Amount] = 3
     """Attempts in a row that may fail without a new checkpoint before the job is given up."""
     timeout_seconds: KeepsTraining[Annotated[float, Field(gt=0)]] = 600.0
-    """How long a process may wait for another one in a collective operation; one that nobody on its node waits for may
-    take twice as long between two. A hang ends the attempt."""
+    """Time that a process may wait for another one in a collective operation; a longer wait is a hang and ends the
+    attempt. A process that no other one on its node waits for may take twice as long between two operations."""
 
     @property
     def is_remote(self) -> bool:

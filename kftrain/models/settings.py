@@ -6,7 +6,7 @@ from kftrain.settings.section import ChangesTraining, Plugin
 
 
 class ModelConfig(Plugin):
-    """The network. Further keys belong to the model."""
+    """The network. Further keys are the model's own options."""
 
     kind: ChangesTraining[str] = "transformer"
-    """`transformer`, `vision_transformer`, or a user's `module:attr`."""
+    """Network to train: `transformer`, `vision_transformer`, or `module:attr` of your own."""

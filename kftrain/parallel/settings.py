@@ -1,4 +1,4 @@
-"""The sections `parallel` and `precision`: how the model is spread over processes, and in which numbers it computes."""
+"""The sections `parallel` and `precision`: layout of the model over processes, and its number formats."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ NOT_OFFERED = {
     "pipeline": "models are not cut into stages yet",
     "expert": "the experts of a layer cannot be spread over processes yet",
 }
-"""Axis -> why more than one process along it is refused."""
+"""Mesh axis -> reason for refusing more than one process along it."""
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are spread over processes: sizes of the axes of the mesh."""
+    """Layout of the model and the batch over processes: a strategy, and the sizes of the mesh's axes."""
 
     strategy: KeepsTraining[Strategy] = "fsdp"
-    """What is sharded over the processes: `ddp` nothing, `zero1` the optimizer's state, `zero2` the gradients as well,
-    `fsdp` the parameters as well (ZeRO-3); `auto` takes the first of zero1, zero2 and fsdp whose state fits into half
-    of a device's memory. All compute the same."""
+    """State to shard over the processes: `ddp` shards nothing, `zero1` the optimizer's state, `zero2` the gradients as
+    well, `fsdp` the parameters as well (ZeRO-3). `auto` takes the first of zero1, zero2 and fsdp whose state fits into
+    half of a device's memory. All compute the same."""
     exchange: KeepsTraining[Exchange] = "step"
-    """When `fsdp` exchanges gradients where a step has several micro batches. `step`: once, and until then each process
-    has the sum of all of its own; `micro_batch`: after each, which costs traffic and saves that memory. The other
-    strategies say it themselves."""
+    """Gradient exchange of `fsdp` in a step of several micro batches. `step`: once, until when each process keeps the
+    sum of its own gradients; `micro_batch`: after each, which saves that memory and costs traffic. With the other
+    strategies it follows from the strategy."""
     offload: KeepsTraining[bool] = False
-    """Keep parameters, gradients and optimizer state in the host's pinned memory, and update them there. Needs GPUs,
+    """Keep parameters, gradients and optimizer state in the host's pinned memory, and update them there. Needs GPUs
     and a strategy that shards."""
     shard: KeepsTraining[Annotated[int, Field(ge=-1, le=MAX_INTEGER)]] = -1
-    """Processes that one copy of the state is sharded over; -1: all that `replicate` leaves."""
+    """Processes that share one copy of the state; -1: all that `replicate` leaves."""
     replicate: KeepsTraining[Count] = 1
-    """Copies of the sharded state (hybrid sharding). `ddp` replicates over all processes whatever stands here."""
+    """Copies of the sharded state (hybrid sharding). `ddp` ignores it and replicates over all processes."""
     context: KeepsTraining[Count] = 1
-    """Parts of a sequence. More than 1 is refused for now."""
+    """Processes that split each sequence; more than 1 is refused for now."""
     tensor: KeepsTraining[Count] = 1
-    """Processes that split each matrix of the model, which must say how; they read the same samples."""
+    """Processes that split each matrix of the model (tensor parallelism); they read the same samples. The model must
+    provide a `tensor_plan`."""
     sequence_parallel: KeepsTraining[bool] = True
-    """With `tensor`: between its matrices each process computes a part of the sequence, which saves memory there."""
+    """With `tensor`: between the split matrices each process computes a part of the sequence, which saves memory."""
     pipeline: KeepsTraining[Count] = 1
-    """Stages of consecutive blocks. More than 1 is refused for now."""
+    """Stages of consecutive blocks (pipeline parallelism); more than 1 is refused for now."""
     expert: KeepsTraining[Count] = 1
-    """Parts of the experts of a layer. More than 1 is refused for now."""
+    """Processes that share the experts of a layer; more than 1 is refused for now."""
     reshard_after_forward: KeepsTraining[bool] = True
-    """The older way to write a strategy: `fsdp` with false is `zero1`."""
+    """Older spelling of a strategy: `fsdp` with false is `zero1`."""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_offered(self) -> ParallelConfig:
@@ -69,11 +70,11 @@ class ParallelConfig(Section):
 
     @property
     def stage(self) -> Strategy:
-        """The strategy, also where it is written in the older way."""
+        """The strategy; `fsdp` without `reshard_after_forward` is `zero1`."""
         return "zero1" if self.strategy == "fsdp" and not self.reshard_after_forward else self.strategy
 
     def shape(self, num_processes: int) -> Shape:
-        """The mesh of so many processes. Raises ConfigError where the sizes do not multiply to them."""
+        """Return the mesh of this many processes. Raises ConfigError if the sizes do not multiply to it."""
         replicate, shard, tensor = self.replicate, self.shard, self.tensor
         if self.strategy == "ddp":
             replicate, shard = max(1, num_processes // tensor), 1
@@ -90,14 +91,15 @@ class ParallelConfig(Section):
         return Shape(replicate=replicate, shard=shard, tensor=tensor)
 
     def require_fitting(self, sizes: Mapping[str, int]) -> None:
-        """Raises ConfigError where `tensor` does not divide a size of the model: option -> size."""
+        """Raise ConfigError if `tensor` does not divide a size of the model: option -> size."""
         require_equal_sizes(sizes, self.tensor, self.sequence_parallel)
 
 
 class PrecisionConfig(Section):
-    """Number formats. The master weights are always fp32."""
+    """Number formats of training. The master weights are always fp32."""
 
     compute: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
-    """Format of the forward and backward pass; `bf16` casts weights and what enters the model or a block."""
+    """Format of the forward and backward pass; `bf16` casts the weights and the inputs of the model and of its
+    blocks."""
     reduce: ChangesTraining[Literal["fp32", "bf16"]] = "fp32"
     """Format in which gradients are summed over micro batches and processes."""

@@ -26,28 +26,28 @@ class Policy(Section):
     """The keys that `schedule.yaml` and a run's section share: when a schedule is due and what its runs do."""
 
     cron: KeepsTraining[str] = ""
-    """When it is due: second minute hour day month weekday."""
+    """Times at which the schedule is due: second minute hour day month weekday."""
     time_zone: KeepsTraining[str] = "UTC"
-    """Whose clock `cron` reads, e.g. `Europe/Berlin`."""
+    """Time zone of `cron`, e.g. `Europe/Berlin`."""
     window: KeepsTraining[Literal["", "since_last_trained"]] = ""
-    """`since_last_trained`: a run reads what no training before it has; the default where `data.window.by` is set, and
-    neither `window_hours` nor `data.window.start`."""
+    """`since_last_trained`: a run reads what no earlier training has read. This is the default if `data.window.by` is
+    set, and neither `window_hours` nor `data.window.start`."""
     window_hours: KeepsTraining[Hours] = 0
-    """Length of a window of data (`data.window`) that slides: each 24 are a day of the time zone, though its clock
-    changes, what is left are hours. 0: it does not slide."""
+    """Length of a sliding window of data (`data.window`); 0 does not slide. Each 24 hours count as a day of the time
+    zone, even if its clock changes; the rest are hours."""
     window_start: KeepsTraining[str] = ""
-    """Since the last training: data from before this instant is never read; empty: the first run reads everything."""
+    """Instant before which `since_last_trained` never reads data; empty: the first run reads everything."""
     max_window_hours: KeepsTraining[Hours] = 0
-    """Since the last training: a longer window, but for a first one without `window_start`, ends so long after its
-    start, and the next run goes on there; 0: none does."""
+    """Maximum length of a window since the last training: a longer one is cut, and the next run continues there. A
+    first window without `window_start` is not cut. 0: no maximum."""
     settle_hours: KeepsTraining[Hours] = 0
-    """A window ends so long before the run was due: time for data to arrive."""
+    """Time between the end of a window and the moment when the run is due: time for data to arrive."""
     skip_unchanged: KeepsTraining[bool] = True
-    """A run that would train what its predecessor has trained ends at once, and registers nothing."""
+    """End a run at once, without registering a model, if it would train what its predecessor has trained."""
     pause_after_failures: KeepsTraining[Amount] = 3
-    """So many failures in a row pause the schedule; 0: none does."""
+    """Failures in a row that pause the schedule; 0: it is never paused."""
     alert_over_http: KeepsTraining[bool] = False
-    """Alerts may go to a URL that is not https."""
+    """Allow alerts to a URL that is not https."""
 
     @property
     def first(self) -> datetime:
@@ -61,10 +61,10 @@ class ScheduleConfig(Policy):
     name: KeepsTraining[Annotated[str, Field(pattern=rf"^$|{NAME}")]] = ""
     """Name of the schedule; empty: the run belongs to none."""
     trigger: KeepsTraining[Literal["cron", "manual", "backfill"]] = "cron"
-    """What has started the run: the schedule, `kftrain schedule run-now` or `backfill`. Only the first one is skipped
-    where a run was started for the same instant before."""
+    """Origin of the run: the schedule, `kftrain schedule run-now` or `backfill`. Only a run of the schedule is skipped
+    if an earlier run was started for the same instant."""
     instant: KeepsTraining[str] = ""
-    """When the run was due, in UTC (`2026-11-22T02:00:00Z`); empty: the last time before it was created."""
+    """Moment when the run was due, in UTC (`2026-11-22T02:00:00Z`); empty: the last due time before it was created."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:

@@ -6,7 +6,7 @@ from kftrain.settings.section import ChangesTraining, Plugin
 
 
 class TaskConfig(Plugin):
-    """What is learned. Further keys belong to the task."""
+    """The task: what is learned. Further keys are the task's own options."""
 
     kind: ChangesTraining[str] = "language_modeling"
-    """`language_modeling`, `image_classification`, or a user's `module:attr`."""
+    """Task to learn: `language_modeling`, `image_classification`, or `module:attr` of your own."""

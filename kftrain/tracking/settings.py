@@ -6,13 +6,13 @@ from kftrain.settings.section import KeepsTraining, Section
 
 
 class TrackingConfig(Section):
-    """Where runs and models are recorded."""
+    """The MLflow server that records runs and models."""
 
     uri: KeepsTraining[str] = "sqlite:///mlflow.db"
     """MLflow tracking URI: `sqlite:///…` or `http(s)://…`."""
     experiment: KeepsTraining[str] = ""
-    """Experiment name; empty: the run's name."""
+    """Name of the MLflow experiment; empty: the run's name."""
     kubeflow_url: KeepsTraining[str] = ""
-    """Address of the Kubeflow UI, for a tag that leads from MLflow to a pipeline run; `kftrain submit` fills it in."""
+    """Address of the Kubeflow UI; a tag in MLflow links to the pipeline run there. `kftrain submit` fills it in."""
     allow_credentials_over_http: KeepsTraining[bool] = False
-    """Send MLflow's password or token over plain http to another machine: only in a network of your own."""
+    """Send MLflow's password or token over plain http to another machine; use it only in a network of your own."""

@@ -15,7 +15,7 @@ SHORT_NAMES = {
     "wsd": "warmup_stable_decay",
     "inverse_sqrt": "warmup_inverse_sqrt",
 }
-"""What else a schedule may be called."""
+"""Short name of a schedule -> its name."""
 
 ChangesSince02 = Annotated[Value, Effect(changes_training=True, added="0.2")]
 ChangesStart = Annotated[Value, Effect(changes_training=True, counted_as="initial_weights")]
@@ -26,16 +26,16 @@ class ParameterGroup(Section):
     """Parameters with settings of their own."""
 
     pattern: ChangesTraining[Annotated[str, Field(min_length=1)]]
-    """Of their names, as `*.norm.*`: `*` stands for any text, `?` for one character. Of several groups whose pattern
-    fits the first one counts; one that fits no parameter is refused."""
+    """Pattern of the parameters' names, such as `*.norm.*`: `*` stands for any text, `?` for one character. The first
+    group whose pattern fits a parameter counts; a group that fits no parameter is refused."""
     learning_rate_scale: ChangesTraining[float] = 1.0
-    """Their learning rate as a multiple of that of the others."""
+    """Factor on the learning rate of these parameters."""
     weight_decay: ChangesTraining[Annotated[float, Field(ge=0.0)] | None] = None
-    """Of all of them, vectors, too; empty: as without the group."""
+    """Weight decay of these parameters, vectors included; empty: as without the group."""
     frozen: ChangesTraining[bool] = False
-    """They keep the values that they start with."""
+    """Keep the initial values of these parameters."""
     muon: ChangesTraining[bool | None] = None
-    """Whether the matrices among them are for `muon`; empty: those of the model's blocks are."""
+    """Update the matrices among these parameters with `muon`; empty: only those in the model's blocks."""
 
     @field_validator("learning_rate_scale")
     @classmethod
@@ -57,10 +57,10 @@ class OptimizerConfig(Section):
     kind: ChangesTraining[Literal["adamw", "sgd", "muon", "adafactor", "lamb"]] = "adamw"
     """The optimizer. `muon` updates the matrices of the model's blocks (no embeddings), and AdamW the rest."""
     learning_rate: ChangesTraining[Annotated[float, Field(gt=0.0)]] = 1.0e-3
-    """Peak learning rate. Of `adafactor` and `lamb`: relative to the size of a parameter."""
+    """Peak learning rate; for `adafactor` and `lamb` relative to the size of a parameter."""
     weight_decay: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 0.1
-    """Decoupled weight decay; applied to matrices only, not to norms and biases. `sgd` adds it to the gradient, as
-    torch does: 0.0001 is usual there."""
+    """Decoupled weight decay, applied to matrices, not to norms and biases. `sgd` adds it to the gradient, as torch
+    does; 0.0001 is usual there."""
     beta1: ChangesTraining[Probability] = 0.9
     """Decay of AdamW's and LAMB's first moment."""
     beta2: ChangesTraining[Probability] = 0.95
@@ -68,12 +68,12 @@ class OptimizerConfig(Section):
     epsilon: ChangesTraining[Annotated[float, Field(gt=0.0)]] = 1.0e-8
     """Added to AdamW's and LAMB's denominator."""
     momentum: ChangesSince02[Probability | None] = None
-    """Of `sgd` and `muon`; empty: 0.9 and 0.95."""
+    """Momentum of `sgd` (empty: 0.9) and `muon` (empty: 0.95)."""
     nesterov: ChangesSince02[bool | None] = None
-    """Whether `sgd` and `muon` look ahead by their momentum; empty: `muon` does."""
+    """Nesterov momentum for `sgd` and `muon`; empty: on for `muon`, off for `sgd`."""
     muon_scale: ChangesSince02[Literal["match_rms_adamw", "original"] | None] = None
-    """Of `muon`. `match_rms_adamw`, or empty: its updates are as large as AdamW's, so that one learning rate serves
-    both; `original`: they are orthogonal matrices, larger where there are more rows than columns."""
+    """Size of the updates of `muon`. `match_rms_adamw` (or empty): as large as AdamW's, so that one learning rate
+    serves both; `original`: orthogonal matrices, larger where there are more rows than columns."""
     schedule: ChangesTraining[
         Literal[
             "warmup_cosine",
@@ -84,14 +84,14 @@ class OptimizerConfig(Section):
             "constant",
         ]
     ] = "warmup_cosine"
-    """After a linear warm-up: `warmup_cosine` (or `cosine`), a half cosine down to `final_learning_rate_fraction`;
-    `warmup_linear` (`linear`), a line down to it; `warmup_constant`; `warmup_stable_decay` (`wsd`), constant until a
-    line falls to it over the last `decay_steps`; `warmup_inverse_sqrt` (`inverse_sqrt`), with the inverse square root
-    of the step. `constant` has no warm-up."""
+    """Learning rate after a linear warm-up. `warmup_cosine` (or `cosine`): a half cosine down to
+    `final_learning_rate_fraction`; `warmup_linear` (`linear`): a line down to it; `warmup_constant`: the peak;
+    `warmup_stable_decay` (`wsd`): the peak, then a line down over the last `decay_steps`; `warmup_inverse_sqrt`
+    (`inverse_sqrt`): falling with the inverse square root of the step. `constant` has no warm-up."""
     warmup_steps: ChangesTraining[Amount] = 50
-    """Steps of linear warm-up; at most all of them."""
+    """Steps of linear warm-up; a longer warm-up than the training is cut to it."""
     decay_steps: ChangesSince02[Count | None] = None
-    """Steps at the end over which `warmup_stable_decay` falls; empty: a tenth of all."""
+    """Final steps over which `warmup_stable_decay` falls; empty: a tenth of all steps."""
     final_learning_rate_fraction: ChangesTraining[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
     groups: ChangesSince02[tuple[ParameterGroup, ...]] = ()
@@ -116,50 +116,49 @@ class OptimizerConfig(Section):
 
 
 SCRATCH, CHAMPION = "scratch", "champion"
-"""What `train.from` may be beside a version and an export."""
+"""Values of `train.from` beside a version and an export."""
 
 _VERSION = re.compile(r"v?(\d{1,9})", re.ASCII)
 
 
 class InitialWeights(Section):
-    """What `train.from` came to. Filled in when the run is opened, so that each later attempt has the same."""
+    """The answer to `train.from`: filled in when the run is opened, so that every later attempt starts alike."""
 
     asked: KeepsTraining[str] = ""
-    """The `train.from` that this is the answer to; empty: nobody has looked yet."""
+    """Value of `train.from` that this answers; empty: not looked up yet."""
     origin: KeepsTraining[str] = ""
-    """What it is, for people."""
+    """Description of the weights for people."""
     export_uri: KeepsTraining[str] = ""
-    """Where the weights lie; empty: the training starts from scratch."""
+    """URI of the export with the weights; empty: training starts from scratch."""
     export_digest: ChangesStart[str] = ""
-    """The digest of that export."""
+    """Digest of that export."""
 
 
 class TrainConfig(Section):
-    """How long and in what portions, and where from."""
+    """Length of the training, its batches, and the weights that it starts with."""
 
     steps: ChangesTraining[Count] = 400
-    """Optimizer steps of the whole training."""
+    """Optimizer steps in the whole training."""
     start_from: ChangesStart[str] = Field(SCRATCH, alias="from")
-    """Whose weights the training starts with, with a new optimizer: `scratch`, `champion` (the champion of the moment
-    when the run is opened; where there is none yet, from scratch), a version of the registered model, the URI of a run
-    or of an export."""
+    """Initial weights; the optimizer always starts anew. `scratch`; `champion` (the one at the moment when the run is
+    opened, or scratch if there is none yet); a version of the registered model; or the URI of a run or an export."""
     initial_weights: InitialWeights = InitialWeights()
-    """What `from` came to when the run was opened."""
+    """The answer to `from`, filled in when the run is opened."""
     global_batch_size: ChangesTraining[Count] = 32
-    """Samples per optimizer step over all processes: the truth from which the rest is derived."""
+    """Samples per optimizer step over all processes; the share of each process is derived from it."""
     micro_batch_size: KeepsTraining[Amount] = 0
-    """Samples per forward pass of one process; 0: its whole share. A smaller value accumulates gradients."""
+    """Samples per forward pass of one process; 0: its whole share of the step. Smaller values accumulate gradients."""
     gradient_clip_norm: ChangesTraining[Annotated[float, Field(ge=0.0)]] = 1.0
-    """Gradients are scaled down to this global norm; 0: no clipping."""
+    """Global norm that gradients are scaled down to; 0 disables clipping."""
     activation_checkpointing: KeepsTraining[Literal["none", "blocks"]] = "none"
-    """`blocks`: recompute each block in the backward pass instead of keeping its activations."""
+    """`blocks` recomputes each block in the backward pass instead of keeping its activations."""
     log_interval_steps: KeepsTraining[Count] = 10
     """Steps between two recorded points of loss, learning rate and speed."""
     stop_after_no_improvement: KeepsTraining[Amount] = 0
-    """Training ends after so many periodic evaluations in a row without a better value of `checkpoint.keep_best`; 0: it
-    takes all its steps. Schedules are those of all steps."""
+    """Periodic evaluations in a row without a better value of `checkpoint.keep_best` after which training ends; 0
+    trains all steps. Learning-rate schedules always span all steps."""
     max_nonfinite_steps: KeepsTraining[Amount] = 0
-    """Steps with a non-finite gradient norm that may be skipped in a row before the run ends as diverged (19)."""
+    """Steps in a row with a non-finite gradient norm to skip before the run ends as diverged (19)."""
 
     @field_validator("start_from", mode="before")
     @classmethod
@@ -170,26 +169,28 @@ class TrainConfig(Section):
         return text
 
     def starting_with(self, origin: str, export_uri: str = "", export_digest: str = "") -> TrainConfig:
-        """The same, with what `from` came to; without an export that is to start from scratch."""
-        found = InitialWeights(asked=self.start_from, origin=origin, export_uri=export_uri, export_digest=export_digest)
-        return self.model_copy(update={"initial_weights": found})
+        """Return a copy that records the answer to `from`; without an export, training starts from scratch."""
+        weights = InitialWeights(
+            asked=self.start_from, origin=origin, export_uri=export_uri, export_digest=export_digest
+        )
+        return self.model_copy(update={"initial_weights": weights})
 
     def without_weights(self) -> TrainConfig:
-        """The same, of which nobody knows what `from` comes to."""
+        """Return a copy whose `from` has not been looked up."""
         return self.model_copy(update={"initial_weights": InitialWeights()})
 
     @property
     def from_champion(self) -> bool:
-        """Whether it starts from whatever is champion."""
+        """True if training starts from the champion."""
         return self.start_from == CHAMPION
 
     @property
     def from_scratch(self) -> bool:
-        """Whether it starts from no other model."""
+        """True if training starts with random weights."""
         return self.start_from == SCRATCH
 
     @property
     def from_version(self) -> int | None:
-        """The version that `from` names, if it names one."""
+        """The version of the registered model that `from` names, or None."""
         match = _VERSION.fullmatch(self.start_from)
         return int(match[1]) if match else None
