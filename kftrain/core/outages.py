@@ -1,4 +1,4 @@
-"""Storage that is away: how that is told from what no time mends, and how long it is ridden out.
+"""Services that are away: how often they are tried again, how that is told, and of storage, how long it is ridden out.
 
 Every call of `storage` goes through `ride_out`. A store that has answered this process before is waited for as long as
 a launcher waits for the API server, one that never has for a minute: its address or credentials may be wrong. Then
@@ -174,6 +174,35 @@ def one_line(error: BaseException) -> str:
     return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
+def iterate_pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each further try: ever more, and by chance, so that not all come at once."""
+    pause = FIRST_DELAY_SECONDS
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, MAX_DELAY_SECONDS)
+
+
+class OutageNews:
+    """Tells once that a service does not answer, and once that it does again, however many threads ask."""
+
+    def __init__(self, say: Progress, prefix: str = "") -> None:
+        """Start with every service at work. `prefix` stands before a line that tells of an outage."""
+        self._say = say
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._away: set[str] = set()
+
+    def tell(self, service: str, problem: str = "") -> None:
+        """Tell of the problem of a service; without a problem, that the service is back."""
+        with self._lock:
+            is_news = (service in self._away) != bool(problem)
+            (self._away.add if problem else self._away.discard)(service)
+        if is_news and problem:
+            self._say(f"{self._prefix}{service} does not answer ({problem}): trying again")
+        elif is_news:
+            self._say(f"{service} answers again")
+
+
 class OutagePolicy:
     """What is known of the stores that this process uses: which have answered, and which are away."""
 
@@ -183,13 +212,11 @@ class OutagePolicy:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._say = say
+        self._news = OutageNews(say, "warning: ")
         self._clock = clock
         self._sleep = sleep
         self.answered_seconds = ANSWERED_SECONDS
-        self._lock = threading.Lock()
         self._answered: set[tuple[str, str]] = set()
-        self._away: set[str] = set()
 
     def call(self, uri: str, kind: str, work: Callable[[], T]) -> T:
         """Returns what `work` does, once the store answers.
@@ -203,7 +230,7 @@ class OutagePolicy:
             StorageError: The store is away for longer than it is waited for.
         """
         store = _store(uri)
-        began, delay, was_away = self._clock(), FIRST_DELAY_SECONDS, False
+        began, pauses, was_away = self._clock(), iterate_pauses(), False
         while True:
             try:
                 answer = work()
@@ -217,10 +244,9 @@ class OutagePolicy:
                 if away_seconds >= limit_seconds:
                     raise _given_up(error, uri, away_seconds) from error
                 if away_seconds >= SAID_AFTER_SECONDS:
-                    self._note_outage(store, error)
+                    self._news.tell(store or STORAGE, one_line(error))
                 was_away = True
-                self._sleep(max(0.0, min(delay * random.uniform(0.5, 1.0), limit_seconds - away_seconds)))
-                delay = min(2 * delay, MAX_DELAY_SECONDS)
+                self._sleep(max(0.0, min(next(pauses), limit_seconds - away_seconds)))
             else:
                 self._note_answer(store, kind, was_away)
                 return answer
@@ -236,21 +262,10 @@ class OutagePolicy:
         return self.answered_seconds if has_answered else min(UNANSWERED_SECONDS, self.answered_seconds)
 
     def _note_answer(self, store: str, kind: str, was_away: bool) -> None:
-        """Only a call that had failed itself says that the store is back: others may never have met the problem."""
-        with self._lock:
-            self._answered.add((store, kind))
-            said = was_away and store in self._away
-            if said:
-                self._away.discard(store)
-        if said:
-            self._say(f"{store or 'the storage'} answers again")
-
-    def _note_outage(self, store: str, error: Exception) -> None:
-        with self._lock:
-            said = store in self._away
-            self._away.add(store)
-        if not said:
-            self._say(f"warning: {store or 'the storage'} does not answer ({one_line(error)}): trying again")
+        """Note an answer. Only a call that had failed says that the store is back: others may never have met that."""
+        self._answered.add((store, kind))  # no lock: threads only add to the set, and copy it whole
+        if was_away:
+            self._news.tell(store or STORAGE)
 
 
 _chosen_seconds: ContextVar[float | None] = ContextVar("retry_seconds", default=None)
@@ -306,6 +321,9 @@ def _given_up(error: Exception, uri: str, away_seconds: float) -> StorageError:
     what = f"{UNREACHABLE}{lasted}: {one_line(error)}"
     return StorageAwayError(what, where=uri, fix="see that the store runs, and check its address and the credentials")
 
+
+STORAGE = "the storage"
+"""The name of storage without a scheme, in lines about outages."""
 
 UNREACHABLE = "storage cannot be reached"
 """What an error of storage that is away begins with, after its URI."""

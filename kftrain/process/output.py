@@ -15,7 +15,7 @@ import os
 import selectors
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kftrain.core.printable import printable
@@ -29,8 +29,10 @@ READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
 """Bytes without a newline beyond which a line goes to the console in pieces."""
 
-MAX_WAITING_BYTES = 4 << 20
-"""Bytes that may wait for a console that is not read; later lines are left out, and a note says so."""
+MAX_WAITING_CHARACTERS = 4 << 20
+"""Characters that may wait for a console that is not read; later lines are left out, and a note says so."""
+
+NOTE = "[{} lines are only in the log files: nobody read them here]"
 
 LOOK_SECONDS = 0.1
 """Seconds for which the reading thread may not notice that the processes have ended."""
@@ -71,12 +73,12 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="output")
-        self._console = _Console()
+        self._console = Console(_write_to_console, MAX_WAITING_CHARACTERS, NOTE)
         self.folder = folder
         self.logs = {name: folder / f"{name}.log" for name in names}
         """Name -> the file that holds what the process printed, byte for byte."""
         self._sources = [
-            _Source(folder / str(index), log, f"[{name.replace('-', ' ')}] ".encode() if named else b"", self._console)
+            _Source(folder / str(index), log, f"[{name.replace('-', ' ')}] " if named else "", self._console)
             for index, (name, log) in enumerate(self.logs.items())
         ]
 
@@ -92,6 +94,9 @@ class Output:
         self._selector.close()
         for source in self._sources:
             source.close()
+        for _ in range(round(DRAIN_SECONDS / LOOK_SECONDS)):
+            if self._console.flush(LOOK_SECONDS):
+                break
         self._console.close()
 
     def _run(self) -> None:
@@ -105,7 +110,7 @@ class Output:
 class _Source:
     """The pipe of a process, its file, and the line that it has begun."""
 
-    def __init__(self, pipe: Path, log: Path, prefix: bytes, console: _Console) -> None:
+    def __init__(self, pipe: Path, log: Path, prefix: str, console: Console) -> None:
         os.mkfifo(pipe)
         # Open for writing too: a pipe without a writer would be at its end, again and again.
         self.pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
@@ -139,59 +144,91 @@ class _Source:
             self._show([self._begun])
 
     def _show(self, lines: list[bytes]) -> None:
-        """Show of the lines what a terminal may show: user code and libraries print what they like."""
-        harmless = (printable(line.decode(errors="replace")).encode() for line in lines)
-        self._console.show([self._prefix + line + b"\n" for line in harmless])
+        self._console.show([self._prefix + line.decode(errors="replace") for line in lines])
 
 
-class _Console:
-    """Shows lines from a thread of its own: a halted terminal or a log driver that blocks holds up nothing else."""
+class Console:
+    """Shows lines, made printable, from a thread of its own: a reader that is slow or gone holds up nobody else.
 
-    def __init__(self) -> None:
-        self._waiting: list[bytes] = []
-        self._num_bytes = 0
+    Args:
+        write: Writes lines, which have no newlines. Once it raises BrokenPipeError nothing more is written.
+        limit: Number of characters that may wait; lines beyond it are left out. None: `show` itself writes, no thread.
+        note: Line in the place of those that were left out, with `{}` for their number.
+    """
+
+    def __init__(self, write: Callable[[list[str]], object], limit: int | None, note: str = "") -> None:
+        self._write = write
+        self._limit = limit
+        self._note = note
+        self._waiting: list[str] = []
+        self._num_characters = 0
+        """Characters of the lines that wait or are being written, newlines too."""
         self._num_left_out = 0
-        self._closed = False
+        self._is_closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="console")
-        self._thread.start()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.broken: BrokenPipeError | None = None
+        """The error of the write that found that nobody reads any more."""
 
-    def show(self, lines: list[bytes]) -> None:
-        """Hand lines to the thread that writes them; never waits for the console."""
+    def show(self, lines: list[str]) -> None:
+        """Hand lines to the thread that writes them. Without a limit, write them; BrokenPipeError if nobody reads."""
+        if self._limit is None:
+            with self._turn:
+                self._write_lines(lines)
+            if self.broken is not None:
+                raise self.broken
+            return
         with self._changed:
-            if self._num_bytes > MAX_WAITING_BYTES:
+            if self._num_characters > self._limit:
                 self._num_left_out += len(lines)
-                return
+            elif self.broken is None:
+                self._add_note()
+                self._add(lines)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all lines are written; return whether they are, after `timeout_seconds` at the latest."""
+        with self._changed:
             self._add_note()
-            self._waiting.extend(lines)
-            self._num_bytes += sum(map(len, lines))
-            self._changed.notify()
+            return self._changed.wait_for(lambda: not self._num_characters, timeout_seconds)
 
     def close(self) -> None:
-        """Wait until everything is written, for `DRAIN_SECONDS` at most."""
+        """End the thread once it has written what waits."""
         with self._changed:
-            self._add_note()
-            self._closed = True
-            self._changed.notify()
-        for _ in range(round(DRAIN_SECONDS / LOOK_SECONDS)):
-            self._thread.join(LOOK_SECONDS)
+            self._is_closed = True
+            self._changed.notify_all()
 
     def _add_note(self) -> None:
         if self._num_left_out:
-            self._waiting.append(b"[%d lines are only in the log files: nobody read them here]\n" % self._num_left_out)
+            self._add([self._note.format(self._num_left_out)])
             self._num_left_out = 0
+
+    def _add(self, lines: list[str]) -> None:
+        self._waiting += lines
+        self._num_characters += sum(len(line) + 1 for line in lines)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="console")
+            self._thread.start()
+        self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                lines = self._waiting
-                self._waiting = []
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                lines, self._waiting = self._waiting, []
             if not lines:
                 return
-            _write_to_console(b"".join(lines))  # without the lock: this may block for ever, and `show` must not
+            self._write_lines(lines)  # without the lock: this may block for ever, and `show` must not
             with self._changed:
-                self._num_bytes = sum(map(len, self._waiting))
+                self._num_characters = sum(len(line) + 1 for line in self._waiting)
+                self._changed.notify_all()
+
+    def _write_lines(self, lines: list[str]) -> None:
+        try:
+            if self.broken is None:
+                self._write([printable(line) for line in lines])
+        except BrokenPipeError as error:
+            self.broken = error
 
 
 class _Log:
@@ -227,10 +264,10 @@ class _Log:
         self._size = len(kept)
 
 
-def _write_to_console(data: bytes) -> None:
+def _write_to_console(lines: list[str]) -> None:
     """Write whole lines. A console that has gone away must not stop the processes: they would wait for a reader."""
     try:
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
         sys.stdout.buffer.flush()
     except OSError:
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 import threading
 import time
 
+from kftrain.core import outages
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, terminate, watcher
 from kftrain.launch.kubernetes.control import ClusterJobs
@@ -25,10 +26,8 @@ FAST = {
     client: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
     logs: {"RECONNECT_SECONDS": 0.02, "JOIN_SECONDS": 3.0},
     terminate: {"POLL_SECONDS": 0.02},
+    outages: {"FIRST_DELAY_SECONDS": 0.01, "MAX_DELAY_SECONDS": 0.05, "SAID_AFTER_SECONDS": 0.0},
     retry: {
-        "FIRST_DELAY_SECONDS": 0.01,
-        "MAX_DELAY_SECONDS": 0.05,
-        "SAID_AFTER_SECONDS": 0.0,
         "SLICE_SECONDS": 0.02,
         "OUTAGE_SECONDS": 600.0,
         "HURRIED_SECONDS": 0.3,

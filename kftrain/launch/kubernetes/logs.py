@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
-from kftrain.core.printable import printable
 from kftrain.core.progress import STEP, to_log, unmarked
 from kftrain.errors import KftrainError
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
+from kftrain.process.output import MAX_WAITING_CHARACTERS, Console
 
 FIRST = place_of(WORKER, 0)
 """Place of the pod that prints the lines about steps."""
@@ -34,8 +34,7 @@ JOIN_SECONDS = 5.0
 SLICE_SECONDS = 0.05
 """Seconds of one slice of that wait: counted in slices, so that a machine that pauses loses no lines."""
 
-MAX_WAITING_LINES = 2000
-"""Lines that may wait for a slow reader of a launcher's output; a line has 16 KiB at most."""
+NOTE = "… {} lines left out: nobody read them here"
 
 DRAIN_SECONDS = 60.0
 """Seconds for which `drain` follows a pod that goes on to print: longer than the grace of a pod."""
@@ -76,7 +75,9 @@ class Logs:
         self._source = source
         self._prefixed = num_pods > 1
         self._follow = follow
-        self._console = _Console(write or _to_stdout, MAX_WAITING_LINES if limited else None)
+        write = write or _to_stdout
+        limit = MAX_WAITING_CHARACTERS if limited else None
+        self._console = Console(lambda lines: [write(line) for line in lines], limit, NOTE)
         self._limited = limited
         self._drained_at = float("inf")
         self._lock = threading.Lock()
@@ -214,11 +215,12 @@ class Logs:
         if not gauge.is_same_second(time.monotonic()):
             self._say_left_out(pod, gauge.left_out())
         if not self._limited or gauge.admits() or step is not None:
-            self._console.show(self._prefix(pod) + line)
+            self._console.show([self._prefix(pod) + line])
 
     def _say_left_out(self, pod: Pod, count: int) -> None:
         if count:
-            self._console.show(f"{self._prefix(pod)}… {count} lines left out; the complete log is in the run's folder")
+            line = f"… {count} lines left out; the complete log is in the run's folder"
+            self._console.show([self._prefix(pod) + line])
 
     def _prefix(self, pod: Pod) -> str:
         return f"{pod.place}: " if self._prefixed else ""
@@ -283,74 +285,6 @@ class _Gauge:
         """Count one more line; return whether it may be shown."""
         self._count += 1
         return self._count <= MAX_LINES_PER_SECOND
-
-
-class _Console:
-    """Shows lines, made printable: other people's programs wrote them.
-
-    With a limit a thread of its own writes the lines, so that a slow reader holds up no thread that reads a log; lines
-    beyond the limit are counted and left out. Without a limit every line is written, however long that takes.
-    """
-
-    def __init__(self, write: Callable[[str], None], max_waiting: int | None) -> None:
-        self._write = write
-        self._max_waiting = max_waiting
-        self._waiting: deque[str] = deque()
-        self._num_left_out = 0
-        self._is_writing = False
-        self._changed = threading.Condition()
-        self._turn = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.broken: BrokenPipeError | None = None
-        """The error of the write that found that nobody reads any more."""
-
-    def show(self, line: str) -> None:
-        """Write a line, with a limit soon and in the thread. Without one it raises BrokenPipeError if nobody reads."""
-        if self._max_waiting is None:
-            with self._turn:
-                self._write_one(line)
-            if self.broken is not None:
-                raise self.broken
-            return
-        with self._changed:
-            if self.broken is not None:
-                return
-            if len(self._waiting) >= self._max_waiting:
-                self._num_left_out += 1
-                return
-            if self._num_left_out:
-                self._waiting.append(f"… {self._num_left_out} lines left out: nobody read them here")
-                self._num_left_out = 0
-            self._waiting.append(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="console")
-                self._thread.start()
-            self._changed.notify_all()
-
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all lines are written; return whether they are, after `timeout_seconds` at the latest."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._is_writing), timeout_seconds)
-
-    def _run(self) -> None:
-        while self.broken is None:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._waiting)
-                line = self._waiting.popleft()
-                self._is_writing = True  # the line is in neither place now: without this `flush` would not wait for it
-            self._write_one(line)
-        with self._changed:
-            self._waiting.clear()
-            self._is_writing = False
-            self._changed.notify_all()
-
-    def _write_one(self, line: str) -> None:
-        try:
-            self._write(printable(line))
-        except BrokenPipeError as error:
-            self.broken = error
 
 
 def moment(stamp: str) -> tuple[int, int] | None:

@@ -7,12 +7,12 @@ because the process was told to stop, gets an error within seconds.
 from __future__ import annotations
 
 import json
-import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from kftrain.core import outages
+from kftrain.core.outages import OutageNews, iterate_pauses
 from kftrain.core.progress import Progress
 from kftrain.errors import LaunchError
 
@@ -25,11 +25,8 @@ OUTAGE_SECONDS = 600.0
 HURRIED_SECONDS = 8.0
 """The same in a hurry, in seconds: a step of a pipeline is killed 30 seconds after it was told to stop."""
 
-SAID_AFTER_SECONDS = 2.0
-"""Seconds of an outage after which a line tells of it; a shorter one is not worth a line."""
-
-FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 15.0
 SLICE_SECONDS = 0.2
+API_SERVER = "the API server"
 
 PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses that pass. 500 too: the training operator's webhook answers with it while the operator is away."""
@@ -57,10 +54,8 @@ class RetryPolicy:
         self.hurried: Callable[[], bool] = lambda: False
         """Tells whether this process was told to stop; read in every attempt, also while one sleeps."""
         self._api_exception = api_exception
-        self._warn = warn
-        self._lock = threading.Lock()
-        self._is_away = False
-        self._allowed: set[tuple[str, str]] = set()  # shared by threads without the lock: adding is atomic
+        self._news = OutageNews(warn)
+        self._allowed: set[tuple[str, str]] = set()  # no lock: threads only add to it and look things up
 
     def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call until an answer stands, and return it. Raises its ApiException, or LaunchError after an outage."""
@@ -72,21 +67,21 @@ class RetryPolicy:
 
         # Rights are given for a method and, of custom objects, for a kind; names of objects do not matter.
         kind = method.__name__, arguments[3] if len(arguments) > 3 else ""
-        began, delay, has_failed = time.monotonic(), FIRST_DELAY_SECONDS, False
+        began, pauses, has_failed = time.monotonic(), iterate_pauses(), False
         while True:
             requested_seconds = 0.0
             try:
                 answer = method(*arguments, _request_timeout=CALL_TIMEOUT_SECONDS, **options)
             except self._api_exception as error:
                 if time.monotonic() - began >= self._lasting_seconds(error, kind, outage_seconds):
-                    self._tell(has_failed)
+                    self._note_answer(has_failed)
                     raise
                 problem, requested_seconds = message_of(error), retry_after_seconds(error)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = type(error).__name__
             else:
                 self._allowed.add(kind)
-                self._tell(has_failed)
+                self._note_answer(has_failed)
                 return answer
             has_failed, away_seconds = True, time.monotonic() - began
             if away_seconds > (min(outage_seconds, HURRIED_SECONDS) if self.hurried() else outage_seconds):
@@ -94,10 +89,14 @@ class RetryPolicy:
                     f"the API server did not answer for {away_seconds:.0f} s: {problem}",
                     fix="look for the job by kftrain status, and resume the run",
                 )
-            if away_seconds >= SAID_AFTER_SECONDS:
-                self._tell(has_failed, problem)
-            self._sleep(max(requested_seconds, delay * random.uniform(0.5, 1.0)))
-            delay = min(2 * delay, MAX_DELAY_SECONDS)
+            if away_seconds >= outages.SAID_AFTER_SECONDS:
+                self._news.tell(API_SERVER, problem)
+            self._sleep(max(requested_seconds, next(pauses)))
+
+    def _note_answer(self, has_failed: bool) -> None:
+        """Tell that the API server is back, if this call had failed: others may not have met the problem."""
+        if has_failed:
+            self._news.tell(API_SERVER)
 
     def _lasting_seconds(self, error: Any, kind: tuple[str, str], outage_seconds: float) -> float:
         """Return for how many seconds an error may still pass; 0 if it stands, infinite while the outage may last."""
@@ -121,17 +120,6 @@ class RetryPolicy:
             if self.hurried():
                 return
 
-    def _tell(self, has_failed: bool, problem: str = "") -> None:
-        """Warn once that there is a `problem`, or that it is over; a call that never failed knows of neither."""
-        if not has_failed:
-            return
-        with self._lock:
-            is_news = self._is_away != bool(problem)
-            self._is_away = bool(problem)
-        if is_news:
-            line = f"does not answer ({problem}): trying again" if problem else "answers again"
-            self._warn(f"the API server {line}")
-
 
 def message_of(error: Any) -> str:
     """Format the status and the message of an ApiException, on one line."""
@@ -144,6 +132,6 @@ def message_of(error: Any) -> str:
 
 
 def retry_after_seconds(error: Any) -> float:
-    """Return the seconds of an error's Retry-After header, `MAX_DELAY_SECONDS` at most; 0 without one."""
+    """Return the seconds of an error's Retry-After header, `outages.MAX_DELAY_SECONDS` at most; 0 without one."""
     value = (error.headers or {}).get("Retry-After") or ""
-    return min(float(value), MAX_DELAY_SECONDS) if value.isdigit() else 0.0
+    return min(float(value), outages.MAX_DELAY_SECONDS) if value.isdigit() else 0.0

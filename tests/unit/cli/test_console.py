@@ -8,7 +8,7 @@ from kftrain.core import progress
 from kftrain.core.printable import printable
 from kftrain.core.progress import PREFIX, to_log, unmarked
 from kftrain.errors import KftrainError
-from kftrain.launch.kubernetes import logs
+from kftrain.process.output import Console
 
 
 class Recorded:
@@ -113,7 +113,7 @@ def test_foreign_text_cannot_steer_a_terminal(text, capfd):
     assert all(character.isprintable() for _, _, shown in told.steps for character in shown.replace("\ufffd", "?"))
     assert printable(KftrainError(text).line) == KftrainError(text).line == " ".join(FOREIGN[text].split())
     found = []
-    logs._Console(found.append, None).show(text)
+    Console(found.extend, None).show([text])
     assert found == [FOREIGN[text]]
 
 

@@ -194,7 +194,7 @@ def test_a_console_that_nobody_reads_does_not_stop_the_processes(tmp_path):
 import subprocess, sys
 from pathlib import Path
 from kftrain.process import output
-output.MAX_WAITING_BYTES = 10000
+output.MAX_WAITING_CHARACTERS = 10000
 output.DRAIN_SECONDS = 60.0
 with output.Output(Path({str(tmp_path)!r}), ["rank-0"], named=False):
     for again in range(3):

@@ -10,7 +10,7 @@ from helpers.documents import completion_of, publish_export
 from helpers.fakes.kube_namespace import NAME
 from helpers.launching import JOB, WORKERS, cluster_jobs, job_client, wait_until
 
-from kftrain.core import storage
+from kftrain.core import outages, storage
 from kftrain.errors import ConfigError, FencedError, LaunchError
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry
@@ -309,7 +309,7 @@ def test_a_stop_is_heard_while_the_api_server_does_not_answer(problem, fast, lau
     """It must not wait for the end of the outage: whoever stopped it kills it half a minute later."""
     monkeypatch.setattr(retry, "OUTAGE_SECONDS", 600.0)
     monkeypatch.setattr(retry, "CALL_TIMEOUT_SECONDS", (1.0, 1.0))
-    monkeypatch.setattr(retry, "MAX_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(outages, "MAX_DELAY_SECONDS", 600.0)
     one = launch()
     wait_until(namespace.jobs)
     namespace.run_pods(JOB)

@@ -11,6 +11,7 @@ from helpers.fakes.api_server import LOST, RESET, kubeconfig
 from helpers.fakes.clock import Clock
 from helpers.launching import JOB, WORKERS, job_client, wait_until
 
+from kftrain.core import outages
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import client, retry, watcher
 
@@ -235,7 +236,7 @@ def test_an_api_server_that_stays_away_is_an_error(training, server, namespace, 
 
 def test_a_server_that_asks_to_wait_is_asked_again_when_it_said(server, fast, monkeypatch):
     """Not sooner, and not by the client library on its own: that would sleep for as long as the server says."""
-    monkeypatch.setattr(retry, "MAX_DELAY_SECONDS", 1.5)
+    monkeypatch.setattr(outages, "MAX_DELAY_SECONDS", 1.5)
     slept = []
     monkeypatch.setattr(retry.RetryPolicy, "_sleep", lambda self, seconds: slept.append(seconds))
     server.fail("GET", "/pytorchjobs", 429, Retry_After="1")

@@ -263,7 +263,7 @@ def test_logs_that_nobody_reads_end_with_the_error_of_the_pipe():
 
 
 def test_a_console_that_nobody_reads_holds_up_neither_the_launcher_nor_what_it_learns(monkeypatch):
-    monkeypatch.setattr(logs, "MAX_WAITING_LINES", 3)
+    monkeypatch.setattr(logs, "MAX_WAITING_CHARACTERS", 20)
     monkeypatch.setattr(logs, "JOIN_SECONDS", 0.05)
     is_read, found = threading.Event(), []
 
@@ -280,7 +280,7 @@ def test_a_console_that_nobody_reads_holds_up_neither_the_launcher_nor_what_it_l
     one.finish()
     is_read.set()
     one._console.flush(PATIENCE_SECONDS)
-    one._console.show("later")
+    one._console.show(["later"])
     one._console.flush(PATIENCE_SECONDS)
     *told, last = found
     shown = [line for line in told if not line.startswith("…")]  # how many depends on when the console began to wait
