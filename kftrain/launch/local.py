@@ -6,12 +6,13 @@ are told to stop, and the attempt ends with that node's error.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +33,6 @@ from kftrain.run.error import read_error
 from kftrain.run.job_tasks import find_job_task
 from kftrain.run.logs import last_logs_uri, logs_uri, next_attempt, publish_log
 from kftrain.run.paths import RunPaths
-from kftrain.run.temporary import remove_temporary_files
 
 GOING_SECONDS = 600.0
 """Seconds that a cancelled job may take to commit and to go."""
@@ -242,3 +242,32 @@ def _no_suspension(run: str) -> LaunchError:
         where=run,
         fix="end it with kftrain cancel; kftrain run --resume goes on from its last commit",
     )
+
+
+STALE_SECONDS = 3600.0
+"""Age in seconds beyond which a temporary file belongs to a process that is gone."""
+
+
+def remove_temporary_files(paths: RunPaths) -> list[str]:
+    """Remove what killed processes were still writing and return its paths; in an object store files appear whole."""
+    if not storage.is_local(paths.uri):
+        return []
+    oldest = time.time() - STALE_SECONDS
+    stale = [path for path in _iterate_temporary(storage.local_path(paths.uri)) if _read_modified_at(path) < oldest]
+    for path in stale:
+        storage.remove(str(path))
+    return [str(path) for path in stale]
+
+
+def _iterate_temporary(folder: Path) -> Iterator[Path]:
+    """Yield files and folders that are being written; others may finish or delete theirs meanwhile."""
+    for parent, folders, files in os.walk(folder):  # leaves out a folder that has vanished
+        yield from (Path(parent, name) for name in sorted([*folders, *files]) if name.startswith(".tmp-"))
+
+
+def _read_modified_at(path: Path) -> float:
+    """Read when a path was last changed, in seconds since the epoch; infinite for what has vanished."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return math.inf

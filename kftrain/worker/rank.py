@@ -10,14 +10,15 @@ The agent has imported torch already; where it could not, the import here says w
 from __future__ import annotations
 
 import contextlib
+import gc
 import pkgutil
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from kftrain.core import outages
 from kftrain.errors import BUG_CODE, print_traceback
 from kftrain.process import output
-from kftrain.process.imports import imports_for_good
 from kftrain.process.stop_request import StopRequest
 from kftrain.run.config import read_job_config
 from kftrain.run.job_tasks import JOB_TASKS, JobTask
@@ -60,3 +61,17 @@ def report(error: Exception) -> int:
         print_traceback(error)
     sys.stderr.write(f"kftrain: error: {document.line}\n")
     return known.exit_code if known else BUG_CODE
+
+
+@contextlib.contextmanager
+def imports_for_good() -> Iterator[None]:
+    """Import within the block what is never searched for garbage, neither now nor at the end of the process.
+
+    torch is a million objects: that takes a second of a core, on every rank.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # before the collector may run again: else it searches all of it once
+        gc.enable()

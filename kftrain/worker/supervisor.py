@@ -10,8 +10,10 @@ preempted, and ends for good.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -19,17 +21,21 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import to_log
-from kftrain.errors import KftrainError, LostPeerError, Preempted
-from kftrain.launch.spec import ERROR_FILE_ENV
+from kftrain.errors import FencedError, KftrainError, LostPeerError, Preempted
+from kftrain.launch.spec import ERROR_FILE_ENV, NODE_NAME_ENV
 from kftrain.process.kept import KeptProcess, Reporter
 from kftrain.process.liveness import LIVENESS_ENV
 from kftrain.process.output import OUTPUT_ENV, Output
 from kftrain.process.parent_death import die_with_parent
 from kftrain.process.signals import INTERRUPT, handled
-from kftrain.run.best_effort import best_effort, retryable
+from kftrain.process.termination import leave_message
+from kftrain.run import attempts
+from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import read_job_config
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.heartbeat import LOOKS_PER_TIMEOUT, LauncherWatch
@@ -37,10 +43,8 @@ from kftrain.run.job_tasks import JOB_TASKS
 from kftrain.run.logs import logs_uri, next_attempt, publish_log
 from kftrain.worker import root_cause
 from kftrain.worker.node import NodeSpec, first_node_answers
-from kftrain.worker.node_report import announce, publish_error
-from kftrain.worker.ranks import Ranks
 from kftrain.worker.root_cause import Stop
-from kftrain.worker.watchdog import LOOK_SECONDS, Watchdog
+from kftrain.worker.watchdog import LOOK_SECONDS, Watchdog, end_with_stacks
 
 AGENT_MODULE = "kftrain.worker.agent"
 
@@ -230,3 +234,83 @@ class Supervisor:
             self._stop.asked = True
             if self._started:  # an agent that is kept is there before: it would be taken for one without ranks
                 self._ranks.ask_to_stop()
+
+
+def announce(node: NodeSpec, error: ErrorDocument, attempt: int | None) -> None:
+    """Say why this node failed: on the console, to Kubernetes and in error.json; storage last, as it may be slow."""
+    name = os.environ.get(NODE_NAME_ENV) or socket.gethostname()
+    where = {"node": name, "node_rank": node.node_rank, "pod": socket.gethostname()}
+    who = f"node {name}" if error.rank is None else f"node {name}, rank {error.rank}"
+    sys.stderr.write(f"{who}: {error.line}\n")
+    document = error.model_copy(update={**where, "stage": node.task, "attempt": attempt})
+    leave_message(document.line, document.exit_code, document.kind)
+    if error.exit_code == FencedError.exit_code:  # the run is another's, and so is what it says of itself
+        return
+    with best_effort("error.json could not be written", REPORT_SECONDS):
+        # A node that was paused comes back: by then a newer attempt holds the run, or has completed it.
+        if attempt is None or attempts.last_attempt(node.paths) <= attempt:
+            publish_error(node.paths.error, document)
+
+
+def publish_error(uri: str, error: ErrorDocument) -> None:
+    """Publish the error of a job or a node. The first one stays, unless it was only a consequence of this one."""
+    try:
+        storage.create_json(uri, error.to_dict())
+    except FileExistsError:
+        published = read_error(uri)
+        if published is None or root_cause.outranks(error, published):
+            storage.publish_json(uri, error.to_dict())
+
+
+RETRY_SECONDS = 0.2
+"""Seconds between two looks for ranks that start after they were asked to stop."""
+
+
+class Ranks:
+    """The ranks of one attempt. `ended` is set once the agent has reported their end: their ids may be others' then."""
+
+    def __init__(self, agent: KeptProcess, ended: threading.Event) -> None:
+        self._agent = agent
+        self._ended = ended
+        self._asked: set[psutil.Process] = set()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to each rank once, so that it commits; to those that start later, as soon as they are there.
+
+        Once, because a second SIGTERM would reach a rank that has left its training loop, where it ends the process at
+        once. Children of a rank get none: a data loader's worker would die of it and take the rank along. The agent
+        gets none either, as nobody else would wait for the ranks; it is ended only before it has started any, because
+        there is nothing to commit then.
+        """
+        pid = self._agent.pid
+        if pid is None or self._ended.is_set():
+            return
+        ranks = [child for agent in _find_process(pid) for child in _list_children(agent)]
+        for process in ranks or ([] if self._asked else _find_process(pid)):
+            if process not in self._asked:
+                self._asked.add(process)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
+        # The agent may be between two forks, so it is looked again. A timer, not a loop: this runs in a signal handler.
+        timer = threading.Timer(RETRY_SECONDS, self.ask_to_stop)
+        timer.daemon = True
+        timer.start()
+
+    def end_with_stacks(self) -> None:
+        """Kill the ranks and all processes below them, once they have written their stacks."""
+        pid = self._agent.pid
+        if pid is not None:
+            end_with_stacks([child for agent in _find_process(pid) for child in _list_children(agent, recursive=True)])
+
+
+def _find_process(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid)]
+    return []
+
+
+def _list_children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = process.children(recursive=recursive)
+    return children

@@ -5,7 +5,7 @@ import time
 
 from kftrain.core import outages
 from kftrain.launch.base import build_launcher
-from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, terminate, watcher
+from kftrain.launch.kubernetes import client, launcher, lease, logs, retry, watcher, workflow
 from kftrain.launch.kubernetes.control import ClusterJobs
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
@@ -25,7 +25,7 @@ FAST = {
     watcher: {"EXPLAIN_SECONDS": 0.0, "WATCH_PAUSE_SECONDS": 0.02, "ANNOTATE_SECONDS": 0.0},
     client: {"EXPLAIN_OUTAGE_SECONDS": 0.05},
     logs: {"RECONNECT_SECONDS": 0.02, "JOIN_SECONDS": 3.0},
-    terminate: {"POLL_SECONDS": 0.02},
+    workflow: {"POLL_SECONDS": 0.02},
     outages: {"FIRST_DELAY_SECONDS": 0.01, "MAX_DELAY_SECONDS": 0.05, "SAID_AFTER_SECONDS": 0.0},
     retry: {
         "SLICE_SECONDS": 0.02,

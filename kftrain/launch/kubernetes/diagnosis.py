@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from kftrain import errors
 from kftrain.core.credentials import redacted
-from kftrain.errors import FailureClass, KftrainError, StorageError
+from kftrain.errors import FailureClass, KftrainError, LaunchError, StorageError
 from kftrain.launch.kubernetes.logs import FIRST
 from kftrain.launch.kubernetes.observation import Pod, place_of
 from kftrain.launch.spec import WORKER
 from kftrain.process.termination import said_in
+from kftrain.run.advice import fix_of
 from kftrain.run.error import ErrorDocument
 
 OUT_OF_MEMORY = "OOMKilled"
@@ -110,3 +111,21 @@ def _words(pod: Pod) -> str:
 
 def _code(pod: Pod) -> int:
     return pod.exit_code or errors.BUG_CODE
+
+
+class JobFailedError(Exception):
+    """The launcher gave a job up, for a reason of a known class."""
+
+    def __init__(self, what: str, kind: FailureClass, *, where: str, found: ErrorDocument | None = None) -> None:
+        """`found` is the summary of the last attempt, where attempts have failed."""
+        error = StorageError if found is not None and lacked_storage(found) else LaunchError
+        super().__init__(what)
+        self.error = error(what, where=where, fix=fix_of(kind)).of_class(kind)
+        """Error that the launcher raises: StorageError, worth another try, for lack of storage; else LaunchError."""
+        self.kind = kind
+        self.found = found
+
+
+def lacked_storage(summary: ErrorDocument) -> bool:
+    """Tell whether an attempt failed because storage is full or cannot be reached."""
+    return (summary.failure_class, summary.exit_code) == (FailureClass.STORAGE, StorageError.exit_code)

@@ -19,16 +19,15 @@ from kftrain.core.progress import to_log
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, Preempted
 from kftrain.launch.base import Request
 from kftrain.launch.kubernetes import diagnosis, ownership
-from kftrain.launch.kubernetes.cleanup import delete_jobs
-from kftrain.launch.kubernetes.control import ClusterJobs
-from kftrain.launch.kubernetes.failures import JobFailedError
+from kftrain.launch.kubernetes.control import ClusterJobs, delete_jobs
+from kftrain.launch.kubernetes.diagnosis import JobFailedError
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds import all_kinds
 from kftrain.launch.kubernetes.kinds.kind import Kind
 from kftrain.launch.kubernetes.lease import Lease, any_pods, create_or_adopt, delete_held
 from kftrain.launch.kubernetes.states import State
-from kftrain.launch.kubernetes.terminate import TerminateWatch
 from kftrain.launch.kubernetes.watcher import Watcher
+from kftrain.launch.kubernetes.workflow import TerminateWatch
 from kftrain.launch.spec import LAUNCHER_TIMEOUT_ENV, JobSpec
 from kftrain.process.signals import INTERRUPT, STOP, handled
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort

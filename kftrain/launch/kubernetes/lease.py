@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 from kftrain.core.progress import to_log
 from kftrain.errors import LaunchError, OtherJobError
-from kftrain.launch.kubernetes.annotations import DIGEST_ANNOTATION, LAUNCH_ANNOTATION
 from kftrain.launch.kubernetes.kinds.kind import ENDED, Kind
-from kftrain.launch.kubernetes.labels import KFP_RUN_LABEL, RUN_LABEL
+from kftrain.launch.kubernetes.labels import DIGEST_ANNOTATION, KFP_RUN_LABEL, LAUNCH_ANNOTATION, RUN_LABEL
 from kftrain.launch.kubernetes.observation import parse_pods
 
 POLL_SECONDS = 1.0

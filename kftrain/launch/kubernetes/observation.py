@@ -12,9 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from kftrain.core.progress import STEP
-from kftrain.launch.kubernetes.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes.kinds.kind import Kind
-from kftrain.launch.kubernetes.labels import QUEUE_LABEL, TASK_LABEL
+from kftrain.launch.kubernetes.labels import QUEUE_LABEL, SEEN_ANNOTATION, SUSPENDED_ANNOTATION, TASK_LABEL
 from kftrain.launch.spec import WORKER
 
 

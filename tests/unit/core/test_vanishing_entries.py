@@ -11,7 +11,7 @@ from kftrain.core import storage
 from kftrain.data.shards import staging, verified, verify
 from kftrain.data.shards.manifest import read_manifest
 from kftrain.data.shards.verified import FORGOTTEN_AFTER_SECONDS, File, Memory
-from kftrain.run import temporary
+from kftrain.launch import local
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.turn import Turn
 from kftrain.sharding.sources.listing import list_with_times
@@ -87,7 +87,7 @@ def test_what_is_left_in_a_run_is_looked_for_while_it_goes(tmp_path, monkeypatch
     (tmp_path / "runs" / "r" / ".tmp-b").write_bytes(b"x")
     os.utime(tmp_path / "runs" / "r" / ".tmp-b", (0, 0))
     removed = vanish(monkeypatch, tmp_path / "runs" / "r", tmp_path / "runs" / "r" / ".tmp-a")
-    found = temporary.remove_temporary_files(RunPaths(str(tmp_path / "runs" / "r")))
+    found = local.remove_temporary_files(RunPaths(str(tmp_path / "runs" / "r")))
     assert removed and [name.rsplit("/", 1)[-1] for name in found] == [".tmp-b"]
 
 

@@ -11,7 +11,7 @@ from kftrain.process import machine
 
 EARLY = """
 import gc, sys
-from kftrain.process.imports import imports_for_good
+from kftrain.worker.rank import imports_for_good
 
 class Cycle:
     def __init__(self, name):

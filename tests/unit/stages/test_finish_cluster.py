@@ -11,7 +11,7 @@ from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.launch import spec
 from kftrain.launch.base import build_launcher
-from kftrain.launch.kubernetes import cleanup, client, labels, ownership
+from kftrain.launch.kubernetes import client, control, labels, ownership
 from kftrain.launch.kubernetes import workflow as workflow_module
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
@@ -176,7 +176,7 @@ def test_a_fenced_pipeline_run_leaves_a_job_that_says_nothing_of_a_pipeline_run(
     """It is that of a laptop, with the very same configuration."""
     (tmp_path / "account").touch()
     monkeypatch.setattr(workflow_module, "SERVICE_ACCOUNT", tmp_path / "account")
-    monkeypatch.setattr(cleanup.ownership, "find_owner", lambda cluster: (None, ""))
+    monkeypatch.setattr(control.ownership, "find_owner", lambda cluster: (None, ""))
     monkeypatch.setattr(workflow_module.ownership, "find_owner", lambda cluster: (own_workflow, ""))
     paths = start_job()
     message = "main: Error (exit code 1): kftrain exit code 17: another launcher holds this run"

@@ -7,7 +7,7 @@ from kftrain.run import attempts
 from kftrain.run.error import ErrorDocument, read_error
 from kftrain.run.paths import RunPaths
 from kftrain.worker.node import NodeSpec
-from kftrain.worker.node_report import announce
+from kftrain.worker.supervisor import announce
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from kftrain.config import Config
 from kftrain.core import storage
-from kftrain.launch.kubernetes.annotations import DIGEST_ANNOTATION
 from kftrain.launch.kubernetes.labels import (
+    DIGEST_ANNOTATION,
     KFP_RUN_LABEL,
     PRIORITY_LABEL,
     QUEUE_LABEL,

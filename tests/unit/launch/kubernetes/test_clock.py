@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.launch.kubernetes.clock import Clock, Limits
 from kftrain.launch.kubernetes.states import State
+from kftrain.launch.kubernetes.watcher import Clock, Limits
 
 QUEUED = (State.QUEUED,)
 STARTING = (State.ADMITTED, State.SCHEDULING, State.PULLING, State.RENDEZVOUS)

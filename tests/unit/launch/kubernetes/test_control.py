@@ -11,9 +11,9 @@ from helpers.launching import JOB, PATIENCE_SECONDS, WORKERS, cluster_jobs, wait
 from kftrain import cli
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import control, watcher
-from kftrain.launch.kubernetes.annotations import SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
+from kftrain.launch.kubernetes.labels import SUSPENDED_ANNOTATION
 
 
 def kftrain(*arguments, code=0):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from kftrain import errors
 from kftrain.errors import DataError, FailureClass, HangError, KftrainError, RetryableError
 from kftrain.launch.kubernetes import diagnosis
-from kftrain.launch.kubernetes.diagnosis import diagnose, of_launch
-from kftrain.launch.kubernetes.failures import JobFailedError
+from kftrain.launch.kubernetes.diagnosis import JobFailedError, diagnose, of_launch
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.run.advice import remedy
 from kftrain.run.error import ErrorDocument

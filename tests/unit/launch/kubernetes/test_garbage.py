@@ -2,9 +2,9 @@
 
 import pytest
 
-from kftrain.launch.kubernetes.annotations import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 from kftrain.launch.kubernetes.control import why_garbage
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
+from kftrain.launch.kubernetes.labels import SEEN_ANNOTATION, SUSPENDED_ANNOTATION
 
 NOW = 1_800_000_000.0
 HOUR = 3600.0

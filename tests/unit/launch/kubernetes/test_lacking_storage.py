@@ -6,8 +6,7 @@ from helpers.launching import JOB, WORKERS, wait_until
 from kftrain.core import storage
 from kftrain.core.outages import UNREACHABLE
 from kftrain.errors import DataError, FailureClass, LaunchError, RetryableError, StorageError
-from kftrain.launch.kubernetes.diagnosis import diagnose
-from kftrain.launch.kubernetes.failures import JobFailedError
+from kftrain.launch.kubernetes.diagnosis import JobFailedError, diagnose
 from kftrain.launch.kubernetes.observation import Pod
 from kftrain.run.error import ErrorDocument
 

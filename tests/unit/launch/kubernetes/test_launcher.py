@@ -14,9 +14,9 @@ from kftrain.core import outages, storage
 from kftrain.errors import ConfigError, FencedError, LaunchError
 from kftrain.launch.base import build_launcher
 from kftrain.launch.kubernetes import client, launcher, lease, logs, retry
-from kftrain.launch.kubernetes.annotations import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.launch.kubernetes.client import Cluster
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
+from kftrain.launch.kubernetes.labels import PROGRESS_ANNOTATION, STATE_ANNOTATION
 from kftrain.run import attempts
 
 

@@ -6,7 +6,7 @@ from helpers.launching import JOB, WORKERS, job_client, wait_until
 
 from kftrain.core import storage
 from kftrain.errors import FencedError, LaunchError
-from kftrain.launch.kubernetes import cleanup, labels, lease, retry
+from kftrain.launch.kubernetes import control, labels, lease, retry
 from kftrain.launch.kubernetes.job_client import JobClient
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.kubernetes.states import State
@@ -248,8 +248,8 @@ def test_an_adopted_job_belongs_to_who_has_adopted_it(fast, namespace, make_job)
     lease.create_or_adopt(cluster, KIND.build(training, resolved, "run-b", owners[1]))
     job = namespace.get("pytorchjobs", JOB)
     assert job["metadata"]["ownerReferences"] == [owners[1]]
-    assert not cleanup.belongs(KIND, job, owners[0]["uid"], "run-a", resolved.digest())
-    assert cleanup.belongs(KIND, job, owners[1]["uid"], "run-b", "")
+    assert not control.belongs(KIND, job, owners[0]["uid"], "run-a", resolved.digest())
+    assert control.belongs(KIND, job, owners[1]["uid"], "run-b", "")
     lease.create_or_adopt(cluster, KIND.build(training, resolved))
     metadata = namespace.get("pytorchjobs", JOB)["metadata"]
     assert not metadata.get("ownerReferences") and labels.KFP_RUN_LABEL not in metadata["labels"]

@@ -11,7 +11,7 @@ from kftrain import config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, LaunchError
 from kftrain.launch import spec
-from kftrain.launch.kubernetes import annotations, labels
+from kftrain.launch.kubernetes import labels
 from kftrain.launch.kubernetes import pod as pod_module
 from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.run.job_tasks import JOB_TASKS, TRAINING
@@ -52,7 +52,7 @@ def pod_of(job):
 
 
 def digest_of(job):
-    return job["metadata"]["annotations"][annotations.DIGEST_ANNOTATION]
+    return job["metadata"]["annotations"][labels.DIGEST_ANNOTATION]
 
 
 def test_the_job_is_the_golden_one():
