@@ -135,10 +135,10 @@ def submit_pipeline(
     from kftrain.client.local_run import place_run
     from kftrain.client.submit import build_submission, submit
     from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines, in_cluster_host
-    from kftrain.stages import remote
+    from kftrain.stages import preflight
 
     placed, resume_run = place_run(config or Config(), (), Path.cwd(), resume, keep=config is None)
-    remote.require_remote(placed)
+    preflight.require_remote(placed)
     url = host or os.environ.get(ENDPOINT_ENV, "") or in_cluster_host()
     submission = build_submission(placed, resume_run, url, experiment, run_name, steps_image=steps_image)
     return submit(Pipelines(Connection(url, namespace, TOKEN_ENV, ca_file)), submission, placed, resume_run)
@@ -169,9 +169,9 @@ def open_dataset(
     from kftrain.data.opened import OpenedDataset
     from kftrain.data.schema import SPLITS
     from kftrain.data.shards.manifest import read_manifest, reading
-    from kftrain.stages.dataset import find_manifest
     from kftrain.tasks.base import Task
     from kftrain.tasks.registry import build_task_of
+    from kftrain.tasks.run_dataset import find_manifest
 
     if split not in SPLITS:
         raise ConfigError("no such split", where="open_dataset", value=split, fix=f"one of: {', '.join(SPLITS)}")

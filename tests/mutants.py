@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "a training starts with weights of a model with other heads",
-        "kftrain/stages/initial_weights.py",
+        "kftrain/registry/initial_weights.py",
         "    _require_same_options(config, recipe.model)\n",
         "",
         "tests/unit/stages/test_train_from.py -k changes_no_shape",
@@ -624,7 +624,7 @@ MUTANTS = [
     ),
     Mutant(
         "a reference set of the run's own data is missing",
-        "kftrain/stages/reference_set.py",
+        "kftrain/evaluate/reference_set.py",
         "return _read_reference_set(config).evaluation_digest != own_digest",
         "return True",
         "tests/unit/stages/test_reference_set.py -k runs_own_data",
@@ -750,7 +750,7 @@ MUTANTS = [
     ),
     Mutant(
         "a goal that contradicts the metric is taken",
-        "kftrain/stages/task_metrics.py",
+        "kftrain/tasks/user_metrics.py",
         'if goal not in ("", own) and not is_kept:',
         "if False:",
         "tests/unit/stages/test_goal_of_metric.py",

@@ -34,7 +34,7 @@ def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
     for line in preflight.describe_oddities(config):
         echo(line, err=True)
     if for_kubeflow:
-        from kftrain.stages import parameters
+        from kftrain.kubeflow import parameters
 
         echo(redacted(parameters.for_form(config)))
         return

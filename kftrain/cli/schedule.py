@@ -32,7 +32,7 @@ from kftrain.schedule.settings import format_instant, parse_instant
 from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
-from kftrain.stages import firing, remote, resolve
+from kftrain.stages import firing, preflight, resolve
 from kftrain.tracking.runs import git_commit
 
 CHANGED = 1
@@ -213,7 +213,7 @@ def fire_command(config_file: tuple[str, ...], job: str) -> None:
 def _read(path: str) -> Schedule:
     """The schedule in a file. Raises ConfigError, and LaunchError for what cannot run on Kubeflow."""
     schedule = spec.read(path)
-    remote.require_remote(schedule.config)
+    preflight.require_remote(schedule.config)
     return schedule
 
 

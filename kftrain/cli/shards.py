@@ -21,7 +21,7 @@ def shards_command() -> None:
 def show(uri: str, as_json: bool) -> None:
     """Print what the shards hold."""
     from kftrain.data.shards import manifest
-    from kftrain.stages.dataset import find_manifest
+    from kftrain.tasks.run_dataset import find_manifest
 
     described = manifest.describe(manifest.read_manifest(find_manifest(uri)))
     if as_json:
@@ -45,7 +45,7 @@ def verify(uri: str, quick: bool, as_json: bool) -> None:
     """Compare every shard with the manifest, and its keys; exit code 11 names the first that is wrong."""
     from kftrain.data.shards.manifest import read_manifest
     from kftrain.data.shards.verify import verify_keys, verify_shards
-    from kftrain.stages.dataset import find_manifest
+    from kftrain.tasks.run_dataset import find_manifest
 
     found = find_manifest(uri)
     manifest = read_manifest(found)

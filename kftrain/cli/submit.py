@@ -13,7 +13,7 @@ from kftrain.client.console import echo
 from kftrain.client.local_run import load_run
 from kftrain.client.submit import build_submission, submit
 from kftrain.kubeflow.client import ENDPOINT_ENV, TOKEN_ENV, Connection, Pipelines
-from kftrain.stages import remote
+from kftrain.stages import preflight
 
 
 def connection_options(command: Command) -> Command:
@@ -70,7 +70,7 @@ def submit_command(
     if not (connection["host"] or dry_run):
         raise click.UsageError("Missing option '--host'.")
     config, resume_run = load_run(config_file, overrides, Path.cwd(), resume)
-    remote.require_remote(config)
+    preflight.require_remote(config)
     submission = build_submission(
         config,
         resume_run,

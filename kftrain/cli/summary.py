@@ -11,8 +11,8 @@ from kftrain.run.advice import Situation
 from kftrain.run.documents import Completion, Interval, Registration
 from kftrain.run.error import ErrorDocument
 from kftrain.run.paths import RunPaths
-from kftrain.stages.dataset import read_dataset
 from kftrain.stages.firing import read_skipped
+from kftrain.tasks.run_dataset import read_dataset
 
 LABEL_WIDTH = 12
 

@@ -18,13 +18,15 @@ from kftrain.client.pipeline_process import OWN_PIPELINE, PipelineProcess
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, InterruptedByUser, StorageError
+from kftrain.kubeflow import parameters
 from kftrain.process import channel
 from kftrain.process.channel import Channel
 from kftrain.run.advice import Place, Situation
 from kftrain.run.best_effort import best_effort
 from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import parameters, preflight, resolve, tracked
+from kftrain.stages import preflight, resolve
+from kftrain.tracking import mlflow_run
 
 ARGUMENTS = "arguments.json"
 
@@ -202,7 +204,7 @@ def _record_kill(output: PipelineOutput, config: Config) -> None:
     paths, document = RunPaths(output.run_uri), of_stage("run", killed)
     with best_effort("error.json could not be written"):
         storage.publish_json(paths.error, document.to_dict())
-    tracked.mark_failed(paths, config, killed, document, _warn)
+    mlflow_run.mark_failed(paths, config, killed, document, _warn)
 
 
 def _warn(line: str) -> None:

@@ -11,10 +11,11 @@ from kftrain.client.compile import compile_with
 from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.errors import InterruptedByUser, LaunchError, UnavailableError
+from kftrain.kubeflow import parameters
 from kftrain.kubeflow.client import Pipelines, ui_url
 from kftrain.kubeflow.submission import SUCCEEDED, RunState, Submission, changes, outcome, steps_of
 from kftrain.run.paths import RunPaths
-from kftrain.stages import parameters, resolve
+from kftrain.stages import resolve
 
 POLL_SECONDS = 5.0
 

@@ -21,11 +21,11 @@ from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.run.timeline import timeline
-from kftrain.stages.dataset import read_dataset
-from kftrain.stages.task_metrics import task_metrics, with_goal
 from kftrain.stages.train import read_history
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.registry import BUILT_IN as TASKS
+from kftrain.tasks.run_dataset import read_dataset
+from kftrain.tasks.user_metrics import task_metrics, with_goal
 from kftrain.tracking.runs import flatten
 from kftrain.trust import Trust
 

@@ -10,7 +10,8 @@ from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
 from kftrain.run.config import read_config
 from kftrain.run.job_tasks import JOB_TASKS, JobTask
 from kftrain.run.paths import RunPaths
-from kftrain.stages import preflight, tracked
+from kftrain.stages import preflight
+from kftrain.tracking import mlflow_run
 
 
 def jobs_of_new_run(config: Config, run_id: str = "") -> str:
@@ -25,7 +26,7 @@ def jobs_of_new_run(config: Config, run_id: str = "") -> str:
 def job_of_run(run_uri: str, task: str) -> str:
     """Return a job of a run that exists, as text; the run is only read. Raises ConfigError or LaunchError."""
     paths = RunPaths(run_uri)
-    return _format_jobs(paths, read_config(paths), [JOB_TASKS[task]], tracked.read(paths))
+    return _format_jobs(paths, read_config(paths), [JOB_TASKS[task]], mlflow_run.read_mlflow_run_id(paths))
 
 
 def _format_jobs(paths: RunPaths, config: Config, tasks: Sequence[JobTask], mlflow_run_id: str = "") -> str:

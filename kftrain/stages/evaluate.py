@@ -8,7 +8,10 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import CheckpointError, ConfigError, EvaluationError, LaunchError
+from kftrain.evaluate import reference_set
 from kftrain.evaluate.identity import evaluation_digest
+from kftrain.launch.kubernetes import task_pods
+from kftrain.launch.kubernetes.task_pods import TaskPodSettings
 from kftrain.registry import Champion
 from kftrain.registry.comparison import find_performance
 from kftrain.run import documents
@@ -16,12 +19,12 @@ from kftrain.run.completion import metrics_uri
 from kftrain.run.config import read_config
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, Performance, Unmeasured
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, pods, reference_set, tracked
-from kftrain.stages.dataset import read_dataset, require_usable
+from kftrain.stages import failure, firing
 from kftrain.stages.outcome import Outcome, finite_metrics
-from kftrain.stages.pods import TaskPodSettings
-from kftrain.stages.task_metrics import with_goal
 from kftrain.tasks import build_task
+from kftrain.tasks.run_dataset import read_dataset, require_usable
+from kftrain.tasks.user_metrics import with_goal
+from kftrain.tracking import mlflow_run
 from kftrain.trust import Trust
 
 
@@ -32,7 +35,7 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
         skipped = firing.skipped_outcome(paths, progress)
         if skipped is not None:
             return skipped
-        config = pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
+        config = task_pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
     with failure.reported("evaluate", paths, config, progress):
         config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
@@ -135,7 +138,7 @@ def _obstacle(config: Config, champion: Champion, digest: str) -> str:
 
 def _log_metrics(paths: RunPaths, config: Config, values: dict[str, float]) -> None:
     """Record values in the MLflow run of the training, if it has one."""
-    mlflow_run_id = tracked.read(paths)
+    mlflow_run_id = mlflow_run.read_mlflow_run_id(paths)
     if mlflow_run_id:
         tracking.log_evaluation(config.tracking.uri, mlflow_run_id, values)
 

@@ -25,7 +25,7 @@ from kftrain.run.best_effort import REPORT_SECONDS, best_effort
 from kftrain.run.error import of_stage, read_error
 from kftrain.run.heartbeat import Heartbeat
 from kftrain.run.paths import RunPaths
-from kftrain.stages import tracked
+from kftrain.tracking import mlflow_run
 from kftrain.trust import permit
 
 KFP_RUNTIME_ENV = "_KFP_RUNTIME"
@@ -55,7 +55,7 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
             # error.json before MLflow: the exit handler and `kftrain run` need it, and MLflow may take long to fail.
             with best_effort("error.json could not be written", REPORT_SECONDS):
                 storage.publish_json(paths.error, document.to_dict())
-            tracked.mark_failed(paths, config, error, document, progress)
+            mlflow_run.mark_failed(paths, config, error, document, progress)
             raise
 
 

@@ -15,14 +15,16 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import FailureClass, FencedError, KftrainError, LaunchError, RetryableError
+from kftrain.kubeflow import parameters
 from kftrain.launch.backends import POD_BACKENDS
 from kftrain.run.advice import Situation
 from kftrain.run.best_effort import REPORT_SECONDS, best_effort, retryable
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.error import ErrorDocument, of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import firing, parameters, resolve, tracked
+from kftrain.stages import firing, resolve
 from kftrain.stages.outcome import Outcome
+from kftrain.tracking import mlflow_run
 
 SUCCESS_STATES = ("COMPLETE", "SUCCEEDED")
 """States of a pipeline run that ended well, in the words of Kubeflow's backend and of its local runner."""
@@ -88,7 +90,7 @@ def _end_run(
         error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)
     if is_open:  # a step that was killed has left the MLflow run open
-        tracked.mark_failed(paths, config, error_document.to_error(), error_document, progress)
+        mlflow_run.mark_failed(paths, config, error_document.to_error(), error_document, progress)
     return _describe_failure(error_document, paths.uri, url, is_there=is_open is not False), error_document
 
 

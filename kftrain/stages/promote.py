@@ -8,9 +8,10 @@ from kftrain import config as configuration
 from kftrain import registry
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError
+from kftrain.kubeflow import parameters
 from kftrain.registry.journal import Declined, Entry
 from kftrain.report.markdown import escape
-from kftrain.stages import failure, parameters, resolve
+from kftrain.stages import failure, resolve
 from kftrain.stages.outcome import Outcome
 
 

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kftrain import config as configuration
-from kftrain import registry, report, tracking
+from kftrain import launch, registry, report, tracking
 from kftrain.config import Config
 from kftrain.core import storage
+from kftrain.core.plugins import user_code
 from kftrain.core.progress import Progress, to_log
-from kftrain.data.shards.manifest import Manifest
-from kftrain.errors import ConfigError, TrackingError
+from kftrain.data.opened import OpenedDataset
+from kftrain.data.schema import SPLITS
+from kftrain.data.shards.manifest import Manifest, shard_uri
+from kftrain.errors import ConfigError, DataError, KftrainError, TrackingError
+from kftrain.evaluate import reference_set
+from kftrain.registry.package import STORES, ModelPackage, requirements
+from kftrain.registry.wheel import own_wheel
 from kftrain.report import content, environment
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import differences
 from kftrain.run.config import read_config
-from kftrain.run.documents import Completion, Evaluation, Registration
+from kftrain.run.documents import Completion, Evaluation, GateReason, Registration, RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, firing, reference_set, tracked, trained_on
+from kftrain.sharding.dataset_drift import read_drift
+from kftrain.sharding.parts.content import UNKNOWN
+from kftrain.sharding.parts.records import read_table
+from kftrain.stages import failure, firing
 from kftrain.stages.comparison import PAGE_VERSIONS, compare_versions
-from kftrain.stages.dataset import read_dataset, read_shards
-from kftrain.stages.drift import read_drift
 from kftrain.stages.evaluate import read_complete, read_evaluation, read_performance
 from kftrain.stages.outcome import Outcome, finite_metrics
-from kftrain.stages.package import package_of
-from kftrain.stages.task_metrics import task_metrics, with_goal
 from kftrain.stages.train import read_history
+from kftrain.tasks import Task, build_task_of
 from kftrain.tasks.overview import read_overview
-from kftrain.trust import permit
+from kftrain.tasks.run_dataset import read_dataset
+from kftrain.tasks.user_metrics import task_metrics, with_goal
+from kftrain.tracking import mlflow_run
+from kftrain.tracking.runs import model_parameters
+from kftrain.trust import Trust, permit, read_shards
 
 REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 
@@ -67,7 +82,9 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         completion = read_complete(paths, config)
         evaluation = read_evaluation(paths, config, completion)
         shards, manifest = read_dataset(paths)
-        mlflow_run_id = tracked.read(paths) or tracked.start(paths, config, shards, manifest)
+        mlflow_run_id = mlflow_run.read_mlflow_run_id(paths) or mlflow_run.start_mlflow_run(
+            paths, config, shards, manifest, launch.pipeline_tags(config)
+        )
         registered = registry.register(
             config,
             paths,
@@ -78,7 +95,7 @@ def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -
         )
         metrics = task_metrics(config)
         lacks = reference_set.is_missing(paths, config, evaluation.evaluation_digest)
-        notes = (trained_on.gate_reason(config, shards, manifest), lacks)
+        notes = (count_seen_records(config, shards, manifest), lacks)
         registration = registry.gate_and_promote(config, paths, registered, completion, evaluation, metrics, *notes)
         comparison = _comparison(paths, config)
         page = _write_report(paths, config, manifest, completion, evaluation, registration, bool(comparison))
@@ -153,3 +170,97 @@ def _make_outcome(
         html=page,
         markdown=report.registration_markdown(config, registration),
     )
+
+
+Made = TypeVar("Made")
+
+
+def package_of(
+    config: Config,
+    shards: RunShards,
+    manifest: Manifest,
+    completion: Completion,
+    evaluation: Evaluation,
+    progress: Progress,
+) -> ModelPackage:
+    """Make the package of a run's model. Registering needs none of its parts, so none of them fails a run."""
+
+    def make_or_warn(what: str, make: Callable[[], Made], otherwise: Made) -> Made:
+        try:
+            return make()
+        except KftrainError as error:
+            progress(f"warning: the registered version has no {what}: {error.line}")
+            return otherwise
+
+    no_example: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {})
+    example, types = make_or_warn("input example", lambda: _make_example(config, shards, manifest), no_example)
+    card = make_or_warn("card", lambda: report.model_card(config, manifest.to_dict(), completion, evaluation), "")
+    return ModelPackage(
+        card=card,
+        params=model_parameters(config),
+        requirements=requirements(completion.packages, _list_installed(), completion.export_uri),
+        wheel=make_or_warn("wheel of kftrain", own_wheel, None),
+        input_example=example,
+        answer_types=types,
+    )
+
+
+def _make_example(config: Config, shards: RunShards, manifest: Manifest) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Return a row for `predict`, made of the first validation sample, and the types of the columns of its answer."""
+    task: Task = build_task_of(config.task, shards.manifest_uri, manifest.task_settings)
+    dataset = OpenedDataset(shards.manifest_uri, manifest, "validation")
+    if not len(dataset):
+        return {}, {}
+    with user_code("task.input_example"):
+        example = task.input_example(dataset[0])
+        return (example, task.answer_types()) if example else ({}, {})
+
+
+def _list_installed() -> dict[str, str]:
+    """Return the installed distributions among those that a server may need, name -> version."""
+    versions = {}
+    for name in ("mlflow", *(name for names in STORES.values() for name in names)):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def count_seen_records(config: Config, shards: RunShards, manifest: Manifest) -> GateReason | None:
+    """Count the validation records of a dataset that the champion, or weights that it began with, were trained on.
+
+    Reads the 24 bytes that parts remember of each record. The count decides nothing: a challenger that is better
+    although the champion has seen the data is better. None without a champion. Raises KftrainError if storage or MLflow
+    is away.
+    """
+    champion = registry.champion(config)
+    if champion is None:
+        return None
+    subject, export_uri, trained = f"the champion, version {champion.version}, was trained on", champion.export_uri, []
+    try:
+        while export_uri:
+            paths = RunPaths(export_uri.rpartition("/export/")[0])
+            Trust.of(config).require_place(paths.uri)
+            trained.append(_read_hashes(*read_dataset(paths), "train"))
+            export_uri = read_config(paths).train.initial_weights.export_uri
+        held_out = _read_hashes(shards, manifest, "validation")
+    except KftrainError as error:
+        if error.retryable:
+            raise
+        text = f"how many of the validation records {subject} is not known: {error.what}"
+        return GateReason(code="trained_on_unknown", verdict="for", text=text)
+    count, total = int(np.isin(held_out, np.concatenate(trained)).sum()), len(held_out)
+    text = f"{subject} {count:,} of {total:,} validation records"
+    return GateReason(code="trained_on", verdict="for", text=text, figures={"value": count, "total": total})
+
+
+def _read_hashes(shards: RunShards, manifest: Manifest, split: str) -> np.ndarray:
+    """Read the hashes of a split's records, `[records]`. Raises DataError if its shards remember none."""
+    listed = [shard for content in manifest.splits.values() for shard in content.shards]
+    if not all(shard.folder.startswith("../parts/") for shard in listed):
+        raise DataError("adopted shards, and those of release 0.1, remember no records", where=shards.manifest_uri)
+    folders = {shard_uri(shards.manifest_uri, shard).rpartition("/")[0] for shard in listed}
+    tables = np.concatenate([read_table(folder) for folder in folders])
+    hashes: np.ndarray = tables[(tables[:, 2] == SPLITS.index(split)) & (tables[:, 1] != UNKNOWN), 1]
+    return hashes

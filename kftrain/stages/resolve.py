@@ -21,13 +21,13 @@ from kftrain.config import Config
 from kftrain.core import credentials, storage
 from kftrain.core.plugins import is_plugin
 from kftrain.errors import CheckpointError, ConfigError, DataError, OtherTrainingError
+from kftrain.kubeflow import parameters
 from kftrain.run import attempts, commit
 from kftrain.run.commit import differences, refuse_old_order
 from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.sharding.sources.resolve_source import BUILT_IN
 from kftrain.sharding.sources.webdataset import is_shard_pattern
-from kftrain.stages import parameters
 from kftrain.trust import permit
 
 Knobs = dict[str, str | int | float]

@@ -17,20 +17,22 @@ from kftrain.data.shards import manifest
 from kftrain.data.shards.manifest import Manifest
 from kftrain.errors import DataError, EmptyWindowError, OtherTrainingError
 from kftrain.process import channel
+from kftrain.registry import initial_weights
 from kftrain.run.config import is_opened
 from kftrain.run.documents import RunShards
 from kftrain.run.drift import Drift
 from kftrain.run.paths import RunPaths
 from kftrain.run.watermark import WindowFiles
-from kftrain.sharding import mixing
-from kftrain.stages import drift, failure, firing, initial_weights, preflight, remote, resolve, windows
-from kftrain.stages.dataset import num_training_samples, read_dataset, read_shards
+from kftrain.sharding import dataset_drift, mixing
+from kftrain.stages import failure, firing, preflight, resolve, windows
 from kftrain.stages.firing import Begun
 from kftrain.stages.outcome import Outcome
 from kftrain.stages.resolve import OpenedRun
-from kftrain.stages.task_metrics import with_goal
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.overview import write_overview
+from kftrain.tasks.run_dataset import num_training_samples, read_dataset
+from kftrain.tasks.user_metrics import with_goal
+from kftrain.trust import read_shards
 
 
 def shard_from_pipeline(
@@ -49,7 +51,7 @@ def shard_from_pipeline(
     """
     with failure.announced("shard", progress):
         config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
-        remote.require_from_here(config)
+        preflight.require_from_here(config)
         run_id = resolve.make_run_id(resumed, job_id, config.run.name)
         paths = RunPaths.of(config.run.storage_root, run_id)
         begun = firing.begin(config, paths, job_id, created, bool(resumed), progress)
@@ -139,7 +141,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         initial_weights.require_fit(config, task)
     validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
-    measured = drift.compared(config, shards.manifest_uri, described, task, progress)
+    measured = dataset_drift.compared(config, shards.manifest_uri, described, task, progress)
     return Prepared(run, shards, described, reused, time.monotonic() - start, overview, measured, files)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +11,18 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import DataError, OtherJobError, OtherTrainingError
+from kftrain.launch.kubernetes import task_pods
+from kftrain.launch.kubernetes.task_pods import TaskPodSettings
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import refuse_old_order
 from kftrain.run.completion import find_completion
 from kftrain.run.config import read_config, restore_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.stages import backfill, failure, firing, pods, tracked
-from kftrain.stages.dataset import read_dataset, require_usable
+from kftrain.stages import failure, firing
 from kftrain.stages.outcome import Outcome, finite_metrics
-from kftrain.stages.pods import TaskPodSettings
+from kftrain.tasks.run_dataset import read_dataset, require_usable
+from kftrain.tracking import mlflow_run
 
 
 def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
@@ -32,7 +33,7 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
         if nothing_to_do is not None:
             return nothing_to_do
         kept = read_config(paths)
-        config = pods.apply(kept, paths, task_config)
+        config = task_pods.apply(kept, paths, task_config)
         with _restored_if_refused(paths, kept, progress):  # what is complete stays as it is, too
             completion = find_completion(paths, config)
         if completion is None:
@@ -42,10 +43,18 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
         skipped = completion is not None
         if completion is None:
             require_usable(shards, manifest, config)
-            with _restored_if_refused(paths, kept, progress), tracked.restored_if_refused(paths, config, progress):
-                start = functools.partial(tracked.start, paths, config, shards, manifest, progress)
-                completion = launch.run_training(paths, config, start)
-        backfill.complete(paths, config, read_history(paths), progress)
+            with (
+                _restored_if_refused(paths, kept, progress),
+                mlflow_run.restore_status_if_refused(paths, config, progress),
+            ):
+                completion = launch.run_training(
+                    paths,
+                    config,
+                    lambda: mlflow_run.start_mlflow_run(
+                        paths, config, shards, manifest, launch.pipeline_tags(config), progress
+                    ),
+                )
+        mlflow_run.log_missing_curve(paths, config, read_history(paths), progress)
         return _make_outcome(paths, config, completion, skipped, progress)
 
 

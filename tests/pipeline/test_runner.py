@@ -16,8 +16,8 @@ from kfp.compiler import Compiler
 from kftrain.client import pipeline_process
 from kftrain.client.pipeline_process import PipelineProcess
 from kftrain.core.progress import unmarked
+from kftrain.kubeflow import parameters
 from kftrain.pipelines.compile import compiled
-from kftrain.stages import parameters
 
 
 @dsl.component(base_image="python", install_kfp_package=False)

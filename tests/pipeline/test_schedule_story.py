@@ -28,12 +28,12 @@ from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
 from kftrain.sharding.parts.store import PartStore
-from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
 from kftrain.stages.register import register
 from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
+from kftrain.tasks.run_dataset import read_dataset
 
 pytestmark = pytest.mark.slow
 

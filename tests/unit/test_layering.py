@@ -26,14 +26,14 @@ MAY_IMPORT = {
     "sharding": {"run", "process", "data", "tasks"},
     "models": set(),
     "parallel": {"process"},
-    "tracking": set(),
+    "tracking": {"run", "data.shards"},
     "report": {"run"},
     "launch": {"run", "process"},
     "schedule": {"run"},
-    "kubeflow": {"schedule"},
-    "tasks": {"data", "models", "process.parent_death"},
+    "kubeflow": {"schedule", "run.best_effort"},
+    "tasks": {"run", "data", "models", "statistics", "process.parent_death"},
     "checkpoint": {"run", "process.machine", "data", "models", "parallel", "tasks"},
-    "registry": {"run", "tracking", "checkpoint", "statistics"},
+    "registry": {"run", "tracking", "checkpoint", "models", "statistics"},
     "evaluate": {"run", "process", "data", "models", "parallel", "tasks", "checkpoint", "statistics"},
     "train": {
         *("run", "process", "data", "models", "parallel", "tasks", "checkpoint", "tracking", "evaluate"),
@@ -44,7 +44,7 @@ MAY_IMPORT = {
         *("run", "process", "data", "sharding", "tasks", "checkpoint", "evaluate", "launch", "models"),
         *("registry", "report", "tracking", "schedule", "kubeflow", "statistics"),
     },
-    "client": {"run", "process", "stages", "kubeflow", "pipelines"},
+    "client": {"run", "process", "stages", "kubeflow", "pipelines", "tracking.mlflow_run"},
     "cli": {
         *(
             "client",

@@ -16,7 +16,7 @@ from kftrain.launch.kubernetes.diagnosis import diagnose
 from kftrain.launch.kubernetes.reachable import require_tracking_server
 from kftrain.run.best_effort import best_effort
 from kftrain.run.error import ErrorDocument
-from kftrain.stages import failure, preflight, remote, resolve, runs
+from kftrain.stages import failure, preflight, resolve, runs
 from kftrain.tracking.endpoint import require_private_credentials
 from kftrain.tracking.runs import flatten
 from kftrain.tracking.settings import TrackingConfig
@@ -58,7 +58,7 @@ def test_a_cluster_takes_no_credentials_in_a_uri(tmp_path: Path) -> None:
         text = f"launch: {{backend: pytorchjob}}\nrun: {{storage_root: 's3://b'}}\ntracking: {{uri: '{uri}'}}"
         resolved = resolve.anchored(config.parse(text, ["data.source=digits"]), tmp_path)
         with pytest.raises(LaunchError, match="Kubeflow would show the password or token") as caught:
-            remote.require_remote(resolved)
+            preflight.require_remote(resolved)
         assert "caNAry" not in caught.value.line and "TOKEN" not in caught.value.line
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_would_keep_credentials_is_refused_before_it_is_written(overr
         preflight.check_credentials(config.parse("", [override]))
     assert "CANARYTOKEN" not in caught.value.line
     with pytest.raises(LaunchError, match="show the password") as caught_too:
-        remote._require_no_password(config.parse("", [override]))
+        preflight._require_no_password(config.parse("", [override]))
     assert "CANARYTOKEN" not in caught_too.value.line
 
 

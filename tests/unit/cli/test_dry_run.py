@@ -12,7 +12,8 @@ from kftrain.launch.kubernetes.kinds.pytorchjob import KIND
 from kftrain.launch.spec import MLFLOW_RUN_ID_ENV, make_job
 from kftrain.run.job_tasks import EVALUATION, TRAINING
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve, tracked
+from kftrain.stages import resolve
+from kftrain.tracking import mlflow_run
 
 CLUSTER = """
 run: {name: lm, storage_root: "memory://bucket/root"}
@@ -59,7 +60,7 @@ def saved_run(folder, text):
     resolved = resolve.anchored(config.parse(text), folder)
     paths = opened_run(resolved, "lm-1").paths
     (folder / "store/runs/lm-1/tracking.json").write_text(json.dumps({"schema_version": 1, "mlflow_run_id": "m-7"}))
-    assert tracked.read(paths) == "m-7"
+    assert mlflow_run.read_mlflow_run_id(paths) == "m-7"
     return resolved, paths
 
 

@@ -16,7 +16,8 @@ from kftrain.errors import CheckpointError, ConfigError, DataError, RetryableErr
 from kftrain.process import channel
 from kftrain.run.advice import Place, Situation
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, tracked
+from kftrain.stages import failure
+from kftrain.tracking import mlflow_run
 
 HERE = Situation(Place.LAPTOP, log="x.log")
 
@@ -164,7 +165,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     ended = []
     resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}"])
     paths = opened_run(resolved, "a-1").paths
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
     watched = watching()

@@ -62,7 +62,7 @@ def test_status_of_jobs(monkeypatch):
 def test_shards(monkeypatch):
     described = {"dataset_digest": "d", "source": HOSTILE, "task": HOSTILE, "fields": {HOSTILE: "uint8"}, "splits": {}}
     described["components"] = {HOSTILE: HOSTILE}
-    monkeypatch.setattr("kftrain.stages.dataset.find_manifest", lambda uri: uri)
+    monkeypatch.setattr("kftrain.tasks.run_dataset.find_manifest", lambda uri: uri)
     monkeypatch.setattr(manifest, "read_manifest", lambda uri: None)
     monkeypatch.setattr(manifest, "describe", lambda found: described)
     assert_harmless(invoke("shards", "show", "x"))

@@ -4,7 +4,7 @@ import pytest
 
 from kftrain import config
 from kftrain.errors import ConfigError, LaunchError
-from kftrain.stages import preflight, remote, resolve
+from kftrain.stages import preflight, resolve
 
 TWO = "{name: web, source: ./web, weight: 3}, {name: code, source: digits, text_field: content}"
 
@@ -86,4 +86,4 @@ def test_the_sources_of_a_mixture_are_anchored_and_checked_as_one_is(tmp_path):
         preflight.check_credentials(with_password)
     assert "secret" not in caught.value.line
     with pytest.raises(LaunchError, match=r"data\.mixture\[0\]\.source: .* cannot reach a file"):
-        remote._require_remote_source(*next(iter(anchored.data.sources.items())))
+        preflight._require_remote_source(*next(iter(anchored.data.sources.items())))

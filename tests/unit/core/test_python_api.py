@@ -205,7 +205,7 @@ def recorded(told, name, answer):
 def test_submit_passes_on_all_that_it_is_told(monkeypatch):
     told = {}
     monkeypatch.setattr("kftrain.client.local_run.place_run", recorded(told, "placed", ("placed", "run-7")))
-    monkeypatch.setattr("kftrain.stages.remote.require_remote", recorded(told, "remote", None))
+    monkeypatch.setattr("kftrain.stages.preflight.require_remote", recorded(told, "remote", None))
     monkeypatch.setattr("kftrain.kubeflow.client.Pipelines", lambda connection: connection)
     monkeypatch.setattr("kftrain.client.submit.build_submission", recorded(told, "built", "submission"))
     monkeypatch.setattr("kftrain.client.submit.submit", recorded(told, "send", "sent"))

@@ -110,7 +110,8 @@ def test_in_kubeflow_a_setting_without_a_parameter_of_its_own_is_changed_by_the_
 
 
 def test_the_parameters_of_the_form_are_those_of_the_pipeline():
-    from kftrain.stages import parameters, resolve
+    from kftrain.kubeflow import parameters
+    from kftrain.stages import resolve
 
     assert {name: key for key, name in advice.FORM_PARAMETERS.items()}.items() <= resolve.KNOBS.items()
     assert advice.FORM_OBJECT == parameters.OBJECT

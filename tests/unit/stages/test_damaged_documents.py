@@ -9,10 +9,11 @@ from kftrain.errors import DataError, KftrainError
 from kftrain.run import completion
 from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve, tracked
-from kftrain.stages.dataset import read_shards
+from kftrain.stages import resolve
 from kftrain.stages.finish import finish
 from kftrain.stages.train import read_history
+from kftrain.tracking import mlflow_run
+from kftrain.trust import read_shards
 
 CUT = [
     '{"manifest_uri": "x"',
@@ -66,7 +67,7 @@ def test_finish_explains_a_run_whose_error_json_is_broken(tmp_path, monkeypatch,
     config = digits_config(tmp_path)
     paths = RunPaths.of(config.run.storage_root, "tiny-8f11")
     resolve.keep(resolve.OpenedRun(config, paths), "8F-11")
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish(paths.error, content)
     outcome = finish(config.to_yaml(), "", "", "8F-11", "FAILED", [].append)
     expected = "no rows" if "no rows" in content else "error.json is damaged"

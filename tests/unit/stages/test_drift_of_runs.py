@@ -18,9 +18,9 @@ from kftrain.errors import ConfigError, StorageError
 from kftrain.run import documents
 from kftrain.run.drift import Drift, DriftedDistribution, DriftShift, ProfiledDataset
 from kftrain.run.paths import RunPaths
+from kftrain.sharding import dataset_drift, profile
 from kftrain.sharding import drift as drift_measures
-from kftrain.sharding import profile
-from kftrain.stages import drift, windows
+from kftrain.stages import windows
 from kftrain.stages.shard import shard
 
 DAY, DAY_0 = timedelta(days=1), datetime(2026, 11, 1, tzinfo=timezone.utc)
@@ -179,7 +179,7 @@ def test_what_cannot_be_compared_is_a_warning_line(tmp_path, monkeypatch):
     def away(*arguments):
         raise StorageError("the storage is away")
 
-    monkeypatch.setattr(drift, "write_profile", away)
+    monkeypatch.setattr(dataset_drift, "write_profile", away)
     lines = run_of(tmp_path, 1)[1]
     assert "warning: how far the data has drifted is not known: the storage is away" in lines
 

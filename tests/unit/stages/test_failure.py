@@ -20,7 +20,8 @@ from kftrain.errors import (
 from kftrain.process import stage_lifetime, termination
 from kftrain.run.error import read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import failure, tracked
+from kftrain.stages import failure
+from kftrain.tracking import mlflow_run
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(termination, "TERMINATION_LOG", str(tmp_path / "termination-log"))
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m1").to_dict())
     return paths, digits_config(tmp_path), lines, ended
 
 

@@ -19,8 +19,9 @@ from kftrain.launch.kubernetes.launcher import ClusterLauncher
 from kftrain.run.error import of_stage
 from kftrain.run.job_tasks import TRAINING
 from kftrain.run.paths import RunPaths
-from kftrain.stages import resolve, tracked
+from kftrain.stages import resolve
 from kftrain.stages.finish import FAILURE_REPORT, finish
+from kftrain.tracking import mlflow_run
 
 ON_CLUSTER = (
     "tracking.uri=http://mlflow:5000",
@@ -144,7 +145,7 @@ def test_a_pipeline_run_whose_run_another_one_holds_leaves_its_folder_and_its_ml
     monkeypatch.setattr(workflow_module, "SERVICE_ACCOUNT", tmp_path / "account")
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: pytest.fail("it is another's"))
     paths = start_job(kfp_run_id="kfp-b")
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     node = {"type": "Pod", "phase": "Failed", "message": f"main: Error (exit code 1): kftrain exit code 17: {message}"}
     namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
     outcome = finish("", "", paths.uri, "kfp-a", "FAILED", [].append)
@@ -161,7 +162,7 @@ def test_words_in_a_users_error_do_not_keep_finish_from_its_work(
     ended = []
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
     paths = start_job(kfp_run_id=JOB_ID)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     message = f"main: Error (exit code 1): kftrain exit code 16: task.loss: ValueError: {phrase}"
     node = {"type": "Pod", "phase": "Failed", "message": message}
     namespace.patch("workflows", own_workflow["name"], {"spec": {}, "status": {"nodes": {"n": node}}})
@@ -222,7 +223,7 @@ def test_a_report_that_cannot_be_written_is_no_second_failure(start_job, tmp_pat
 
     ended, lines = [], []
     paths = start_job(kfp_run_id=JOB_ID)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
     monkeypatch.setattr(storage, "publish", refuse)
     outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "RUNNING", lines.append)
@@ -235,7 +236,7 @@ def test_a_clean_up_that_fails_hides_no_failure(start_job, server, tmp_path, mon
     ended, lines = [], []
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((run, status)))
     paths = start_job(kfp_run_id=JOB_ID)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
     server.fail("GET", "pytorchjobs", 404, times=float("inf"))
     outcome = finish(config_of(tmp_path).to_yaml(), "", "", JOB_ID, "FAILED", lines.append)

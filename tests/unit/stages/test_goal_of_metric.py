@@ -14,8 +14,8 @@ from kftrain.run.paths import RunPaths
 from kftrain.stages.comparison import compare_versions
 from kftrain.stages.register import gate, register
 from kftrain.stages.shard import shard
-from kftrain.stages.task_metrics import with_goal
 from kftrain.tasks import Classification, Regression
+from kftrain.tasks.user_metrics import with_goal
 
 DIGITS = "task: {kind: image_classification, image_size: 8, num_classes: 10}\n"
 OWN = f"task: {{kind: '{__name__}:OwnTask', num_classes: 2}}\n"
@@ -141,7 +141,7 @@ def test_the_gate_decides_by_the_metrics_goal_whatever_an_old_run_has_kept(tmp_p
     asked = []
     monkeypatch.setattr(registry, "register", lambda *arguments: "registered")
     monkeypatch.setattr(registry, "remove_dead_writers", lambda *arguments: None)
-    monkeypatch.setattr("kftrain.stages.trained_on.gate_reason", lambda *arguments: None)
+    monkeypatch.setattr("kftrain.stages.register.count_seen_records", lambda *arguments: None)
 
     def decide(config, *arguments):
         asked.append((config.registry.metric, config.registry.goal))

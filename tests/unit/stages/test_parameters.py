@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from kftrain import config
 from kftrain.cli.config import config_command
 from kftrain.errors import ConfigError, RetryableError
-from kftrain.stages import parameters, resolve
+from kftrain.kubeflow import parameters
+from kftrain.stages import resolve
 
 CONFIG = """
 run: {name: lm, storage_root: "s3://bucket/root"}

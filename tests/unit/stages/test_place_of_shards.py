@@ -7,8 +7,9 @@ from kftrain import trust
 from kftrain.core import storage
 from kftrain.data.shards import manifest
 from kftrain.errors import DataError
-from kftrain.stages.dataset import read_dataset, read_shards
+from kftrain.tasks.run_dataset import read_dataset
 from kftrain.train import reading
+from kftrain.trust import read_shards
 
 
 @pytest.fixture

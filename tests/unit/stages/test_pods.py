@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 from kftrain import config
 from kftrain.core import storage
+from kftrain.launch.kubernetes import task_pods
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import pods
 
 NOTHING = {"node_selector": None, "tolerations": None, "affinity": None, "volumes": None, "volume_mounts": None}
 TOLERATION = {"key": "gpu", "operator": "Exists"}
@@ -18,7 +18,7 @@ def task_config(**settings):
 
 def test_what_is_set_on_the_task_joins_the_configuration():
     own = config.parse("launch: {kubernetes: {node_selector: {a: b}, tolerations: [{key: own}], cpu: 3}}")
-    changed = pods.with_task_config(
+    changed = task_pods.with_task_config(
         own,
         task_config(
             node_selector={"c": "d"},
@@ -38,8 +38,8 @@ def test_what_is_set_on_the_task_joins_the_configuration():
 def test_it_is_saved_for_the_workers_once_and_a_retry_changes_nothing(tmp_path):
     paths = RunPaths.of(str(tmp_path), "r")
     storage.publish(paths.config, config.parse("").to_yaml())
-    first = pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
-    again = pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    first = task_pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    again = task_pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
     assert first == again == read_config(paths)
     assert first.launch.kubernetes.tolerations == (TOLERATION,)
-    assert pods.apply(first, paths, task_config()) == pods.apply(first, paths, None) == first
+    assert task_pods.apply(first, paths, task_config()) == task_pods.apply(first, paths, None) == first

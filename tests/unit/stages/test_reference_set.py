@@ -9,9 +9,10 @@ from kftrain import launch, registry, tracking
 from kftrain.config import parse
 from kftrain.core import storage
 from kftrain.errors import DataError
+from kftrain.evaluate import reference_set
 from kftrain.run import documents
 from kftrain.run.documents import ReferenceSet
-from kftrain.stages import reference_set, register
+from kftrain.stages import register
 from kftrain.stages.evaluate import evaluate
 
 
@@ -103,8 +104,8 @@ def gate_lacks(paths, monkeypatch, *overrides):
     storage.publish(paths.config, config.to_yaml())
     monkeypatch.setattr(registry, "register", lambda *arguments: None)
     monkeypatch.setattr(registry, "gate_and_promote", gate_and_promote)
-    monkeypatch.setattr(register.tracked, "read", lambda paths: "mlflow-1")
-    monkeypatch.setattr(register.trained_on, "gate_reason", lambda *arguments: None)
+    monkeypatch.setattr(register.mlflow_run, "read_mlflow_run_id", lambda paths: "mlflow-1")
+    monkeypatch.setattr(register, "count_seen_records", lambda *arguments: None)
     with pytest.raises(DataError, match="enough"):
         register.register(paths.uri)
     return given[0]

@@ -8,10 +8,10 @@ from helpers.documents import digits_config, finished_run, publish_commit
 from kftrain import tracking
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, KftrainError, OtherTrainingError
-from kftrain.stages import tracked
 from kftrain.stages.finish import finish
 from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
+from kftrain.tracking import mlflow_run
 
 JOB = "8f11aaaa-0000"
 
@@ -31,7 +31,7 @@ def champion(tmp_path):
     """A finished run with its MLflow run; returns its paths."""
     paths, _ = finished_run(tmp_path)
     publish_commit(paths, 20)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     return paths
 
 

@@ -8,7 +8,7 @@ from helpers.fakes.api_server import ApiServer
 from kftrain import config
 from kftrain.errors import LaunchError
 from kftrain.launch.kubernetes import client, ownership
-from kftrain.stages import remote
+from kftrain.stages import preflight
 from kftrain.stages.shard import shard_from_pipeline
 
 CONFIG = """
@@ -74,22 +74,22 @@ def test_an_account_that_may_create_none_is_known_before_the_first_shard(namespa
 
 
 def test_who_may_do_everything_is_let_through(namespace):
-    remote.require_from_here(config.parse(CONFIG))
+    preflight.require_from_here(config.parse(CONFIG))
 
 
 def test_an_api_server_that_reviews_no_access_is_no_reason_to_refuse(server):
     server.fail("POST", "selfsubjectaccessreviews", 403, times=float("inf"))
-    remote.require_from_here(config.parse(CONFIG))
+    preflight.require_from_here(config.parse(CONFIG))
 
 
 def test_a_folder_on_a_volume_of_the_pod_is_no_folder_of_one_machine(namespace, monkeypatch):
     """Who builds a pipeline of their own may mount a volume in every step."""
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == "/data")
-    remote.require_from_here(config.parse(CONFIG, ["run.storage_root=/data/root", "data.source=/data/texts"]))
+    preflight.require_from_here(config.parse(CONFIG, ["run.storage_root=/data/root", "data.source=/data/texts"]))
     with pytest.raises(LaunchError, match=r"run\.storage_root"):
-        remote.require_from_here(config.parse(CONFIG, ["run.storage_root=/other/root"]))
+        preflight.require_from_here(config.parse(CONFIG, ["run.storage_root=/other/root"]))
 
 
 def test_on_a_laptop_a_folder_is_as_good_as_an_object_store(namespace, monkeypatch):
     monkeypatch.delenv(ownership.POD_NAME_ENV)
-    remote.require_from_here(config.parse("run: {storage_root: /data}"))
+    preflight.require_from_here(config.parse("run: {storage_root: /data}"))

@@ -34,13 +34,13 @@ from kftrain.run import documents
 from kftrain.run.config import read_config
 from kftrain.run.error import of_stage, read_error
 from kftrain.run.paths import RunPaths
-from kftrain.stages import tracked
-from kftrain.stages.dataset import read_dataset
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
 from kftrain.stages.register import gate, register
 from kftrain.stages.shard import shard, shard_from_pipeline
 from kftrain.stages.train import train
+from kftrain.tasks.run_dataset import read_dataset
+from kftrain.tracking import mlflow_run
 
 TEXTS = """
 task: {kind: language_modeling, sequence_length: 16, tokenizer: bytes}
@@ -159,7 +159,7 @@ def test_training_starts_the_mlflow_run_and_hands_it_to_the_job(tmp_path, calls,
     paths, _, shards = sharded_run(tmp_path)
     train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
     outcome = train(paths.uri, calls.lines.append)
-    assert calls.trained == ["m-1"] and tracked.read(paths) == "m-1"
+    assert calls.trained == ["m-1"] and mlflow_run.read_mlflow_run_id(paths) == "m-1"
     run_id, lineage = calls.started[0]
     assert (run_id, lineage.digest, lineage.uri) == ("r-1", shards.dataset_digest, shards.manifest_uri)
     assert outcome.metrics["loss"] == 0.5 and outcome.metrics["num_parameters"] == 12345.0
@@ -177,10 +177,10 @@ def test_a_training_that_has_an_mlflow_run_goes_on_with_it_while_mlflow_is_down(
     """The id is part of what the job is: a launcher that is started again must ask for the very same."""
     paths, _, shards = sharded_run(tmp_path)
     train_with(monkeypatch, calls, lambda p, c: completion_of(p, c, shards.dataset_digest))
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-7").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-7").to_dict())
     refuse_mlflow(monkeypatch)
     train(paths.uri, calls.lines.append)
-    assert calls.trained == ["m-7"] and tracked.read(paths) == "m-7"
+    assert calls.trained == ["m-7"] and mlflow_run.read_mlflow_run_id(paths) == "m-7"
     (warning,) = [line for line in calls.lines if line.startswith("warning: ")]
     assert "MLflow run m-7" in warning and "http://mlflow: no answer" in warning
 
@@ -213,7 +213,7 @@ def test_a_run_that_is_complete_is_not_trained_again(tmp_path, calls, monkeypatc
 def test_a_launch_that_is_refused_leaves_mlflow_as_it_was(tmp_path, calls, monkeypatch, before, kind, after):
     """The job that holds the run may have lost its launcher; one that another launcher follows is at work."""
     paths, _, _ = sharded_run(tmp_path)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: before)
 
     def refuse(paths, config):
@@ -266,7 +266,7 @@ def scored(tmp_path, calls, monkeypatch):
     """Evaluates the finished run beside a champion; returns the targets of the job."""
     paths, config = finished_run(tmp_path)
     completion = documents.read(documents.Completion, paths.complete)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
 
     def run_evaluation(paths, config, digest, own, others):
         targets = [own, *others()]
@@ -456,7 +456,7 @@ def test_the_exit_handler_of_a_run_that_succeeded_says_so(tmp_path, calls, state
 def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
     paths = RunPaths(run.run_uri)
-    storage.publish_json(tracked.tracked_uri(paths), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish_json(paths.error, of_stage("train", DataError("a shard is damaged")).to_dict())
     outcome = finish_of(tmp_path, "FAILED", calls)
     assert outcome.run_uri == run.run_uri
@@ -467,7 +467,9 @@ def test_the_exit_handler_explains_a_failure_in_the_runs_folder(tmp_path, calls)
 
 def test_a_step_that_was_killed_without_a_word_still_fails_the_mlflow_run(tmp_path, calls):
     run = shard_from_pipeline(digits_config(tmp_path).to_yaml(), {}, "", "8f11", calls.lines.append)
-    storage.publish_json(tracked.tracked_uri(RunPaths(run.run_uri)), tracked.Tracked(mlflow_run_id="m-1").to_dict())
+    storage.publish_json(
+        mlflow_run.tracked_uri(RunPaths(run.run_uri)), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict()
+    )
     assert "RUNNING" in finish_of(tmp_path, "RUNNING", calls).summary["result"]
     assert calls.finished == [("m-1", "FAILED")]
 

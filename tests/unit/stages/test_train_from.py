@@ -9,11 +9,10 @@ from helpers.models.toy_task import ToyTask
 from kftrain import config, registry, tracking
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, ConfigError, OtherTrainingError
-from kftrain.registry import Champion, lineage
+from kftrain.registry import Champion, initial_weights, lineage
 from kftrain.registry.reference import Reference
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
-from kftrain.stages import initial_weights
 from kftrain.stages.shard import shard
 from kftrain.tracking import model_client
 from kftrain.tracking.model_client import ModelVersion

@@ -13,7 +13,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.run.config import keep_config
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages.trained_on import gate_reason
+from kftrain.stages.register import count_seen_records
 
 
 def write_lines(path, numbers):
@@ -63,12 +63,12 @@ def test_validation_records_that_the_champion_was_trained_on_are_counted_without
     for path in root.rglob("*.tar"):
         path.unlink()
     config = toy_config(source, root)
-    found = gate_reason(config, *new)
+    found = count_seen_records(config, *new)
     total = new[1].splits["validation"].num_blocks
     assert 0 < len(seen) < total and found.figures == {"value": len(seen), "total": total}
     assert found.code == "trained_on" and found.verdict == "for"
     assert found.text == f"the champion, version 3, was trained on {len(seen)} of {total} validation records"
-    assert gate_reason(config, *old).figures["value"] == 0
+    assert count_seen_records(config, *old).figures["value"] == 0
 
 
 def test_what_the_champion_began_with_counts_too(tmp_path, champion):
@@ -77,7 +77,7 @@ def test_what_the_champion_began_with_counts_too(tmp_path, champion):
     later = dataset_of(write_lines(tmp_path / "b.jsonl", range(500, 700)), root)
     champion(run_on(root, "later", later[0], began_with=run_on(root, "first", first[0])))
     now = dataset_of(tmp_path / "a.jsonl", root, validation_fraction=0.5)
-    assert gate_reason(toy_config("digits", root), *now).figures["value"] > 50
+    assert count_seen_records(toy_config("digits", root), *now).figures["value"] > 50
 
 
 @pytest.mark.parametrize("how", ["no run", "no dataset", "another root", "parts are gone"])
@@ -96,11 +96,14 @@ def test_what_is_not_known_is_said_so(tmp_path, champion, how):
         for shard in other[1].splits["train"].shards:
             storage.remove(str(root / "shards" / shard.folder.removeprefix("../")))
     champion(export_uri)
-    found = gate_reason(toy_config("digits", root), *known)
+    found = count_seen_records(toy_config("digits", root), *known)
     assert (found.code, found.verdict, found.figures) == ("trained_on_unknown", "for", {})
     assert "is not known" in found.text and "\n" not in found.text
 
 
 def test_there_is_nothing_to_say_without_a_champion(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "champion", lambda config: None)
-    assert gate_reason(Config(), *dataset_of(write_lines(tmp_path / "a.jsonl", range(50)), tmp_path / "root")) is None
+    assert (
+        count_seen_records(Config(), *dataset_of(write_lines(tmp_path / "a.jsonl", range(50)), tmp_path / "root"))
+        is None
+    )

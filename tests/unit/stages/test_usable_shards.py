@@ -5,8 +5,8 @@ from helpers.toy_data import toy_config
 from kftrain.config import Config
 from kftrain.run.documents import RunShards
 from kftrain.sharding.shard_dataset import shard_dataset
-from kftrain.stages.dataset import require_usable
 from kftrain.tasks import build_task
+from kftrain.tasks.run_dataset import require_usable
 from kftrain.tasks.settings import TaskConfig
 
 

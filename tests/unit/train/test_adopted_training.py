@@ -16,8 +16,8 @@ from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation
 from kftrain.run.paths import RunPaths
 from kftrain.sharding import mixing
-from kftrain.stages.dataset import read_dataset, require_usable
 from kftrain.tasks import build_task
+from kftrain.tasks.run_dataset import read_dataset, require_usable
 from kftrain.train.reading import read_training
 
 TEXT = """

@@ -16,8 +16,7 @@ from kftrain.errors import DataError
 from kftrain.run.documents import RunShards
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import Task, build_task_of
-from kftrain.trust import read_shards as read_shards
-from kftrain.trust import require_places
+from kftrain.trust import read_shards, require_places
 
 
 def read_dataset(paths: RunPaths) -> tuple[RunShards, Manifest]:

@@ -13,7 +13,7 @@ from kftrain.run import documents
 from kftrain.run.completion import metrics_uri
 from kftrain.run.documents import Completion, Evaluation, EvaluationTarget, ReferenceSet, RunShards
 from kftrain.run.paths import RunPaths
-from kftrain.stages.dataset import find_manifest, require_usable
+from kftrain.tasks.run_dataset import find_manifest, require_usable
 
 
 def settle(paths: RunPaths, config: Config, own_digest: str) -> ReferenceSet | None:

@@ -17,11 +17,11 @@ from kftrain.run import documents, export
 from kftrain.run.config import is_opened, read_config
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
-from kftrain.tasks import Task
 from kftrain.tracking import model_client
 from kftrain.trust import Trust
 
 if TYPE_CHECKING:
+    from kftrain.tasks import Task
     from kftrain.train.settings import TrainConfig
 
 

@@ -15,8 +15,8 @@ from kftrain.run.paths import RunPaths
 from kftrain.sharding.drift import Distribution, change
 from kftrain.sharding.profile import Profile, mean_and_deviation, write_profile
 from kftrain.sharding.shard_dataset import below_root
-from kftrain.stages.dataset import find_manifest
 from kftrain.tasks import Task
+from kftrain.tasks.run_dataset import find_manifest
 from kftrain.trust import Trust
 
 PREVIOUS, NONE = "previous", "none"
