@@ -35,10 +35,7 @@ from kftrain.train.settings import OptimizerConfig, TrainConfig
 from kftrain.trust import code_of, permit, permit_kinds
 
 ORDER = 2
-"""Number of the order of samples, in a training identity; one that has none is of release 0.1."""
-
-IMPLIED_SHUFFLE_WINDOW_SHARDS = 16
-"""A training identity of release 0.1 that names no window has this one."""
+"""Number of the order of samples, in a training identity. A checkpoint of another order cannot go on."""
 
 SECTIONS_WITHOUT_ENTRY = {"run": "", "data": "data."}
 """Section -> prefix of its keys, which stand in a training identity beside the entries of the other sections."""
@@ -116,11 +113,6 @@ class Config(Section):
                 identity[name] = section
         if digest := self.train.initial_weights.export_digest:
             identity["initial_weights"] = digest
-        window = self.data.shuffle_window_shards
-        if window is not None:
-            identity = {key: value for key, value in identity.items() if key != "order" and not key.startswith("data.")}
-            if window != IMPLIED_SHUFFLE_WINDOW_SHARDS:
-                identity["data.shuffle_window_shards"] = window
         return identity
 
     def training_digest(self, dataset_digest: str) -> str:
@@ -169,12 +161,12 @@ def parse_kept(
     text: str, where: str, overrides: Sequence[str] = (), above: dict[str, layers.Document] | None = None
 ) -> Config:
     """The same for a text that a run's folder holds, perhaps of an earlier release: only overrides permit code."""
-    found = _validated({where: layers.parse(text, where), **(above or {})}, overrides, kept=where)
+    found = _validated({where: layers.parse(text, where), **(above or {})}, overrides)
     permit_kinds(code_of(found).intersection(re.findall(r"[\w.:]+", " ".join(overrides))))
     return found
 
 
-def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], kept: str = "") -> Config:
+def _validated(documents: dict[str, layers.Document], overrides: Sequence[str]) -> Config:
     merged: layers.Document = {}
     by_hand: layers.Document = {}
     for override in overrides:
@@ -187,7 +179,6 @@ def _validated(documents: dict[str, layers.Document], overrides: Sequence[str], 
         layers.override(merged, override)
         layers.override(places.setdefault(f"--set {override}", {}), override)
     layers.require_plain(places, merged)
-    _refuse_old_order(places, kept)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -202,20 +193,6 @@ def _without_goal(below: layers.Document, above: layers.Document) -> layers.Docu
         return below
     is_same = old.get("metric", new["metric"]) == new["metric"]
     return below if is_same else {**below, "registry": {key: old[key] for key in old if key != "goal"}}
-
-
-def _refuse_old_order(places: dict[str, layers.Document], kept: str) -> None:
-    """Raises ConfigError where the order of release 0.1 is asked for; in what a run kept it says which one it had."""
-    for where, document in places.items():
-        data = document.get("data")
-        window = data.get("shuffle_window_shards") if isinstance(data, dict) else None
-        if window is not None and where != kept:
-            raise ConfigError(
-                "the order of samples follows the shards no more",
-                where=f"{where}: data.shuffle_window_shards",
-                value=window,
-                fix="remove it; data.shuffle_range_samples and data.shuffle_window_ranges are there instead",
-            )
 
 
 def schema() -> dict[str, Any]:

@@ -602,7 +602,7 @@ MUTANTS = [
         "tests/unit/test_trust.py -k trusted_by_nobody_else",
     ),
     Mutant(
-        "the gate does not take the configuration of release 0.1",
+        "the gate does not take the configuration of an older release",
         "kftrain/stages/register.py",
         "configuration.parse_kept(saved.to_yaml(), paths.config, overrides)",
         "configuration.parse(saved.to_yaml(), overrides, where=paths.config)",

@@ -219,10 +219,6 @@ class DataConfig(Section):
     length_group_batches: Annotated[Amount, Effect(changes_training=True, added="0.2")] = 0
     """Batches to sort at a time by the bytes of their samples, so that samples of similar length share a batch; for a
     task whose `batch` cuts padding off. 0 does not sort."""
-    shuffle_window_shards: Annotated[
-        Count | None, Effect(changes_training=True, counted_as="data.shuffle_window_shards")
-    ] = None
-    """Of a run that release 0.1 began, whose order followed the shards: that release finishes it. Refused elsewhere."""
     prefetch_batches: KeepsTraining[Literal["auto"] | Amount] = 2
     """Steps whose samples are read ahead in the background; 0 reads in the training thread. `auto` begins with 2 and
     adds one each time that training has waited for data, up to 16, and to 1 GiB of rows in each process."""
@@ -233,6 +229,14 @@ class DataConfig(Section):
     """Kind of these workers; `processes` is for a task whose `decode` holds Python's lock (GIL)."""
     max_bad_samples: KeepsTraining[Amount] = 0
     """Samples of each split that may be left out because they cannot be decoded; one more fails the run (11)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_key(cls, document: Any) -> Any:
+        """Leave out a key that runs of release 0.2 have kept as null; another value of it is refused as unknown."""
+        if isinstance(document, dict) and document.get("shuffle_window_shards", "") is None:
+            return {key: value for key, value in document.items() if key != "shuffle_window_shards"}
+        return document
 
     @field_validator("verify", mode="before")
     @classmethod

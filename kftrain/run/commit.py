@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from kftrain.config import ORDER
 from kftrain.core import storage
 from kftrain.errors import CheckpointError, OldOrderError, OtherTrainingError
 from kftrain.run import attempts, documents
@@ -215,7 +216,7 @@ def has_files(uri: str, files: dict[str, FileEntry]) -> bool:
 
 def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any], uri: str) -> None:
     """Raise OtherTrainingError that names what differs if the checkpoint belongs to another training."""
-    refuse_old_order(manifest.training_identity, uri)
+    require_present_order(manifest.training_identity, uri)
     if manifest.training_identity == identity:
         return
     fields = ", ".join(
@@ -229,13 +230,14 @@ def require_same_training(manifest: CheckpointManifest, identity: dict[str, Any]
     )
 
 
-def refuse_old_order(identity: dict[str, Any], where: str) -> None:
-    """Raise OldOrderError for the identity of a training that release 0.1 began: no step can follow its last one."""
-    if "order" not in identity:
+def require_present_order(identity: dict[str, Any], where: str) -> None:
+    """Raise OldOrderError if a training was begun under another order of samples: no step can follow its last one."""
+    if identity.get("order") != ORDER:
         raise OldOrderError(
-            "this training was begun under the order of samples of release 0.1",
+            f"this training was begun under another order of samples than {ORDER}",
             where=where,
-            fix="finish it with kftrain 0.1, or start a new run",
+            value=identity.get("order"),
+            fix="finish it with the release that began it, or start a new run",
         )
 
 

@@ -23,7 +23,7 @@ from kftrain.core.plugins import is_plugin
 from kftrain.errors import CheckpointError, ConfigError, DataError, OtherTrainingError
 from kftrain.kubeflow import parameters
 from kftrain.run import attempts, commit
-from kftrain.run.commit import differences, refuse_old_order
+from kftrain.run.commit import differences, require_present_order
 from kftrain.run.config import is_opened, keep_config, read_config
 from kftrain.run.paths import RunPaths
 from kftrain.sharding.sources.resolve_source import BUILT_IN
@@ -210,10 +210,12 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     previous = read_config(paths) if is_opened(paths) else None
     if previous is None and must_exist:
         raise _no_such_run(config, run_id)
-    if previous is not None and has_trained(paths) and not _is_of_checkpoints(paths, config):
-        require_same_training(previous, config, paths.uri)
-    if not storage.exists(paths.complete):
-        refuse_old_order(config.training_identity(""), paths.uri)
+    if previous is not None and has_trained(paths):
+        identity = _read_checkpoint_identity(paths)
+        if identity and not storage.exists(paths.complete):  # a complete run takes no further step
+            require_present_order(identity, paths.uri)
+        if identity != config.training_identity(""):
+            require_same_training(previous, config, paths.uri)
     return OpenedRun(config, paths, previous, must_exist)
 
 
@@ -250,25 +252,23 @@ def has_trained(paths: RunPaths) -> bool:
     return bool(commit.committed(paths)) or attempts.last_start_step(paths) > 0 or storage.exists(paths.complete)
 
 
-def _is_of_checkpoints(paths: RunPaths, config: Config) -> bool:
-    """Return True if the newest checkpoint is of this training, whatever the folder's configuration says by now."""
-    uris = [storage.join(paths.checkpoints, str(name)) for name in commit.committed(paths)[:1]]
-    try:
-        identities = [commit.read_checkpoint_manifest(uri)[0].training_identity for uri in uris]
-    except CheckpointError:  # damaged, or retired this moment
-        return False
-    return [{**identity, "dataset": ""} for identity in identities] == [config.training_identity("")]
+def _read_checkpoint_identity(paths: RunPaths) -> dict[str, Any]:
+    """Read whose training the newest checkpoint is, whatever the folder's configuration says by now; empty if none is.
+
+    The identity is without the dataset's digest, as that of a configuration.
+    """
+    for name in commit.committed(paths)[:1]:
+        with contextlib.suppress(CheckpointError):  # damaged, or retired this moment
+            manifest, _ = commit.read_checkpoint_manifest(storage.join(paths.checkpoints, str(name)))
+            return {**manifest.training_identity, "dataset": ""}
+    return {}
 
 
 def require_same_training(previous: Config, config: Config, where: str) -> None:
-    """Raise OtherTrainingError, which names every setting that differs, unless both are the same training.
-
-    Raises OldOrderError if release 0.1 began the run, and it is not as complete as it was left there.
-    """
+    """Raise OtherTrainingError, which names every setting that differs, unless both are the same training."""
     old, new = previous.training_identity(""), config.training_identity("")
     changes = differences(old, new)
     if changes:
-        refuse_old_order(old, where)
         raise OtherTrainingError(
             f"this run is another training: {', '.join(f'{key} {old} -> {new}' for key, old, new in changes)}",
             where=where,

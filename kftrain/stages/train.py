@@ -14,7 +14,6 @@ from kftrain.errors import DataError, OtherJobError, OtherTrainingError
 from kftrain.launch.kubernetes import task_pods
 from kftrain.launch.kubernetes.task_pods import TaskPodSettings
 from kftrain.run.best_effort import best_effort
-from kftrain.run.commit import refuse_old_order
 from kftrain.run.completion import find_completion
 from kftrain.run.config import read_config, restore_config
 from kftrain.run.documents import Completion
@@ -36,8 +35,6 @@ def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSetting
         config = task_pods.apply(kept, paths, task_config)
         with _restored_if_refused(paths, kept, progress):  # what is complete stays as it is, too
             completion = find_completion(paths, config)
-        if completion is None:
-            refuse_old_order(config.training_identity(""), paths.uri)
     with failure.reported("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
         skipped = completion is not None

@@ -95,7 +95,6 @@ def train(paths: RunPaths, config: Config, stop: StopRequest) -> None:
     if find_completion(paths, config) is not None:
         to_log("already complete: nothing to do")
         return
-    commit.refuse_old_order(training.identity, paths.uri)
     timeout_seconds = config.launch.timeout_seconds + MARGIN_SECONDS
     with (
         join_world(timeout_seconds, config.launch.gpus_per_node) as world,

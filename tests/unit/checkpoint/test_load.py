@@ -9,7 +9,7 @@ from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
 
-IDENTITY = {"seed": 0, "order": {"version": 2}}
+IDENTITY = {"seed": 0, "order": 2}
 
 
 class Alone:

@@ -94,32 +94,6 @@ def test_what_changes_the_numbers_makes_it_another_training(override):
     assert config.parse("").training_digest("d") != config.parse("").training_digest("e")
 
 
-@pytest.mark.parametrize(("window", "named"), [(16, {}), (4, {"data.shuffle_window_shards": 4})])
-def test_what_release_01_kept_has_the_identity_that_it_had_there(window, named):
-    text = f"data: {{shuffle_window_shards: {window}}}"
-    kept, new = (each.training_identity("d") for each in (config.parse_kept(text, "config.yaml"), config.parse("")))
-    assert set(kept) == {"dataset", "seed", "task", "model", "precision", "optimizer", "train", *named}
-    assert kept == {key: new[key] for key in kept if key in new} | named
-    assert new["order"] == 2
-
-
-@pytest.mark.parametrize("kept", ["", "data: {shuffle_window_shards: 16}"])
-def test_a_window_of_shards_is_refused_in_one_line_wherever_it_is_new(tmp_path, kept):
-    (tmp_path / "own.yaml").write_text("data: {shuffle_window_shards: 8}\n")
-    for where, load in {
-        f"{tmp_path}/own.yaml": lambda: config.load(tmp_path / "own.yaml"),
-        "--set data.shuffle_window_shards=4": lambda: config.parse("", ["data.shuffle_window_shards=4"]),
-        "config": lambda: config.parse("data: {shuffle_window_shards: 3}"),
-        "config_json": lambda: config.parse_kept(
-            kept, "k", [], {"config_json": {"data": {"shuffle_window_shards": 2}}}
-        ),
-        "--set data.shuffle_window_shards=5": lambda: config.parse_kept(kept, "k", ["data.shuffle_window_shards=5"]),
-    }.items():
-        with pytest.raises(ConfigError) as caught:
-            load()
-        assert caught.value.where.startswith(where) and "shuffle_range_samples" in caught.value.fix
-
-
 def test_a_window_of_more_samples_than_a_table_holds_is_refused():
     assert config.parse("data: {shuffle_window_ranges: 4096}").data.shuffle_window_ranges == 4096
     with pytest.raises(ConfigError, match=r"4,195,328, and at most 4,194,304 samples"):

@@ -40,7 +40,7 @@ def is_section(kind):
 
 SECTIONS = dict(walk_sections(config.Config))
 
-ENTRIES = {"dataset", "initial_weights", "data.mixture_weights", "data.shuffle_window_shards"}
+ENTRIES = {"dataset", "initial_weights", "data.mixture_weights"}
 """Entries of an identity that stand for several keys, or for what lies outside of the configuration."""
 
 

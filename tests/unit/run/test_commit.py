@@ -9,7 +9,7 @@ from kftrain.run import attempts, commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
 
-IDENTITY = {"seed": 0, "train": {"steps": 10}, "order": {"version": 2}}
+IDENTITY = {"seed": 0, "train": {"steps": 10}, "order": 2}
 
 
 @pytest.fixture
