@@ -443,8 +443,8 @@ MUTANTS = [
     Mutant(
         "the learning rate comes one step late",
         "kftrain/train/loop.py",
-        "rate = learning_rate(self._config.optimizer, step, self._config.train.steps)",
-        "rate = learning_rate(self._config.optimizer, max(step - 1, 0), self._config.train.steps)",
+        "rate = compute_learning_rate(self._config.optimizer, step, self._config.train.steps)",
+        "rate = compute_learning_rate(self._config.optimizer, max(step - 1, 0), self._config.train.steps)",
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
@@ -1101,13 +1101,13 @@ MUTANTS = [
     Mutant(
         "a state that no checkpoint has is trained with",
         "kftrain/train/probe.py",
-        "        if first_difference(at_first, attributes) is not None:",
+        "        if find_first_difference(at_first, attributes) is not None:",
         "        if False:",
         "tests/unit/train/test_attributes.py -k no_checkpoint",
     ),
     Mutant(
         "buffers that differ by process are saved",
-        "kftrain/train/parts.py",
+        "kftrain/train/spmd.py",
         "        buffers.require_equal(model, world)\n",
         "",
         "tests/unit/train/test_attributes.py -k begins_to_differ",
@@ -1157,8 +1157,8 @@ MUTANTS = [
     Mutant(
         "a stop that one process was asked for stays with it",
         "kftrain/train/loop.py",
-        "Control(int(terms), stop > 0,",
-        "Control(int(terms), self._stop.requested,",
+        "NextStep(batch, int(terms), stop > 0,",
+        "NextStep(batch, int(terms), self._stop.requested,",
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
@@ -1409,28 +1409,28 @@ MUTANTS = [
     Mutant(
         "the last checkpoint is exported although another one is the best",
         "kftrain/train/completing.py",
-        "in_order(finished.selection, _values_of(finished), ",
+        "in_order(finished.selection, _read_metric_by_step(finished), ",
         "in_order(None, {}, ",
         "tests/unit/train/test_best_checkpoint.py",
     ),
     Mutant(
         "a restart forgets the best evaluation",
         "kftrain/train/loop.py",
-        "        self._best.resume(loaded.manifest.selection)\n",
+        "        self.best.resume(loaded.manifest.selection)\n",
         "",
         "tests/unit/train/test_best_checkpoint.py",
     ),
     Mutant(
         "a best checkpoint is not saved while another one is written",
         "kftrain/train/loop.py",
-        "busy and not improved",
-        "busy",
+        "is_saving and not improved",
+        "is_saving",
         "tests/unit/train/test_loop.py",
     ),
     Mutant(
         "a best checkpoint that was not written stays the best",
         "kftrain/train/saves.py",
-        "            self._lost(step)\n",
+        "            self._forget(step)\n",
         "",
         "tests/unit/train/test_loop.py",
     ),

@@ -38,10 +38,10 @@ from kftrain.tasks import build_task
 from kftrain.tasks.base import Task
 from kftrain.tracking.tracker import MlflowTracker
 from kftrain.train import session
-from kftrain.train.loop import Loop, learning_rate
+from kftrain.train.loop import Loop, compute_learning_rate
 from kftrain.train.recorder import Recorder
 from kftrain.train.settings import OptimizerConfig
-from kftrain.train.step import Carrier, terms_of
+from kftrain.train.step import Carrier, count_loss_terms
 
 ROWS, LENGTH, NUM_BATCHES = 8, 8, 16
 TEXT = """
@@ -77,7 +77,7 @@ def batches_of(task: Task) -> list[StepBatch]:
     rows = np.random.default_rng(0).integers(0, 256, size=(NUM_BATCHES, ROWS, LENGTH + 1)).astype(np.uint16)
     plain = [MicroBatch({"tokens": each}, np.ones(ROWS, np.float32)) for each in rows]
     carrier = Carrier.to(torch.device("cpu"), task)
-    sent = [replace(each, sent=carrier.send(each, terms_of(task, each))) for each in plain]
+    sent = [replace(each, sent=carrier.send(each, count_loss_terms(task, each))) for each in plain]
     return [StepBatch(0, [each], ROWS * LENGTH) for each in sent]
 
 
@@ -105,7 +105,7 @@ def measure(world: World, folder: Path, num_steps: int) -> list[float]:
 
     def bare(step: int, batch: StepBatch) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(resolved.optimizer, step, num_steps)
+            group["lr"] = compute_learning_rate(resolved.optimizer, step, num_steps)
         tensors = batch.micro_batches[0].sent.tensors
         loss = task.loss(plain(*task.inputs(tensors.batch)), tensors.batch, tensors.weight) / batch.num_terms
         loss.backward()  # type: ignore[no-untyped-call]

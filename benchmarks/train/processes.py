@@ -39,7 +39,7 @@ from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.train import session
 from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
-from kftrain.train.step import Carrier, terms_of
+from kftrain.train.step import Carrier, count_loss_terms
 
 VOCABULARY, LENGTH, ROWS, NUM_TOKENS = 8192, 128, 4, 250
 EVALUATED_BATCHES = 6
@@ -188,7 +188,7 @@ def sent(task: Any, rows: np.ndarray) -> StepBatch:
     """As the loader's thread hands them over."""
     micro = MicroBatch({"tokens": rows}, np.ones(len(rows), np.float32))
     carrier = Carrier.to(torch.device("cpu"), task)
-    micro = replace(micro, sent=carrier.send(micro, terms_of(task, micro)))
+    micro = replace(micro, sent=carrier.send(micro, count_loss_terms(task, micro)))
     return StepBatch(0, [micro], rows[:, 1:].size)
 
 

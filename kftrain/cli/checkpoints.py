@@ -57,13 +57,13 @@ def verify(uri: str) -> None:
 def export(uri: str, as_json: bool) -> None:
     """Write one folder of safetensors from a checkpoint (or from a run's newest one)."""
     from kftrain.run.config import read_config
-    from kftrain.train.completing import export_model, task_of_run
+    from kftrain.train.completing import build_task_of_run, export_model
     from kftrain.trust import permit
 
     chosen = _checkpoint(uri)
     paths = RunPaths(chosen.rsplit("/", 2)[0])
     config = permit(read_config(paths))
-    folder, digest = export_model(paths, config, task_of_run(paths, config), chosen)
+    folder, digest = export_model(paths, config, build_task_of_run(paths, config), chosen)
     echo(json.dumps({"export_uri": folder, "export_digest": digest}) if as_json else folder)
 
 

@@ -1,4 +1,7 @@
-"""The best checkpoint of a training, and when it has not become better for too long: the same on all processes."""
+"""Follows which checkpoint of a training is the best, and ends it where none is better for too long.
+
+All processes come to the same answers, since all are given the first one's values.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from kftrain.parallel.world import World
 from kftrain.run.selection import BestEvaluation, Goal, after_evaluation, improves, in_words
 
 
-def goal_of(config: Config, loss_metric: str) -> Goal:
-    """Which direction of `checkpoint.keep_best` is better. `loss_metric`: of the task. Raises ConfigError."""
+def choose_goal(config: Config, loss_metric: str) -> Goal:
+    """Return the better direction of the metric `keep_best`. `loss_metric`: the task's. Raises ConfigError."""
     saving: CheckpointConfig = config.checkpoint
     if saving.keep_best_goal is not None:
         return saving.keep_best_goal
@@ -27,72 +30,72 @@ def goal_of(config: Config, loss_metric: str) -> Goal:
 
 
 class BestCheckpoint:
-    """Which evaluation was the best so far."""
+    """The best evaluation so far, whose checkpoint is kept."""
 
     def __init__(self, config: Config, world: World, loss_metric: str) -> None:
-        """Raises ConfigError where nobody knows which direction of the metric is better."""
+        """Begin without one. Raises ConfigError where nobody knows which direction of the metric is better."""
         self._config = config
         self._world = world
         self._metric = config.checkpoint.keep_best
-        self._goal: Goal = goal_of(config, loss_metric) if self._metric else "minimize"
+        self._goal: Goal = choose_goal(config, loss_metric) if self._metric else "minimize"
         self._before: BestEvaluation | None = None
-        """As it was before the last improvement, whose checkpoint may still fail to be written."""
+        """Selection before the last improvement, whose checkpoint may still fail to be written."""
         self.selection: BestEvaluation | None = None
+        """The best evaluation, and how many came after it; None before the first one."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a best one is to be kept."""
+        """True where the configuration asks for the best checkpoint."""
         return bool(self._metric)
 
     @property
     def is_enough(self) -> bool:
-        """Whether there was no improvement for as many evaluations as are waited for."""
-        patience = self._config.train.stop_after_no_improvement
-        found = self.selection
-        return bool(patience) and found is not None and found.num_without_improvement >= patience
+        """True where training ends, because as many evaluations as it waits for brought no improvement."""
+        patience, best = self._config.train.stop_after_no_improvement, self.selection
+        return bool(patience) and best is not None and best.num_without_improvement >= patience
 
-    def resume(self, found: BestEvaluation | None) -> None:
-        """Takes over what the checkpoint says, unless it is of another metric."""
-        if found is not None and (found.metric, found.goal) == (self._metric, self._goal):
-            self.selection = self._before = found
+    def resume(self, selection: BestEvaluation | None) -> None:
+        """Take over the checkpoint's selection, unless it is of another metric."""
+        if selection is not None and (selection.metric, selection.goal) == (self._metric, self._goal):
+            self.selection = self._before = selection
 
     def agree(self, metrics: Mapping[str, float] | None) -> float:
-        """The value of the metric on all processes; `metrics` on the first one. Collective. Raises ConfigError."""
-        found: tuple[float | None, dict[str, Any] | None] = (None, None)
+        """Return the metric's value on all processes; the first one gives `metrics`. Collective. Raises ConfigError."""
+        answer: tuple[float | None, dict[str, Any] | None] = (None, None)
         if metrics is not None:
             try:
-                found = self._value_in(metrics), None
-            except KftrainError as error:
-                found = None, error.to_dict()
-        value, problem = self._world.from_main(found)
+                answer = self._read_metric(metrics), None
+            except KftrainError as error:  # the others wait for an answer: they get the error, and raise it, too
+                answer = None, error.to_dict()
+        value, problem = self._world.from_main(answer)
         if problem is not None:
             raise error_from_dict(problem)
         return float(value)
 
     def would_improve(self, value: float) -> bool:
-        """Whether an evaluation with this value would be the best."""
+        """Tell whether an evaluation with this value would be the best."""
         return improves(self.selection, self._goal, value)
 
     def take(self, step: int, value: float) -> None:
-        """Counts an evaluation. The checkpoint of the best one before must have been written."""
+        """Count an evaluation. The checkpoint of the best one before must have been written, or have failed."""
         if self.would_improve(value):
             self._before = self.selection
         self.selection = after_evaluation(self.selection, self._metric, self._goal, step, value)
 
     def forget(self, step: int) -> None:
-        """The checkpoint at this step could not be written: if it was the best one, the one before it is again."""
+        """Go back to the best one before, where the checkpoint at this step was the best and could not be written."""
         if self.selection is not None and self.selection.step == step:
             self.selection = self._before
 
-    def tell(self, trained_steps: int) -> None:
-        """Says which one is the best, and why training ends; or that none was, though one was to be kept."""
+    def print_result(self, trained_steps: int) -> None:
+        """Print which one is the best, and why training ends, where a best one is kept."""
         if not (self.is_wanted and self._world.is_main):
             return
         if self.selection is not None:
             warning = "warning: " if self.selection.value is None else ""
             to_log(warning + in_words(self.selection, trained_steps, self._config.train.steps))
 
-    def _value_in(self, metrics: Mapping[str, float]) -> float:
+    def _read_metric(self, metrics: Mapping[str, float]) -> float:
         if self._metric in metrics:
             return metrics[self._metric]
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""The end of a training: the export of the checkpoint that counts, then COMPLETE.json. One process does it."""
+"""The end of a training: the export of the checkpoint that counts, then COMPLETE.json. One process does it.
+
+What will stand beside the exported weights is described before the first step, so that nothing is trained in vain.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,33 @@ from kftrain.data.shards.manifest import read_manifest
 from kftrain.errors import CheckpointError
 from kftrain.models import build_model
 from kftrain.run import attempts, commit
-from kftrain.run.commit import CheckpointName
 from kftrain.run.documents import Completion
 from kftrain.run.paths import RunPaths
 from kftrain.run.selection import BestEvaluation, in_order
 from kftrain.tasks import build_task, build_task_of
 from kftrain.tasks.base import Task
-from kftrain.train.reading import Training, training_samples
+from kftrain.train.reading import Training, open_training_samples
 from kftrain.trust import read_shards
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What rank 0 knows after the last step."""
+    """The results of an attempt that has taken its last step, as the first process knows them."""
 
     attempt: int
     world_size: int
     num_parameters: int
     history: list[dict[str, Any]]
-    described: Described
+    description: ExportDescription
     last_step: int
     selection: BestEvaluation | None
     """The best evaluation, where that decides what is exported."""
 
 
 def complete(training: Training, finished: Finished, seconds: float) -> None:
-    """Exports, and says so. Raises FencedError, CheckpointError and RetryableError."""
+    """Export the model and write COMPLETE.json. Raises FencedError, CheckpointError and RetryableError."""
     paths = training.paths
-    attempts.require_held(paths, finished.attempt)
+    attempts.require_held(paths, finished.attempt)  # an attempt that is fenced writes no export
     checkpoint_uri, (export_uri, export_digest) = _export(paths, finished)
     checkpoint, digest = commit.read_checkpoint_manifest(checkpoint_uri)
     history = [point for point in finished.history if point["step"] <= checkpoint.step]
@@ -63,39 +65,41 @@ def complete(training: Training, finished: Finished, seconds: float) -> None:
         dataset_digest=training.manifest.dataset_digest,
         training_digest=checkpoint.training_digest,
         num_parameters=finished.num_parameters,
-        metrics=_last_values(history),
+        metrics=_take_last_values(history),
         selection=finished.selection,
         trained_steps=finished.last_step,
         seconds=seconds,
         loss_unit=training.task.loss_unit,
-        num_training_samples=training_samples(training).num_samples,
-        packages=packages_in_use(),
+        num_training_samples=open_training_samples(training)[0].num_samples,
+        packages=list_packages_in_use(),
     )
+    # Asked again, since exporting may have taken long: another attempt may have begun meanwhile.
     attempts.require_held(paths, finished.attempt)
     storage.publish_json(paths.complete, completion.to_dict())
     to_log(f"complete: step {completion.step}, exported to {export_uri}")
 
 
 def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
-    """The checkpoint that is exported, and URI and digest of its export: the first that is whole of those that may be.
+    """Export the first whole checkpoint of those that may be the model; return its URI, and the export's with digest.
 
-    Raises CheckpointError where none is.
+    Raises CheckpointError where none is whole.
     """
-    names, described = commit.committed(paths), finished.described
-    steps = in_order(finished.selection, _values_of(finished), [name.step for name in names])
+    names, description = commit.committed(paths), finished.description
+    steps = in_order(finished.selection, _read_metric_by_step(finished), [name.step for name in names])
     candidates = [name for step in steps for name in names if name.step == step]
     problems: list[CheckpointError] = []
     for name in candidates:
         uri = storage.join(paths.checkpoints, str(name))
         try:
-            export = exporting.export_checkpoint(
-                paths, uri, described.description, described.model_config, described.task_files
-            )
+            export = _export_checkpoint(paths, uri, description)
         except CheckpointError as error:
             to_log(f"warning: the checkpoint at step {name.step} cannot be exported: {error.line}")
             problems.append(error)
             continue
-        _warn_of_another(finished.selection, name)
+        best = finished.selection
+        if best is not None and best.value is not None and name.step != best.step:
+            gone = f"the best checkpoint, of step {best.step:,}, is damaged or gone"
+            to_log(f"warning: {gone}: that of step {name.step:,} is exported as the model")
         return uri, export
     resume = "resume the run, which goes on from the checkpoint before, or " if len(candidates) < len(names) else ""
     raise CheckpointError(
@@ -105,25 +109,16 @@ def _export(paths: RunPaths, finished: Finished) -> tuple[str, tuple[str, str]]:
     )
 
 
-def _warn_of_another(selection: BestEvaluation | None, name: CheckpointName) -> None:
-    if selection is not None and selection.value is not None and name.step != selection.step:
-        best = f"the best checkpoint, of step {selection.step:,}, is damaged or gone"
-        to_log(f"warning: {best}: that of step {name.step:,} is exported as the model")
-
-
-def _values_of(finished: Finished) -> dict[int, float]:
-    """Step -> value of the metric by which the best checkpoint is chosen."""
+def _read_metric_by_step(finished: Finished) -> dict[int, float]:
+    """Return the values of the metric by which the best checkpoint is chosen, by step."""
     if finished.selection is None:
         return {}
     key = f"validation/{finished.selection.metric}"
     return {point["step"]: float(point[key]) for point in finished.history if key in point}
 
 
-def _last_values(history: list[dict[str, Any]]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for point in history:
-        values.update({name: float(value) for name, value in point.items() if name != "step"})
-    return values
+def _take_last_values(history: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: float(value) for point in history for name, value in point.items() if name != "step"}
 
 
 DISTRIBUTIONS = {
@@ -133,33 +128,33 @@ DISTRIBUTIONS = {
     "tokenizers": "tokenizers",
     "PIL": "pillow",
 }
-"""Top-level module -> the distribution that it comes from."""
+"""Top-level module -> the distribution that installs it."""
 
 
-def packages_in_use() -> dict[str, str]:
-    """Distribution -> version, of those that this process has imported."""
-    found = {}
+def list_packages_in_use() -> dict[str, str]:
+    """Return the versions of those distributions that this process has imported, by name."""
+    versions = {}
     for module, distribution in DISTRIBUTIONS.items():
         if module in sys.modules:
             try:
-                found[distribution] = importlib.metadata.version(distribution)
+                versions[distribution] = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:  # built in some way of its own
                 continue
-    return found
+    return versions
 
 
 @dataclass(frozen=True)
-class Described:
-    """What stands beside exported weights; known before the first step, so that nothing is trained in vain."""
+class ExportDescription:
+    """The documents and files that stand beside exported weights."""
 
     description: Description
     model_config: dict[str, Any]
     task_files: dict[str, bytes]
-    """File name -> content."""
+    """Name of a file of the task's own -> its content."""
 
 
-def describe_export(model: nn.Module, config: Config, task: Task, arguments: dict[str, Any]) -> Described:
-    """What stands beside the weights of a model that was built with these arguments of the task.
+def describe_export(model: nn.Module, config: Config, task: Task, arguments: dict[str, Any]) -> ExportDescription:
+    """Describe the export of a model that was built with these arguments of the task.
 
     Raises UserCodeError where the model cannot say what it is, ConfigError for files of impossible names.
     """
@@ -167,26 +162,26 @@ def describe_export(model: nn.Module, config: Config, task: Task, arguments: dic
         task_files = dict(task.export_files())
     for name in task_files:
         exporting.require_task_file(name)
-    describe_ = getattr(model, "export_config", None)
+    own_config = getattr(model, "export_config", None)
     model_config: dict[str, Any] = {"kind": config.model.kind, **config.model.options()}
     with user_code("model.export_config"):
-        model_config = describe_() if callable(describe_) else model_config
+        model_config = own_config() if callable(own_config) else model_config
         storage.dump_json({"config": model_config, "arguments": arguments})
     exporting.require_types(model)
     description = Description(
         model=config.model.model_dump(mode="json"), task=config.task.model_dump(mode="json"), model_arguments=arguments
     )
-    return Described(description, model_config, task_files)
+    return ExportDescription(description, model_config, task_files)
 
 
-def model_arguments(task: Task) -> dict[str, Any]:
-    """What the task tells the model. Raises UserCodeError."""
+def ask_model_arguments(task: Task) -> dict[str, Any]:
+    """Ask the task for the arguments of the model's constructor. Raises UserCodeError."""
     with user_code("task.model_arguments"):
         return task.model_arguments()
 
 
-def task_of_run(paths: RunPaths, config: Config) -> Task:
-    """The task of a run, with the files of its dataset where it has any. Raises DataError where those are gone."""
+def build_task_of_run(paths: RunPaths, config: Config) -> Task:
+    """Build the task of a run, with its dataset's files where it needs some. Raises DataError where those are gone."""
     task = build_task(config.task)
     if not task.asset_names:
         return task
@@ -195,9 +190,11 @@ def task_of_run(paths: RunPaths, config: Config) -> Task:
 
 
 def export_model(paths: RunPaths, config: Config, task: Task, checkpoint_uri: str) -> tuple[str, str]:
-    """Exports a committed checkpoint of a run; returns the export's URI and digest."""
-    arguments = model_arguments(task)
-    described = describe_export(build_model(config.model, arguments), config, task, arguments)
-    return exporting.export_checkpoint(
-        paths, checkpoint_uri, described.description, described.model_config, described.task_files
-    )
+    """Export a committed checkpoint of a run; return the export's URI and digest."""
+    arguments = ask_model_arguments(task)
+    description = describe_export(build_model(config.model, arguments), config, task, arguments)
+    return _export_checkpoint(paths, checkpoint_uri, description)
+
+
+def _export_checkpoint(paths: RunPaths, uri: str, beside: ExportDescription) -> tuple[str, str]:
+    return exporting.export_checkpoint(paths, uri, beside.description, beside.model_config, beside.task_files)

@@ -1,7 +1,7 @@
 """A data worker's process: `python -m kftrain.train.data_worker DESCRIPTOR PARENT`, started by a process of a training.
 
-It reads the same samples and builds the same task as that one, without torch unless the task's module imports it. What
-ends a training is not for it: it ends when its end of the socket is closed, or with the process that has started it.
+The worker reads the same samples and builds the same task as that process, without torch unless the task's module
+imports it. Signals that end a training do not end the worker: it ends when its socket is closed, or with its parent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kftrain.data.worker_processes import decode_rows
 from kftrain.errors import BUG_CODE, error_to_dict, print_traceback
 from kftrain.process.parent_death import die_with_parent
 from kftrain.run.paths import RunPaths
-from kftrain.train.reading import samples_and_decoding
+from kftrain.train.reading import open_for_worker
 from kftrain.trust import permit
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Decodes until nobody asks any more; returns the exit code."""
+    """Decode rows until the parent asks for no more; return the exit code."""
     die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the one who asks may need some more batches to stop well
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent may need some more batches to stop well
         signal.signal(number, signal.SIG_IGN)
     connection = WorkerConnection(socket.socket(fileno=descriptor))
     received = connection.receive()
@@ -35,8 +35,8 @@ def main(descriptor: int, parent: int) -> int:
     try:
         resolved = permit(Config.model_validate(greeting["config"]))
         outages.limit(resolved.launch.timeout_seconds / 2)
-        decode_rows(connection, *samples_and_decoding(RunPaths(greeting["run"]), resolved))
-    except Exception as error:  # noqa: BLE001 - the last line of defence of a process: the one who asks raises it
+        decode_rows(connection, *open_for_worker(RunPaths(greeting["run"]), resolved))
+    except Exception as error:  # noqa: BLE001 - the last line of defence of a process: the parent raises it
         print_traceback(error)
         with contextlib.suppress(OSError):
             connection.send({"error": error_to_dict(error), "fatal": True})

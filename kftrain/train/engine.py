@@ -1,4 +1,4 @@
-"""What the loop asks of whatever computes its steps: a batch in, tensors out, and no wait for the device.
+"""The protocol of an engine, which computes the loop's steps: a batch in, tensors out, and no wait for the device.
 
 The host runs ahead of an accelerator: it has asked for a step long before that is computed. Whatever needs a number on
 the host (a log line, whether the training diverges) reads it later, when it has come by itself.
@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
+from kftrain.checkpoint.staging import State
+from kftrain.config import Config
 from kftrain.data.expanded import ValidationRows
-from kftrain.data.loader import StepBatch
+from kftrain.data.loader import StepBatch, TrainLoader
+from kftrain.errors import CheckpointError
 from kftrain.evaluate.score import Statistics
+from kftrain.parallel.distributed import Part
 from kftrain.parallel.mesh import Mesh
-from kftrain.tasks.base import TrainingTask
-from kftrain.train.parts import Parts
+from kftrain.run.commit import CheckpointManifest
+from kftrain.tasks.base import Task, TrainingTask
+from kftrain.train.completing import ExportDescription
 
 Agree = Callable[[list[float]], list[float]]
 """Sums values over all processes. Collective."""
@@ -33,6 +39,46 @@ class StepResult:
     """Global norm before clipping. Where it is not finite, parameters and optimizer are as before."""
 
 
+class Parts:
+    """The parts of one training's state, by name; the names are the first keys in the files of a checkpoint.
+
+    Each part has the version of its form. A release that does not know a part, or knows it in another form, must not go
+    on without it: it refuses the checkpoint.
+    """
+
+    def __init__(self, parts: dict[str, Part]) -> None:
+        self._parts = parts
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Version of each part, by name."""
+        return {name: part.version for name, part in self._parts.items()}
+
+    def save(self) -> State:
+        """Return the whole state, as it is now. Collective."""
+        return {name: part.save() for name, part in self._parts.items()}
+
+    def load(self, state: State) -> None:
+        """Put a state back: the inverse of `save`."""
+        for name, part in self._parts.items():
+            part.load(state[name])
+
+    def require_same(self, versions: dict[str, int], where: str) -> None:
+        """Raises CheckpointError where a checkpoint at `where` has other parts than these, or other `versions`."""
+        own = self.versions
+        odd = next((name for name in sorted({*versions, *own}) if versions.get(name) != own.get(name)), None)
+        if odd is None:
+            return
+        if odd not in versions:
+            what = f"the checkpoint has no {odd!r}, which this training needs"
+        elif odd not in own:
+            what = f"the checkpoint holds {odd!r}, which this release or this training does not know"
+        else:
+            what = f"the checkpoint holds version {versions[odd]} of {odd!r}, this release reads version {own[odd]}"
+        fix = "resume with the release and the settings that wrote it, or start a new run"
+        raise CheckpointError(what, where=where, fix=fix)
+
+
 class Engine(Protocol):
     """Computes steps and evaluations on a mesh. All but the properties is collective."""
 
@@ -42,11 +88,19 @@ class Engine(Protocol):
 
     @property
     def task(self) -> TrainingTask:
-        """The task that is trained."""
+        """The task that is trained: it makes batches, losses and metrics."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it is trained: its parameters are whole or parts, as the engine keeps them."""
 
     @property
     def state(self) -> Parts:
         """Parts that a checkpoint must hold."""
+
+    @property
+    def num_norm_samples(self) -> int | None:
+        """Number of samples that share statistics of batch norms; None where the model trains none."""
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the steps that follow."""
@@ -63,7 +117,21 @@ class Engine(Protocol):
         """Return statistics of the first `max_samples` samples of a dataset (0: all); None but on the first process."""
 
 
-class Measured:
+class EngineFactory(Protocol):
+    """A function that builds engines of one kind; `engines.py` lists them."""
+
+    def __call__(
+        self, config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
+    ) -> tuple[Engine, ExportDescription]:
+        """Build an engine with all that a step needs; return it with what will stand beside the export of its model.
+
+        `before`: of the checkpoint that is loaded into it; without one it has the weights that the run starts with.
+
+        Collective. Raises ConfigError and UserCodeError for what cannot be trained or exported.
+        """
+
+
+class StepNumbers:
     """The numbers of one step on their way to the host."""
 
     def __init__(self, result: StepResult) -> None:
@@ -81,7 +149,7 @@ class Measured:
         self._scalars = scalars
 
     def read(self) -> tuple[float, float]:
-        """Return the local sum of the loss and the gradient norm; wait for their step, not for what came after it."""
+        """Return the local sum of the loss and the gradient norm; wait for their step only, not for later ones."""
         if self._event is not None:
             self._event.synchronize()
         loss, norm = (float(scalar.numpy()) for scalar in self._scalars)

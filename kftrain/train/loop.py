@@ -29,7 +29,7 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.run.advice import fix_of
 from kftrain.tasks.user_metrics import metrics_of
 from kftrain.train.best import BestCheckpoint
-from kftrain.train.engine import Engine, Measured
+from kftrain.train.engine import Engine, StepNumbers
 from kftrain.train.recorder import Recorder
 from kftrain.train.saves import Saves
 from kftrain.train.settings import OptimizerConfig
@@ -37,32 +37,25 @@ from kftrain.train.step import seed_step
 
 
 @dataclass(frozen=True)
-class Control:
-    """The decisions that all processes have agreed on: a flag is set where it is set on any of them."""
-
-    num_terms: int
-    """Loss terms of the next step."""
-    stop: bool
-    """True where the attempt ends before it."""
-    busy: bool
-    """True while a checkpoint is being written."""
-    overdue: bool
-    """True where that takes longer than it may."""
-    due: bool
-    """True when it is time for a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """The next step's batch, and what was agreed for it."""
+class NextStep:
+    """The next step's batch, and what all processes have agreed on: a flag is set where it is set on any of them."""
 
     batch: StepBatch | None
-    """None after the last one."""
-    control: Control
+    """This process's batch; None after the last step, on all processes."""
+    num_terms: int
+    """Number of its loss terms, over all processes."""
+    stops: bool
+    """True where the attempt ends before it."""
+    is_saving: bool
+    """True while a checkpoint is being written."""
+    is_overdue: bool
+    """True where that takes longer than it may."""
+    is_due: bool
+    """True when the clock says that it is time for a checkpoint."""
 
 
 class Loop:
-    """One attempt's steps. Every method is collective."""
+    """Takes the steps of one attempt, with their records, evaluations and checkpoints. Every method is collective."""
 
     def __init__(
         self,
@@ -83,18 +76,18 @@ class Loop:
         self._validation = validation
         self._recorder = recorder
         self._stop = stop
-        self._best = BestCheckpoint(config, world, engine.task.loss_metric if config.checkpoint.keep_best else "")
+        self.best = BestCheckpoint(config, world, engine.task.loss_metric if config.checkpoint.keep_best else "")
         batch = config.train.global_batch_size
-        self._saves = Saves(writer, config.checkpoint, batch, world.is_main, self._best.forget)
+        self._saves = Saves(writer, config.checkpoint, batch, world.is_main, self.best.forget)
         self._liveness = liveness
-        self._left_out = LeftOut(world, config.data.max_bad_samples)
+        self._left_out = LeftOutSamples(world, config.data.max_bad_samples)
         writer.bad_samples = self._left_out.numbers
         writer.keep_every = config.checkpoint.keep_every
-        writer.selected = lambda: self._best.selection
+        writer.selected = lambda: self.best.selection
         self._data_metrics = DataMetrics(loader.counters, world)
         self._num_nonfinite = 0
         self._last_recorded = 0
-        self._pending: tuple[int, Measured] | None = None
+        self._pending: tuple[int, StepNumbers] | None = None
         """Number of the last step, and its numbers on their way to the host; None once they were looked at."""
         self._local_loss = 0.0
         self._gradient_norm = 0.0
@@ -110,13 +103,8 @@ class Loop:
         load.load_into(state, loaded.uri, loaded.manifest.files)
         self._engine.state.load(state)
         self._left_out.resume(loaded.manifest.bad_samples)
-        self._best.resume(loaded.manifest.selection)
+        self.best.resume(loaded.manifest.selection)
         return loaded.manifest.step
-
-    @property
-    def best(self) -> BestCheckpoint:
-        """The best checkpoint so far."""
-        return self._best
 
     def run(self, first_step: int) -> int:
         """Take all steps from `first_step` on; return the number of steps that are done, the last one committed.
@@ -131,26 +119,26 @@ class Loop:
 
     def _take_steps(self, first_step: int) -> int:
         self._last_recorded = done = first_step
-        if self._best.is_enough:
-            self._best.tell(done)
+        if self.best.is_enough:
+            self.best.print_result(done)
             return done
         with contextlib.closing(self._loader.steps(first_step, self._config.train.steps - first_step)) as batches:
-            ahead, _ = self._look_ahead(batches, [])
-            while ahead.batch is not None:
-                if ahead.control.stop:
+            upcoming, _ = self._look_ahead(batches, [])
+            while upcoming.batch is not None:
+                if upcoming.stops:
                     with self._liveness.resting():
                         self._stop_after_commit(done)
-                ahead = self._take_step(done, ahead.batch, ahead.control.num_terms, batches)
+                upcoming = self._take_step(done, upcoming.batch, upcoming.num_terms, batches)
                 done += 1
-                if ahead.batch is not None:  # the last save of the attempt settles the one before by itself
-                    self._saves.go_on(ahead.control.busy, ahead.control.overdue)
-                self._after_step(done, ahead.control)
-                if self._best.is_enough:
+                if upcoming.batch is not None:  # the last save of the attempt settles the one before by itself
+                    self._saves.go_on(upcoming.is_saving, upcoming.is_overdue)
+                self._finish_step(done, upcoming)
+                if self.best.is_enough:
                     break
-        self._best.tell(done)
+        self.best.print_result(done)
         return done
 
-    def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[Ahead, list[float]]:
+    def _look_ahead(self, batches: Iterator[StepBatch], values: list[float]) -> tuple[NextStep, list[float]]:
         """Agree on the next step with all processes; return it, and the sums of `values` over them."""
         # One exchange for everything: as a sum a flag is set for all where one has set it. Every decision that could
         # differ (a signal, a clock, a thread's end) is read here once, and nowhere else in the step.
@@ -159,31 +147,31 @@ class Loop:
         bad_samples = [] if batch is None else batch.bad_samples
         flags = (self._stop.requested, saves.busy, saves.overdue, saves.due, bad_samples)
         answers = self._world.sum([own, *(float(bool(flag)) for flag in flags), *values])
-        terms, stop, busy, overdue, due, bad, *sums = answers
+        terms, stop, saving, overdue, due, bad, *sums = answers
         if bad:
             self._left_out.take(bad_samples)
-        return Ahead(batch, Control(int(terms), stop > 0, busy > 0, overdue > 0, due > 0)), sums
+        return NextStep(batch, int(terms), stop > 0, saving > 0, overdue > 0, due > 0), sums
 
-    def _take_step(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> Ahead:
+    def _take_step(self, step: int, batch: StepBatch, num_terms: int, batches: Iterator[StepBatch]) -> NextStep:
         """Ask for one step, look at the numbers of the one before, and return what was agreed for the next."""
-        answers: list[Ahead] = []
+        answers: list[NextStep] = []
 
         def agree(values: list[float]) -> list[float]:
-            ahead, sums = self._look_ahead(batches, values)
-            answers.append(ahead)
+            upcoming, sums = self._look_ahead(batches, values)
+            answers.append(upcoming)
             return sums
 
         mesh = self._engine.mesh
         seed_step(self._config.run.seed, step, mesh.data_rank, mesh.world.device)
-        rate = learning_rate(self._config.optimizer, step, self._config.train.steps)
+        rate = compute_learning_rate(self._config.optimizer, step, self._config.train.steps)
         self._engine.set_learning_rate(rate)
         result = self._engine.step(batch, num_terms, agree)
-        self._look_at_last()  # the step before this one: the device has this one to go on with while the host reads
-        self._pending = step + 1, Measured(result)
-        (ahead,) = answers
-        return ahead
+        self._read_last_step()  # the step before this one: the device has this one to go on with while the host reads
+        self._pending = step + 1, StepNumbers(result)
+        (upcoming,) = answers
+        return upcoming
 
-    def _look_at_last(self) -> None:
+    def _read_last_step(self) -> None:
         """Read what the last step has measured. Raises DivergedError, on all processes: they share the norm."""
         if self._pending is None:
             return
@@ -198,33 +186,33 @@ class Loop:
                 fix=fix_of(FailureClass.DIVERGED),
             )
 
-    def _after_step(self, done: int, control: Control) -> None:
+    def _finish_step(self, done: int, upcoming: NextStep) -> None:
         config = self._config
         last = done == config.train.steps
         if last or done % config.train.log_interval_steps == 0:
-            self._look_at_last()
+            self._read_last_step()
             self._record(done)
         improved = False
         if config.evaluate.interval_steps and (done % config.evaluate.interval_steps == 0 or last):
             improved = self._validate(done)
-        last = last or self._best.is_enough
+        last = last or self.best.is_enough
         checkpoint = config.checkpoint
         stays = checkpoint.keep_every and done % checkpoint.keep_every == 0
-        due = done % checkpoint.interval_steps == 0 or (control.due and not control.busy)
+        due = done % checkpoint.interval_steps == 0 or (upcoming.is_due and not upcoming.is_saving)
         if last or improved or stays or due:
-            self._look_at_last()  # a training that diverges saves nothing more
+            self._read_last_step()  # a training that diverges saves nothing more
             with self._liveness.resting():  # storage may be slow
                 if stays:  # it is not left out because the one before is being written
                     self._saves.settle()
-                self._save(done, last, control.busy and not improved and not stays)
+                self._save(done, last, upcoming.is_saving and not improved and not stays)
 
     def _record(self, done: int) -> None:
         (loss,) = self._engine.mesh.sum_of_losses([self._local_loss])
-        rate = learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
+        rate = compute_learning_rate(self._config.optimizer, done - 1, self._config.train.steps)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": self._gradient_norm}
         if self._left_out.numbers:
             values["bad_samples"] = len(self._left_out.numbers)
-        data = self._data_metrics.since_last()
+        data = self._data_metrics.collect()
         if self._world.is_main:
             num_steps = done - self._last_recorded
             finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -232,7 +220,7 @@ class Loop:
         self._last_recorded = done
 
     def _validate(self, done: int) -> bool:
-        """Evaluate; tell whether it is the best so far and its checkpoint to be kept: then no save is in flight."""
+        """Evaluate; tell whether this is the best so far, whose checkpoint is kept: then no save is in flight."""
         evaluate = self._config.evaluate
         statistics = self._engine.evaluate(
             self._validation, evaluate.batch_size, evaluate.max_interval_samples, self._liveness.goes_on
@@ -244,15 +232,15 @@ class Loop:
                 if done < self._config.train.steps:  # after the last one nothing is saved by it, and the gate asks
                     self._config.registry.require_metric(metrics)
                 self._recorder.record_validation(done, metrics)
-        return self._best.is_wanted and self._is_best(done, metrics)
+        return self.best.is_wanted and self._take_evaluation(done, metrics)
 
-    def _is_best(self, done: int, metrics: dict[str, float] | None) -> bool:
-        value = self._best.agree(metrics)
-        improved = self._best.would_improve(value)
+    def _take_evaluation(self, done: int, metrics: dict[str, float] | None) -> bool:
+        value = self.best.agree(metrics)
+        improved = self.best.would_improve(value)
         if improved:
             with self._liveness.resting():
                 self._saves.settle()  # the best one before is written by now, or was never one
-        self._best.take(done, value)
+        self.best.take(done, value)
         return improved
 
     def _save(self, done: int, last: bool, busy: bool) -> None:
@@ -264,7 +252,7 @@ class Loop:
             self._saves.save(self._engine.state.save(), self._recorder.history, done)
 
     def _stop_after_commit(self, done: int) -> None:
-        self._look_at_last()
+        self._read_last_step()
         self._commit(done)
         raise Preempted(f"stopped at step {done} of {self._config.train.steps}; everything up to it is committed")
 
@@ -275,11 +263,11 @@ class Loop:
 
 
 TIMES_DECAYED = 10
-"""`warmup_stable_decay` falls over the last of so many parts of the steps, unless the configuration says how many."""
+"""Divisor: `warmup_stable_decay` falls over the last tenth of the steps, unless the configuration says how many."""
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Learning rate of step `step`, counted from 0, of `num_steps`."""
+def compute_learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of step `step`, counted from 0, of `num_steps`: it is no state, and never saved."""
     peak, schedule = config.learning_rate, config.schedule
     if schedule == "constant":
         return peak
@@ -299,22 +287,22 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return peak * (floor + (1.0 - floor) * left)
 
 
-class LeftOut:
-    """The samples, each once however often it was met; the same on all processes."""
+class LeftOutSamples:
+    """Samples that cannot be decoded and are left out, over all processes and attempts; the same on all processes."""
 
     def __init__(self, world: World, max_samples: int) -> None:
-        """`max_samples`: more than so many end the run."""
+        """Begin without any. `max_samples`: a larger number ends the run."""
         self._world = world
         self._max_samples = max_samples
         self.numbers: set[int] = set()
-        """In stored order."""
+        """Their numbers in stored order; a sample counts once, however often it was met."""
 
     def resume(self, numbers: Iterable[int]) -> None:
-        """Takes over those that were left out before the checkpoint."""
+        """Take over those that were left out before the checkpoint."""
         self.numbers.update(numbers)
 
     def take(self, own: list[BadSample]) -> None:
-        """Counts those of a step, of which this process has met its `own`. Collective.
+        """Count the bad samples of a step, of which this process has met its `own`. Collective.
 
         Raises DataError on all processes where there are too many now.
         """
@@ -334,20 +322,20 @@ class LeftOut:
 
 
 class DataMetrics:
-    """Of one attempt, from one recorded point to the next."""
+    """Measures the cost of waiting for data over all processes, from one recorded point to the next."""
 
     def __init__(self, counters: Counters, world: World) -> None:
-        """`counters`: of this process's loader, which goes on counting."""
+        """Begin to measure. `counters`: of this process's loader, which goes on counting."""
         self._counters = counters
         self._world = world
         self._last = replace(counters)
 
-    def since_last(self) -> dict[str, float]:
-        """What was measured since the call before. Collective.
+    def collect(self) -> dict[str, float]:
+        """Return what was measured since the call before, by name. Collective.
 
-        `data_stall_seconds`: how long a training thread has waited, the mean over the processes.
-        `data_decode_seconds`: of reading and decoding, over all workers. `data_bytes`: read, as they are stored.
-        `data_queue_depth`: steps that were ready when one was taken, the mean.
+        `data_stall_seconds`: waiting time of a training thread, the mean over the processes. `data_decode_seconds`:
+        time of reading and decoding, over all workers. `data_bytes`: bytes read, as they are stored.
+        `data_queue_depth`: number of steps that were ready when one was taken, the mean.
         """
         now, before = replace(self._counters), self._last
         self._last = now

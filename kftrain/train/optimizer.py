@@ -1,4 +1,4 @@
-"""The optimizer of a training: one or two of torch's kind, over groups of parameters."""
+"""The optimizer of a training: one or two of torch's kind, over groups of parameters that patterns of names choose."""
 
 from __future__ import annotations
 
@@ -15,6 +15,61 @@ from kftrain.parallel.sharded import ALONE, Team
 from kftrain.train.optimizer_kinds import MATCHING, Adafactor, AdamW, Group, Lamb, Muon, Sgd, SkippingOptimizer
 from kftrain.train.settings import OptimizerConfig, ParameterGroup
 
+NUM_SHOWN = 3
+"""Number of names of parameters that an error about a pattern proposes."""
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Prefixes that wrappers put into the names of a model's parameters."""
+
+OTHERS = ParameterGroup(pattern="*")
+"""The group of the parameters that no pattern fits."""
+
+
+def list_parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter once, in the model's order, with all its names: a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def assign_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[nn.Parameter, ParameterGroup]:
+    """Give each parameter its group: the first whose pattern fits any of the parameter's names, or `OTHERS`.
+
+    Raises ConfigError for a pattern that fits no name.
+    """
+    names = list_parameter_names(model)
+    all_names = [name for several in names.values() for name in several]
+    for number, group in enumerate(groups):
+        if not any(fnmatchcase(name, group.pattern) for name in all_names):
+            near = difflib.get_close_matches(group.pattern, all_names, n=NUM_SHOWN, cutoff=0.0)
+            raise ConfigError(
+                "the pattern fits no parameter of the model",
+                where=f"optimizer.groups.{number}.pattern",
+                value=group.pattern,
+                fix=f"names are like {', '.join(near)}",
+            )
+    return {parameter: _find_first_group(several, groups) for parameter, several in names.items()}
+
+
+def _find_first_group(names: Sequence[str], groups: Sequence[ParameterGroup]) -> ParameterGroup:
+    fitting = (group for group in groups if any(fnmatchcase(name, group.pattern) for name in names))
+    return next(fitting, OTHERS)
+
+
+def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Let the parameters that the configuration freezes have no gradient; call it before the model is distributed.
+
+    Raises ConfigError where nothing is left to train, and for a pattern that fits no name.
+    """
+    for parameter, group in assign_groups(model, groups).items():
+        if group.frozen:
+            parameter.requires_grad_(False)
+    if any(group.frozen for group in groups) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("all parameters are frozen: nothing is trained", where="optimizer.groups")
+
 
 class Optimizer:
     """Optimizers of torch's kind as one, each with parameters of its own."""
@@ -27,7 +82,7 @@ class Optimizer:
 
     @property
     def param_groups(self) -> list[Group]:
-        """Groups of all members."""
+        """Parameter groups of all members, as torch's optimizers have them."""
         return [group for member in self.members for group in member.param_groups]
 
     @property
@@ -67,7 +122,7 @@ def build_optimizer(
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError("sparse gradients are not trained with", where=f"model {name}", fix="leave sparse out")
-    groups = {weight: group for weight, group in assigned(model, config.groups).items() if weight.requires_grad}
+    groups = {weight: group for weight, group in assign_groups(model, config.groups).items() if weight.requires_grad}
     if config.kind != "muon":
         return Optimizer(dict([_build_member(config.kind, groups, config, compute, replicas)]))
     hidden = _list_hidden(model, blocks)
@@ -94,7 +149,7 @@ def _list_hidden(model: nn.Module, blocks: Collection[str]) -> set[nn.Parameter]
     begins = tuple(f"{name}." for name in blocks)
     return {
         weight
-        for weight, names in names_of(model).items()
+        for weight, names in list_parameter_names(model).items()
         if weight not in embeddings and any(name.startswith(begins) for name in names)
     }
 
@@ -106,7 +161,7 @@ def _build_member(
     groups: list[Group] = []
     scales: list[float] = []
     for group in [*config.groups, OTHERS]:
-        parameters = [parameter for parameter, its in of.items() if its is group]
+        parameters = [parameter for parameter, own in of.items() if own is group]
         for decay, members in _split_by_decay(parameters, group, config):
             if members:
                 groups.append({"params": members, "weight_decay": decay, "lr": config.learning_rate})
@@ -138,58 +193,3 @@ def _build_kind(
     if kind == "adafactor":
         return Adafactor(groups, rate)
     return (Lamb if kind == "lamb" else AdamW)(groups, rate, (config.beta1, config.beta2), config.epsilon)
-
-
-NUM_SHOWN = 3
-
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers put into the names of a model's parameters."""
-
-OTHERS = ParameterGroup(pattern="*")
-"""The group of what no pattern fits."""
-
-
-def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter once, in the model's order, with all its names: a tied one has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
-def assigned(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[nn.Parameter, ParameterGroup]:
-    """The group of each parameter: the first of which the pattern fits any of its names, or `OTHERS`.
-
-    Raises ConfigError for a pattern that fits no name.
-    """
-    names = names_of(model)
-    every = [name for several in names.values() for name in several]
-    for number, group in enumerate(groups):
-        if not any(fnmatchcase(name, group.pattern) for name in every):
-            near = difflib.get_close_matches(group.pattern, every, n=NUM_SHOWN, cutoff=0.0)
-            raise ConfigError(
-                "the pattern fits no parameter of the model",
-                where=f"optimizer.groups.{number}.pattern",
-                value=group.pattern,
-                fix=f"names are like {', '.join(near)}",
-            )
-    return {parameter: _first(several, groups) for parameter, several in names.items()}
-
-
-def _first(names: Sequence[str], groups: Sequence[ParameterGroup]) -> ParameterGroup:
-    fitting = (group for group in groups if any(fnmatchcase(name, group.pattern) for name in names))
-    return next(fitting, OTHERS)
-
-
-def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-    """Before the model is distributed: what the configuration freezes has no gradient from now on.
-
-    Raises ConfigError where nothing is left to train, and for a pattern that fits no name.
-    """
-    for parameter, group in assigned(model, groups).items():
-        if group.frozen:
-            parameter.requires_grad_(False)
-    if any(group.frozen for group in groups) and not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError("all parameters are frozen: nothing is trained", where="optimizer.groups")

@@ -24,7 +24,7 @@ Group = dict[str, Any]
 class SkippingOptimizer(torch.optim.Optimizer):
     """An optimizer whose step changes nothing where `found_inf` is 1, without the host's knowing.
 
-    So every operation runs in any case, and each change is multiplied by `counts`, 1 or 0. Gradients that are no
+    So every operation runs in any case, and each change is multiplied by `count_step`, 1 or 0. Gradients that are no
     numbers must be masked before that: 0 times them is no number either.
 
     The state is there from the beginning, so that a checkpoint has it of each parameter, even of one that has had no
@@ -38,9 +38,9 @@ class SkippingOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = self.begin(parameter)
+                self.state[parameter] = self.make_state(parameter)
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter before its first step, by torch's names."""
         raise NotImplementedError
 
@@ -62,7 +62,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
             if used:
                 self.update(group, used, [local(parameter.grad) for parameter in used])
 
-    def counts(self, device: torch.device) -> torch.Tensor:
+    def count_step(self, device: torch.device) -> torch.Tensor:
         """Return 1 where this step counts, 0 where it is skipped: a scalar on the device."""
         one = torch.ones((), device=device)
         return one if self.found_inf is None else one - self.found_inf.to(device)
@@ -91,7 +91,7 @@ class Sgd(SkippingOptimizer):
     def __init__(self, groups: list[Group], learning_rate: float, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0, and a momentum of 0 where there is one."""
         momentum = {"momentum_buffer": make_zeros(parameter)} if self.defaults["momentum"] else {}
         return {"step": make_zero(parameter), **momentum}
@@ -111,7 +111,9 @@ class Sgd(SkippingOptimizer):
             is_first_step=False,  # the first momentum is the gradient, as from a momentum of 0
             found_inf=None if self.found_inf is None else self.found_inf.to(gradients[0].device),
         )
-        torch._foreach_add_(self.local_states(parameters, "step"), [self.counts(gradients[0].device)] * len(parameters))
+        torch._foreach_add_(
+            self.local_states(parameters, "step"), [self.count_step(gradients[0].device)] * len(parameters)
+        )
 
 
 class AdamW(SkippingOptimizer):
@@ -120,7 +122,7 @@ class AdamW(SkippingOptimizer):
     def __init__(self, groups: list[Group], learning_rate: float, betas: tuple[float, float], epsilon: float) -> None:
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and two moments of 0."""
         return {"step": make_zero(parameter), "exp_avg": make_zeros(parameter), "exp_avg_sq": make_zeros(parameter)}
 
@@ -128,7 +130,7 @@ class AdamW(SkippingOptimizer):
         """Update all parameters of a group by one kernel."""
         counts, device = self.local_states(parameters, "step"), gradients[0].device
         # the kernel divides by powers of the counts, and does nothing where the step is skipped
-        torch._foreach_add_(counts, [self.counts(device)] * len(counts))
+        torch._foreach_add_(counts, [self.count_step(device)] * len(counts))
         torch._fused_adamw_(
             [local(parameter) for parameter in parameters],
             gradients,
@@ -158,7 +160,7 @@ class Lamb(AdamW):
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Make the directions, then their norms and those of the weights, then change the weights."""
         # All directions first, in the gradients' memory: then one exchange brings the norms of all parameters.
-        counts = self.counts(gradients[0].device)
+        counts = self.count_step(gradients[0].device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._make_direction(group, parameter, gradient.masked_fill_(counts == 0, 0.0), counts)
         weights = [local(parameter) for parameter in parameters]
@@ -217,14 +219,14 @@ class Muon(SkippingOptimizer):
         self._compute = compute
         self._replicas = replicas
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and a momentum of 0."""
         assert parameter.dim() == 2, parameter.shape
         return {"step": make_zero(parameter), "momentum_buffer": make_zeros(parameter)}
 
     def update(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Move momentum and weights part by part; make whole matrices orthogonal, one process each."""
-        counts, momentum = self.counts(gradients[0].device), group["momentum"]
+        counts, momentum = self.count_step(gradients[0].device), group["momentum"]
         buffers = self.local_states(parameters, "momentum_buffer")
         torch._foreach_add_(self.local_states(parameters, "step"), [counts] * len(parameters))
         for gradient, buffer in zip(gradients, buffers, strict=True):
@@ -239,7 +241,7 @@ class Muon(SkippingOptimizer):
         casts = [gradient.to(self._compute) for gradient in gradients]
         directions = on_whole(casts, parameters, orthogonalize, self._replicas)
         for parameter, direction in zip(parameters, directions, strict=True):
-            weights, rate = local(parameter), group["lr"] * _factor(group["scale"], parameter.shape)
+            weights, rate = local(parameter), group["lr"] * _choose_rate_factor(group["scale"], parameter.shape)
             weights.mul_(1 - group["lr"] * group["weight_decay"] * counts)
             weights.sub_(direction.float().mul_(rate * counts))
 
@@ -257,7 +259,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _factor(scale: Scale, shape: tuple[int, ...]) -> float:
+def _choose_rate_factor(scale: Scale, shape: tuple[int, ...]) -> float:
     """Return the factor of the learning rate for a shape: the original one, or that of Liu et al. 2025.
 
     The latter makes updates of any shape as large as AdamW's (arXiv:2502.16982).
@@ -305,7 +307,7 @@ class Adafactor(SkippingOptimizer):
         super().__init__(groups, {"lr": learning_rate, "weight_decay": 0.0})
         self._indices = {member: index_of(member) for group in self.param_groups for member in group["params"]}
 
-    def begin(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Start with a count of 0 and second moments of 0: for a matrix one for each row and one for each column."""
         if parameter.dim() < 2:
             return {"step": make_zero(parameter), "variance": make_zeros(parameter)}
@@ -320,7 +322,7 @@ class Adafactor(SkippingOptimizer):
         """Sum over each parameter, then make its update, then measure the update, then change the weights."""
         # Each of the two sums is one exchange for all parameters. The second cannot join the first: the size of an
         # update is known only when the moments, which come of the first, are whole.
-        counts = self.counts(gradients[0].device)
+        counts = self.count_step(gradients[0].device)
         parts = [
             _Part(owner, gradient.masked_fill_(counts == 0, 0.0), local(owner), self.state[owner], self._indices[owner])
             for owner, gradient in zip(parameters, gradients, strict=True)
@@ -344,8 +346,8 @@ def _sum_squares(part: _Part) -> torch.Tensor:
         return size
     rows, columns = torch.zeros_like(part.state["row_var"]), torch.zeros_like(part.state["col_var"])
     squares = part.gradient.square()
-    rows[_rows(part)] = squares.sum(-1, keepdim=True)
-    columns[_columns(part)] = squares.sum(-2, keepdim=True)
+    rows[_index_rows(part)] = squares.sum(-1, keepdim=True)
+    columns[_index_columns(part)] = squares.sum(-2, keepdim=True)
     return torch.cat([size, rows.reshape(-1), columns.reshape(-1)])
 
 
@@ -360,7 +362,7 @@ def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: t
         columns.lerp_(by_column.view_as(columns) / part.parameter.size(-2), moved)
         matrices = (*part.index[:-2], slice(None), slice(None))
         mean = rows.mean(dim=-2, keepdim=True).clamp(min=MIN_MOMENT)[matrices]
-        moments = rows[_rows(part)] @ columns[_columns(part)] / mean
+        moments = rows[_index_rows(part)] @ columns[_index_columns(part)] / mean
     else:
         size, variance = sums, local(state["variance"])
         moments = variance.lerp_(gradient.square(), moved)
@@ -370,9 +372,9 @@ def _make_update(part: _Part, sums: torch.Tensor, largest_rate: float, counts: t
     return rate
 
 
-def _rows(part: _Part) -> tuple[slice, ...]:
+def _index_rows(part: _Part) -> tuple[slice, ...]:
     return (*part.index[:-1], slice(None))
 
 
-def _columns(part: _Part) -> tuple[slice, ...]:
+def _index_columns(part: _Part) -> tuple[slice, ...]:
     return (*part.index[:-2], slice(None), part.index[-1])

@@ -32,32 +32,32 @@ from kftrain.parallel.formats import cast_inputs
 from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import prepare, require_sequence_dims
-from kftrain.train.step import after_step, loss_of, receive_tensors, terms_of
+from kftrain.train.step import call_after_step, compute_loss_sum, count_loss_terms, receive_tensors
 
 ROWS = 2
-"""Of one process's first micro batch, and as many others; more would only take longer."""
+"""Number of rows that are tried from the front of a process's first micro batch, and as many from its end."""
 
 NUM_CHANCES = 8
-"""In how many passes calls are looked at that may depend on chance. Of six blocks that are each left out once in ten
-times, all are called in one pass of two, and in eight passes of eight once in two hundred cases."""
+"""Number of passes in which calls are observed that may depend on chance. Of six blocks that are each left out once in
+ten times, all are called in one pass of two, and in eight passes of eight once in two hundred cases."""
 
 Slots = list[tuple[nn.Module, str, torch.Tensor]]
-"""Modules, and the names and values of parameters or buffers of theirs."""
+"""Modules with the names and values of their buffers."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one process has seen; plain data."""
+class LossObservation:
+    """The findings of one process about the loss of some rows; plain data, which is gathered from all."""
 
     calls: list[blocks.Calls]
-    """Of the model and the candidates for its blocks, in each computation of the loss."""
+    """Calls of the model and of the candidates for its blocks, in each computation of the loss."""
     changed: dict[str, str]
-    """Names of the buffers that the loss has changed -> digests of what they became."""
+    """Name of a buffer that the loss has changed -> digest of its new content."""
     draws: bool = False
-    """Whether `task.batch` draws torch's random numbers: they are seeded for each step, so it must be called there."""
+    """True where `task.batch` draws torch's random numbers: a step seeds those, so it is called within the step."""
 
 
-def look(
+def observe_loss(
     model: nn.Module,
     task: TrainingTask,
     micro: MicroBatch,
@@ -66,16 +66,17 @@ def look(
     seed: tuple[int, int],
     lender: Lender | None = None,
     num_chances: int = 1,
-) -> Seen:
-    """Computes a loss and statistics in fp32. `seed`: of the run, and the rank.
+) -> LossObservation:
+    """Compute a loss and statistics in fp32, and see what that calls, changes and keeps.
 
-    `lender`: of weights that the model has no memory for. `num_chances`: losses where random numbers are drawn.
+    `names`: candidates for blocks. `seed`: of the run, and the rank. `lender`: lends weights that the model has no
+    memory for. `num_chances`: number of losses where random numbers are drawn.
 
     Raises UserCodeError where the task or the model raises, or returns another shape than it must; ConfigError where
     the model keeps a state that a resume would lose.
     """
-    micro, others = first_rows(micro, ROWS), _part(micro, slice(-ROWS, None))
-    terms_of(task, micro)
+    micro, others = take_first_rows(micro, ROWS), _slice_rows(micro, slice(-ROWS, None))
+    count_loss_terms(task, micro)
     before = torch.default_generator.get_state()
     require_sequence_dims(task, prepare(task, micro.arrays, device)[0])
     draws = not torch.equal(before, torch.default_generator.get_state())
@@ -83,34 +84,36 @@ def look(
 
     def loss_again(rows: MicroBatch, turn: int = 0) -> float:
         with isolate(seed, device, turn):
-            return loss_of(model, task, receive_tensors(task, rows, device)).item()
+            return compute_loss_sum(model, task, receive_tensors(task, rows, device)).item()
 
     with contextlib.closing(log):
         with lend_copies(model, device, torch.float32, lender) as buffers, isolate(seed, device):
-            at_first, chance, saved = read_attributes(model), _state_of_chance(device), set(model.state_dict())
-            loss = loss_of(model, task, receive_tensors(task, micro, device)).item()
-            is_random, calls = _state_of_chance(device) != chance, [log.take()]
-            _require_known(model, saved)
-            changed = _changed(model, buffers)
-            after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
+            at_first, chance, saved = read_attributes(model), _read_generators(device), set(model.state_dict())
+            loss = compute_loss_sum(model, task, receive_tensors(task, micro, device)).item()
+            is_random, calls = _read_generators(device) != chance, [log.take()]
+            _require_no_new_tensors(model, saved)
+            changed = _hash_changed_buffers(model, buffers)
+            call_after_step(model)  # after that: what it changes is the same everywhere, once what it reads is combined
             attributes = read_attributes(model)
             with evaluating(model), torch.no_grad():
                 statistics_of(model, task, micro.arrays, device)
-        if first_difference(at_first, attributes) is not None:
+        # An attribute has changed. It is harmless where the same rows leave the same in it after other rows as they did
+        # at first: so compute others, then the first again, each with the buffers and weights of the beginning.
+        if find_first_difference(at_first, attributes) is not None:
             own = model.state_dict()
             with lend_copies(model, device, torch.float32, lender):
                 loss_again(others)
-                after_step(model)
-                _restore(model, own)  # what checkpoints have is no state that is lost
+                call_after_step(model)
+                _restore(model, own)  # tensors that checkpoints hold are no state that is lost
                 again = loss_again(micro)
-                after_step(model)
+                call_after_step(model)
                 require_no_state(model, attributes, read_attributes(model), (loss, again))
         for turn in range(1, num_chances if is_random else 1):
             log.take()
             with lend_copies(model, device, torch.float32, lender):
                 loss_again(micro, turn)
             calls.append(log.take())
-    return Seen(calls, changed, draws)
+    return LossObservation(calls, changed, draws)
 
 
 def rehearse(
@@ -123,14 +126,14 @@ def rehearse(
     dtype: torch.dtype,
     lender: Lender | None = None,
 ) -> None:
-    """Computes a loss as it will be in mixed precision: weights in `dtype`, and what enters the model or a block.
+    """Compute a loss in mixed precision: with weights in `dtype`, and inputs of the model and its blocks cast to it.
 
     Raises ConfigError where the model cannot be computed so.
     """
     handles = cast_inputs(model, names, dtype)
     try:
         with lend_copies(model, device, dtype, lender), isolate(seed, device):
-            loss_of(model, task, receive_tensors(task, first_rows(micro, ROWS), device))
+            compute_loss_sum(model, task, receive_tensors(task, take_first_rows(micro, ROWS), device))
     except UserCodeError as error:
         raise ConfigError(
             f"the model cannot be computed in bf16: {error.what}",
@@ -142,14 +145,14 @@ def rehearse(
             handle.remove()
 
 
-def require_equal_buffers(seen: list[Seen], combined: Collection[str] = ()) -> None:
-    """Raises ConfigError where a loss leaves other buffers on one process than on another: each would go its own way.
+def require_equal_buffers(seen: list[LossObservation], combined: Collection[str] = ()) -> None:
+    """Raises ConfigError where a loss leaves other buffers on one process than on another: they would drift apart.
 
-    What becomes the same on all of them, such as a count of steps, may change, and so may what is combined after each
-    step: `combined`, names.
+    A buffer that becomes the same on all of them, such as a count of steps, may change, and so may those that are
+    combined after each step: `combined`, names.
     """
-    for name in sorted({name for each in seen for name in each.changed} - set(combined)):
-        if len({each.changed.get(name) for each in seen}) > 1:
+    for name in sorted({name for process in seen for name in process.changed} - set(combined)):
+        if len({process.changed.get(name) for process in seen}) > 1:
             raise ConfigError(
                 "a buffer that the forward pass changes differs from process to process",
                 where=f"model {name}",
@@ -157,25 +160,25 @@ def require_equal_buffers(seen: list[Seen], combined: Collection[str] = ()) -> N
             )
 
 
-def first_rows(micro: MicroBatch, count: int = 2 * ROWS) -> MicroBatch:
-    """What is looked at of a micro batch."""
-    return _part(micro, slice(count))
+def take_first_rows(micro: MicroBatch, count: int = 2 * ROWS) -> MicroBatch:
+    """Return a micro batch of the first rows; by default with all that a dry run needs."""
+    return _slice_rows(micro, slice(count))
 
 
-def _part(micro: MicroBatch, rows: slice) -> MicroBatch:
+def _slice_rows(micro: MicroBatch, rows: slice) -> MicroBatch:
     return MicroBatch({name: array[rows] for name, array in micro.arrays.items()}, micro.weight[rows])
 
 
 @contextlib.contextmanager
 def isolate(seed: tuple[int, int], device: torch.device, turn: int = 0) -> Iterator[None]:
-    """Random numbers of its own for the block, others in each turn; all generators go on as if it had not been."""
+    """Give the block random numbers of its own, others in each turn; then let all generators go on as before it."""
     with isolated(device):
         seed_all(hash((*seed, turn)) % 2**63, device)
         yield
 
 
-def _state_of_chance(device: torch.device) -> Any:
-    """Of all generators that a forward pass may ask."""
+def _read_generators(device: torch.device) -> Any:
+    """Read the states of all generators that a forward pass may draw from, to compare them."""
     on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
     return random.getstate(), repr(np.random.get_state()), torch.default_generator.get_state().tolist(), on_device
 
@@ -184,16 +187,16 @@ def _state_of_chance(device: torch.device) -> Any:
 def lend_copies(
     model: nn.Module, device: torch.device, dtype: torch.dtype, lender: Lender | None = None
 ) -> Iterator[Slots]:
-    """The model with copies of its tensors, parameters in `dtype`, on the device, and of what else its modules keep.
+    """Let the model work within the block on copies of all that it keeps; yield its own buffers, which do not change.
 
-    Yields its own buffers.
+    Copies are on the device, parameters in `dtype`; with a lender it lends the parameters instead.
     """
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
-    copies = {id(each): each.detach().to(device, copy=True) for each in model.buffers()}
-    for each in [] if lender else model.parameters():
-        copies[id(each)] = parameter_like(each, each.detach().to(device, dtype, copy=True))
-    lending = lender.lending(model, device, dtype) if lender else contextlib.nullcontext()
-    with lend_attributes(model, copies), lending:
+    copies = {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
+    for parameter in [] if lender else model.parameters():
+        copies[id(parameter)] = parameter_like(parameter, parameter.detach().to(device, dtype, copy=True))
+    loan = lender.lend(model, device, dtype) if lender else contextlib.nullcontext()
+    with lend_attributes(model, copies), loan:
         yield buffers
 
 
@@ -204,21 +207,22 @@ def _restore(model: nn.Module, state: Mapping[str, Any]) -> None:
             tensor.copy_(state[name])
 
 
-def _require_known(model: nn.Module, saved: Collection[str]) -> None:
-    """Raises ConfigError for a saved tensor that a forward pass has made: a model that resumes would not know it."""
+def _require_no_new_tensors(model: nn.Module, saved: Collection[str]) -> None:
+    """Raises ConfigError for a tensor of `state_dict` that a forward pass has made: a resuming model would lack it."""
     for name in model.state_dict().keys() - saved:
         what = "the forward pass makes a tensor that checkpoints hold, and that a model has not when it resumes"
         fix = "make it in the constructor, or register a buffer with persistent=False"
         raise ConfigError(what, where=f"model {name}", fix=fix)
 
 
-def _changed(model: nn.Module, buffers: Slots) -> dict[str, str]:
+def _hash_changed_buffers(model: nn.Module, buffers: Slots) -> dict[str, str]:
+    """Return name -> digest of each buffer of the model that differs from `buffers`, those of before."""
     name_of = {id(module): name for name, module in model.named_modules()}
     pairs = [(f"{name_of[id(m)]}.{key}".lstrip("."), m._buffers[key], before) for m, key, before in buffers]
-    return {name: _digest(now) for name, now, before in pairs if _digest(now) != _digest(before)}
+    return {name: _hash_tensor(now) for name, now, before in pairs if _hash_tensor(now) != _hash_tensor(before)}
 
 
-def _digest(tensor: torch.Tensor | None) -> str:
+def _hash_tensor(tensor: torch.Tensor | None) -> str:
     if tensor is None or tensor.layout is not torch.strided:
         return repr(tensor)
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -227,7 +231,10 @@ def _digest(tensor: torch.Tensor | None) -> str:
 
 @dataclass(frozen=True)
 class Lender:
-    """Lends `weights` to the model that they are of. `units`: names of the blocks that get theirs when called."""
+    """Lends a model without memory its weights: a block's while that is called, all others all the time.
+
+    `units`: names of the blocks that get theirs when called.
+    """
 
     weights: Weights
     units: Sequence[str]
@@ -235,8 +242,8 @@ class Lender:
     """Callback for each parameter that is lent, each time, with its name."""
 
     @contextlib.contextmanager
-    def lending(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-        """Let the model be called within the block; parameters are in `dtype`, on the device."""
+    def lend(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+        """Let the model be called within the block, with parameters in `dtype` on the device."""
         loans = _Loans(self, device, dtype)
         handles = []
         with contextlib.ExitStack() as stack:
@@ -261,7 +268,7 @@ class Lender:
 
 
 class _Loans:
-    """The weights that are lent at the moment.
+    """The weights that are lent at the moment, and where autograd needs them again.
 
     Autograd keeps the name of a weight instead of the weight, which would hold its memory to the end of the backward
     pass. There it is made anew, with the same values. A weight is known by the address of its memory, since what
@@ -284,7 +291,7 @@ class _Loans:
             parameter = parameter_like(empty, self._value(name))
             self._empty[name] = empty
             if parameter.numel():
-                self._name_of[_address(parameter)] = name
+                self._name_of[_address_of(parameter)] = name
             put_all(slots, parameter)
             self._tell(name, parameter)
 
@@ -294,12 +301,12 @@ class _Loans:
                 continue
             slots = self._weights.places[name]
             lent = stored_parameter(slots[0])
-            self._name_of.pop(_address(lent), None)  # the next tensor there would be taken for this weight
+            self._name_of.pop(_address_of(lent), None)  # the next tensor there would be taken for this weight
             put_all(slots, self._empty.pop(name))
             lent.data = lent.data.new_empty(0)  # the graph of the loss keeps the parameter, but not its memory
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        name = self._name_of.get(_address(tensor))
+        name = self._name_of.get(_address_of(tensor))
         return tensor if name is None else (name, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -313,18 +320,22 @@ class _Loans:
             return self._weights.whole(name, self._device).to(self._dtype)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 DECLARATION = "unsaved_attributes"
-"""Of a model that keeps such a state all the same: patterns of names, `layers.*.num_calls`."""
+"""Attribute of a model that keeps such a state on purpose: patterns of names, such as `layers.*.num_calls`."""
 
 TOLERANCE = 1e-5
-"""Relative: a GPU's kernels do not sum in the same order each time."""
+"""Relative difference that counts as none: a GPU's kernels do not sum in the same order each time."""
 
 Leaves = dict[tuple[str, str], Any]
-"""Name of an attribute, and where it is in it -> tensor, number or text."""
+"""(Name of an attribute, path within its value) -> tensor, number or text."""
+
+# Modules keep more than parameters and saved buffers: attributes, lists and dicts in them, buffers of no checkpoint. A
+# table that is computed once or the last output does no harm: their next values do not depend on the last ones. Those
+# of a count, an average or statistics of the first rows do: they begin anew on resume, and differ by process.
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = ("_modules", "_non_persistent_buffers_set", "_forward_hooks")
@@ -332,21 +343,21 @@ _CONTAINERS = ("_modules", "_non_persistent_buffers_set", "_forward_hooks")
 
 @contextlib.contextmanager
 def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
-    """Within it modules work on copies of what they keep; after it they have what they had, and nothing more.
+    """Let modules work within the block on copies of what they keep; then give them back what they had, and no more.
 
-    What cannot be copied (a lock, torch's generator, an open file) stays the same. `tensors`: by the `id` of parameters
-    and buffers, what stands in for them wherever they are.
+    Values that cannot be copied (a lock, torch's generator, an open file) stay the same. `tensors`: stand-ins for
+    parameters and buffers, by their `id`, wherever they are.
     """
     shared: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
     shared += [random.uniform.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
-    memo = {**{id(each): each for each in shared}, **(tensors or {})}
+    memo = {**{id(item): item for item in shared}, **(tensors or {})}  # deepcopy takes these instead of copying
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for attributes, own in before:
             attributes.update({key: copy.copy(own[key]) for key in _CONTAINERS})
             for kind in ("_parameters", "_buffers"):
-                attributes[kind] = {key: memo.get(id(each), each) for key, each in own[kind].items()}
-            attributes.update({key: _copy_of(own[key], memo) for key in own if key not in _OF_TORCH})
+                attributes[kind] = {key: memo.get(id(tensor), tensor) for key, tensor in own[kind].items()}
+            attributes.update({key: _copy_value(own[key], memo) for key in own if key not in _OF_TORCH})
         yield
     finally:
         for attributes, own in before:
@@ -354,29 +365,29 @@ def lend_attributes(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None
             attributes.update(own)
 
 
-def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     num_copies = len(memo)
     try:
         return value if callable(value) else copy.deepcopy(value, memo)
     except (TypeError, RuntimeError, NotImplementedError):
-        while len(memo) > num_copies:  # what is half a copy is nobody else's
+        while len(memo) > num_copies:  # else another attribute would get the half of a copy that was made
             memo.popitem()
         return value
 
 
 def read_attributes(model: nn.Module) -> Leaves:
-    """All of it, as it is now."""
+    """Read the attributes and unsaved buffers of all modules, as they are now."""
     leaves: Leaves = {}
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         own |= {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
         for path, leaf in tree_leaves_with_path(own):
-            leaves[f"{name}.{path[0].key}".lstrip("."), keystr(path[1:])] = _value_of(leaf)  # type: ignore[attr-defined]
+            leaves[f"{name}.{path[0].key}".lstrip("."), keystr(path[1:])] = _read_value(leaf)  # type: ignore[attr-defined]
     return leaves
 
 
-def _value_of(leaf: Any) -> Any:
-    """A copy of what may be state; None of anything else."""
+def _read_value(leaf: Any) -> Any:
+    """Copy a leaf that may be state; return None for anything else."""
     if isinstance(leaf, torch.Tensor):
         return None if isinstance(leaf, nn.Parameter) or leaf.is_meta else leaf.detach().clone()
     if isinstance(leaf, torch.Generator | np.ndarray):
@@ -384,8 +395,8 @@ def _value_of(leaf: Any) -> Any:
     return copy.copy(leaf) if isinstance(leaf, int | float | complex | str | bytes | set | np.generic) else None
 
 
-def first_difference(one: Leaves, other: Leaves) -> str | None:
-    """The name of the first attribute that is not the same in both."""
+def find_first_difference(one: Leaves, other: Leaves) -> str | None:
+    """Return the name of the first attribute that is not the same in both; None where there is none."""
     labels = dict.fromkeys([*one, *other])
     return next((name for name, at in labels if not _is_alike(one.get((name, at)), other.get((name, at)))), None)
 
@@ -401,13 +412,16 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def require_no_state(model: nn.Module, once: Leaves, again: Leaves, losses: tuple[float, float]) -> None:
-    """Raises ConfigError where what some rows leave (`once`), or their loss, is not the same after others (`again`)."""
+    """Raises ConfigError where some rows leave other attributes, or have another loss, after others than at first.
+
+    `once`, `again`: attributes after the rows at first, and after others. `losses`: of both times.
+    """
     patterns = getattr(model, DECLARATION, ())
     once, again = (
-        {label: value for label, value in each.items() if not any(fnmatchcase(label[0], p) for p in patterns)}
-        for each in (once, again)
+        {label: value for label, value in leaves.items() if not any(fnmatchcase(label[0], p) for p in patterns)}
+        for leaves in (once, again)
     )
-    name = first_difference(once, again)
+    name = find_first_difference(once, again)
     if name is None and (patterns or abs(losses[0] - losses[1]) <= TOLERANCE * abs(losses[0])):
         return
     raise ConfigError(

@@ -1,9 +1,9 @@
-"""Whether a model whose matrices are split computes what it computes as a whole: outputs, loss and gradients, compared.
+"""Compares a model whose matrices are split with the whole one: outputs, loss and gradients must be the same.
 
 Weights are drawn for it, none zero and no two alike: behind a projection that begins at zero no gradient would show a
 mistake. It trains, but drops nothing: each process must draw for itself between a column and its row, where it has a
-part, and nowhere else. What is compared is products of each tensor with random vectors, so that no process keeps a
-gradient, or needs what another one has.
+part, and nowhere else. Products of each tensor with random vectors are compared, so that no process keeps a gradient,
+or needs what another one has.
 
 All processes of the axis compute the whole model, too, but the first one with weights that are changed by a millionth.
 So it is known how far each number moves by roundings alone, which is more in a deep model, and in a gradient that is
@@ -38,13 +38,13 @@ from kftrain.parallel.tensor_plan import SplitModule, plan_of
 from kftrain.tasks.base import TrainingTask
 from kftrain.train import probe
 from kftrain.train.probe import Lender, lend_attributes
-from kftrain.train.step import loss_of, receive_tensors
+from kftrain.train.step import compute_loss_sum, receive_tensors
 
 CHANGE = 2.0**-20
 """Relative change of each weight: sixteen times what fp32 resolves, more than what another order of sums does to it."""
 
 MAX_RATIO = 100.0
-"""Limit of how much further than by that change a number moves; what is zero but for roundings moves five times."""
+"""Largest accepted ratio of a number's move to its move by that change; mere roundings move five times as far."""
 
 MAX_DIFFERENCE = 1e-5
 """Difference, relative to the tensor, that is accepted however little the change has moved it."""
@@ -53,7 +53,7 @@ NUM_PRODUCTS = 8
 """Products of each tensor: that all of them are small where tensors differ does not happen by chance."""
 
 Label = tuple[str, str, int]
-"""Name of a module or a parameter; `output`, `mask`, `loss` or `gradient`; which one of them."""
+"""Name of a module or a parameter; `output`, `mask`, `loss` or `gradient`; and a number where there are several."""
 
 Record = dict[Label, list[list[float]]]
 """Label -> products, in the order of computation; of a whole model one list for the part of each process."""
@@ -79,7 +79,7 @@ def require_same_as_whole(
     own_shapes: dict[Label, torch.Size] = {}
 
     def compute(change: int, num_parts: int) -> Record:
-        seen, lent = _Seen(own_shapes, num_parts), list[nn.Parameter]()
+        seen, lent = _Recording(own_shapes, num_parts), list[nn.Parameter]()
 
         def watch(name: str, parameter: nn.Parameter) -> None:
             if parameter.requires_grad:
@@ -93,7 +93,9 @@ def require_same_as_whole(
                 if name not in plan or plan[name].num_matrices == 1:  # a part of several matrices is no slice of them
                     module.register_forward_hook(functools.partial(seen.take_output, name))  # as lent as all else
             with probe.isolate((seed, mesh.data_rank), device):
-                loss = loss_of(model, task, receive_tensors(task, probe.first_rows(micro, probe.ROWS), device))
+                loss = compute_loss_sum(
+                    model, task, receive_tensors(task, probe.take_first_rows(micro, probe.ROWS), device)
+                )
             seen.take("", "loss", loss)
             torch.autograd.grad(loss, lent, allow_unused=True)
         return seen.record
@@ -109,10 +111,10 @@ def require_same_as_whole(
     mesh.world.agree(lambda: _compare([own for own, _ in everyones], [whole for _, whole in everyones], copied))
 
 
-class _Seen(TorchFunctionMode):
-    """The numbers that a pass shows: of a split model its own, of a whole one the part of each process.
+class _Recording(TorchFunctionMode):
+    """Records the numbers of a pass: of a split model its own, of a whole one the part of each process.
 
-    Within it nothing is dropped: a mask of parts is not one of the whole. All else draws alike in both.
+    Within it dropout drops nothing, since a mask of parts is not one of the whole. All else draws alike in both.
     """
 
     def __init__(self, own_shapes: dict[Label, torch.Size], num_parts: int) -> None:
@@ -161,7 +163,7 @@ class _Seen(TorchFunctionMode):
 
 
 def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[torch.Tensor]:
-    """Cut a tensor into what each process has of it, where this one has `shape`; nothing where that is no slice."""
+    """Cut a tensor into the parts of `count` processes; return none where this one's, of `shape`, is no slice."""
     odd = [dim for dim, length in enumerate(whole.shape) if shape[dim : dim + 1] != (length,)]
     if not odd or count == 1:
         return [whole] * count
@@ -170,7 +172,7 @@ def _cut_parts(whole: torch.Tensor, shape: torch.Size, count: int) -> Sequence[t
 
 
 def _make_products(tensor: torch.Tensor) -> Any:
-    """Multiply some pairs of random vectors with the tensor between them, as a matrix."""
+    """Return NUM_PRODUCTS numbers: products of two random vectors with the tensor, as a matrix, between them."""
     matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(NUM_PRODUCTS, length, generator=draw).to(tensor.device) for length in matrix.shape)
@@ -178,10 +180,10 @@ def _make_products(tensor: torch.Tensor) -> Any:
 
 
 class _Weights:
-    """Weights of which none is zero, and no two are alike; of a model that is split this process's part of each."""
+    """Draws weights of which none is zero and no two are alike; for a split model this process's part of each."""
 
     def __init__(self, model: nn.Module, change: int) -> None:
-        """Remember the shapes. `change`: 0, or the number of a change by a millionth."""
+        """Remember the shapes. `change`: 0 for none, or the seed of a relative change by `CHANGE`."""
         self.places = places_of(model)
         self._change = change
         self._parameters = {name: stored_parameter(slots[0]) for name, slots in self.places.items()}

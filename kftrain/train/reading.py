@@ -1,4 +1,4 @@
-"""What a training reads, and who reads it. Nothing here imports torch: data workers read the same."""
+"""The samples that a training reads, by which process. Nothing here imports torch: data workers read the same."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from kftrain.tasks.base import Task
 from kftrain.trust import read_shards, require_places
 
 MAX_WORKERS = 16
-"""Of one process, unless the configuration asks for more."""
+"""Most data workers of one process, unless the configuration asks for more."""
 
 WORKER = "kftrain.train.data_worker"
-"""The module that a data worker's process runs."""
+"""Module that a data worker's process runs."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: the same for every attempt of the run."""
+    """A run's configuration, data and task: the same for every attempt."""
 
     paths: RunPaths
     config: Config
@@ -46,16 +46,16 @@ class Training:
     identity: dict[str, Any]
     task: Task
     uses: Uses | None = None
-    """Where its processes say which shards they read."""
+    """Takes note of the shards that this process reads; None where nobody asks."""
 
     @property
     def digest(self) -> str:
-        """The training digest."""
+        """Digest of the training identity."""
         return storage.digest_json(self.identity)
 
 
 def read_training(paths: RunPaths, config: Config) -> Training:
-    """The training of a run. Raises DataError and ConfigError."""
+    """Read what a run trains on. Raises DataError and ConfigError."""
     shards = read_shards(paths)
     manifest = read_manifest(shards.manifest_uri)
     require_places(manifest, shards.manifest_uri, config)
@@ -69,19 +69,18 @@ def read_training(paths: RunPaths, config: Config) -> Training:
     )
 
 
-def training_samples(training: Training) -> Samples:
-    """All samples of the training split."""
-    return _opened(training)[0]
-
-
-def _opened(training: Training) -> tuple[Samples, Order]:
+def open_training_samples(training: Training) -> tuple[Samples, Order]:
+    """Open the training split; return all of its samples, and the order in which they are read."""
     conversion = conversion_of(training.manifest, training.task)
     window, uses = training.task.window, training.uses
     return open_training_split(training.manifest_uri, training.manifest, training.config, window, uses, conversion)
 
 
-def validation_rows(training: Training, gather: Gather, share: tuple[int, int]) -> ValidationRows:
-    """What the periodic evaluations read, as far as they do. Collective: see `expanded`."""
+def open_validation_rows(training: Training, gather: Gather, share: tuple[int, int]) -> ValidationRows:
+    """Open the rows that periodic evaluations read; where there are none, nothing is expanded. Collective.
+
+    `gather`, `share`: see `expanded`.
+    """
     evaluate, conversion = training.config.evaluate, conversion_of(training.manifest, training.task)
     dataset = open_validation(training.manifest_uri, training.manifest, training.config, training.uses, conversion)
     if not evaluate.interval_steps:
@@ -89,35 +88,34 @@ def validation_rows(training: Training, gather: Gather, share: tuple[int, int]) 
     return expanded(dataset, training.task, gather, share, evaluate.max_interval_samples)
 
 
-def decoding_of(training: Training) -> Decoding | None:
-    """How the samples are decoded; None where they are used as they are stored."""
+def choose_decoding(training: Training) -> Decoding | None:
+    """Return the decoding of the samples; None where they are used as they are stored."""
     task, config = training.task, training.config
     if not task.decodes:
         return None
     return Decoding(decode_row(task), config.run.seed, config.data.max_bad_samples)
 
 
-def batch_plan_of(config: Config, num_ranks: int) -> BatchPlan:
-    """How a step is cut for so many processes that read different samples. Raises ConfigError."""
-    return BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
-
-
-def new_loader(
+def open_loader(
     training: Training, num_ranks: int, rank: int, count_terms: CountTerms, send: Send | None = None
 ) -> TrainLoader:
-    """The steps of one of `num_ranks` processes that read different samples. Raises DataError and ConfigError."""
+    """Open the loader of one of `num_ranks` processes that read different samples. Raises DataError and ConfigError."""
     config = training.config
-    samples, order = _opened(training)
-    plan = batch_plan_of(config, num_ranks)
-    prefetch, decoding = config.data.prefetch_batches, decoding_of(training)
-    return TrainLoader(samples, order, plan, rank, prefetch, count_terms, decoding, _workers(training), send)
+    samples, order = open_training_samples(training)
+    plan = BatchPlan(config.train.global_batch_size, num_ranks, config.train.micro_batch_size)
+    prefetch, decoding = config.data.prefetch_batches, choose_decoding(training)
+    return TrainLoader(samples, order, plan, rank, prefetch, count_terms, decoding, _choose_workers(training), send)
 
 
-def _workers(training: Training) -> Workers:
+def _choose_workers(training: Training) -> Workers:
     data = training.config.data
     count = data.workers
     if count == "auto":
-        count = usual_workers(num_cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if training.task.decodes else 0
+        count = (
+            count_usual_workers(num_cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            if training.task.decodes
+            else 0
+        )
     greeting = {"run": training.paths.uri, "config": training.config.to_dict()}
     if data.worker_kind == "threads":
         return Workers(count)
@@ -125,16 +123,19 @@ def _workers(training: Training) -> Workers:
     return Workers(count, WorkerCommand([sys.executable, "-m", WORKER], greeting, opened))
 
 
-def usual_workers(num_cpus: int, num_processes: int) -> int:
-    """Workers of each of several processes that share a machine: a CPU is left to each of these itself."""
+def count_usual_workers(num_cpus: int, num_processes: int) -> int:
+    """Return the number of workers of each process that shares a machine: one CPU is left to each process itself."""
     return max(1, min(MAX_WORKERS, num_cpus // num_processes - 1))
 
 
-def samples_and_decoding(paths: RunPaths, config: Config) -> tuple[Samples, Decoding, Callable[[], list[Any]]]:
-    """What a data worker of a run needs to know, and what tells which files it has opened since it was asked last."""
+def open_for_worker(paths: RunPaths, config: Config) -> tuple[Samples, Decoding, Callable[[], list[Any]]]:
+    """Open a run's samples for a data worker; return them, their decoding, and what lists opened files.
+
+    The last is a function: it returns the files that were opened since it was called before.
+    """
     training = read_training(paths, config)
     opened = opened_of(config.data, training.manifest.dataset_digest)
     training = replace(training, uses=opened)
-    decoding = decoding_of(training)
+    decoding = choose_decoding(training)
     assert decoding is not None, "a task that decodes nothing has no workers"
-    return training_samples(training), decoding, opened.take
+    return open_training_samples(training)[0], decoding, opened.take

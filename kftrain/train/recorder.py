@@ -11,13 +11,13 @@ from kftrain.core.progress import to_log
 from kftrain.tracking.base import Tracker
 
 MAX_POINTS = 4096
-"""When the history holds more it is thinned: it stays a small file however long the training."""
+"""Number of points above which the history is thinned: it stays a small file however long the training."""
 
 VALIDATION = "validation/"
-"""How the names of a quick evaluation's metrics begin."""
+"""Prefix of the names of a quick evaluation's metrics."""
 
 SHOWN_STALL_SHARE = 0.01
-"""How much of the time waiting for data must take to stand in the log."""
+"""Share of the time from which on waiting for data stands in the log."""
 
 Point = dict[str, Any]
 
@@ -26,7 +26,7 @@ class Recorder:
     """Rank 0's record of one attempt; continues the history of the checkpoint that it resumed from."""
 
     def __init__(self, history: list[Point], tracker: Tracker | None, num_steps: int, num_validated: int = 0) -> None:
-        """`num_validated`: of how many of the first samples quick evaluations are, not of all; 0: they are of all."""
+        """Go on with `history`. `num_validated`: samples that quick evaluations look at; 0 where those are all."""
         self.history = list(history)
         self._tracker = tracker
         self._num_steps = num_steps
@@ -48,7 +48,7 @@ class Recorder:
         num_samples: int,
         data: Mapping[str, float] | None = None,
     ) -> None:
-        """A point after `step` steps; `num_steps` were taken and `num_samples` consumed since the point before.
+        """Record a point after `step` steps; `num_steps` were taken and `num_samples` consumed since the point before.
 
         `data`: what reading has cost since then, with `data_stall_seconds`; for the tracker only, the history is short.
         """
@@ -59,13 +59,13 @@ class Recorder:
         stall_share = min(1.0, data["data_stall_seconds"] / elapsed_seconds) if data else 0.0
         self._add({"step": step, **values, "samples_per_second": rate, "seconds": self.seconds})
         self._log({**data, "data_stall_share": stall_share} if data else {}, step)
-        eta_seconds = (self._num_steps - step) * elapsed_seconds / num_steps
+        left = _format_duration((self._num_steps - step) * elapsed_seconds / num_steps)
         shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
         waited = f", {stall_share:.0%} waiting for data" if stall_share >= SHOWN_STALL_SHARE else ""
-        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{waited}, {_duration(eta_seconds)} left")
+        to_log(f"step {step}/{self._num_steps} {shown} | {rate:.0f} samples/s{waited}, {left} left")
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """A quick evaluation after `step` steps; the time that it took does not count as training speed.
+        """Record a quick evaluation after `step` steps; the time that it took does not count as training speed.
 
         A metric that is not finite stands in the log only: JSON has no number for it.
         """
@@ -82,7 +82,7 @@ class Recorder:
     def _add(self, point: Point) -> None:
         self.history.append(point)
         if len(self.history) > MAX_POINTS:
-            self.history[:] = thinned(self.history, MAX_POINTS // 2)
+            self.history[:] = thin_history(self.history, MAX_POINTS // 2)
         self._log({name: value for name, value in point.items() if name != "step"}, point["step"])
 
     def _log(self, values: dict[str, float], step: int) -> None:
@@ -90,8 +90,8 @@ class Recorder:
             self._tracker.log_metrics(values, step)
 
 
-def thinned(history: list[Point], max_points: int) -> list[Point]:
-    """At most so many of a history's points, evenly over its steps, with the newest one; `max_points` is at least 3.
+def thin_history(history: list[Point], max_points: int) -> list[Point]:
+    """Return at most `max_points`, 3 or more, of a history, evenly over its steps, with the newest one.
 
     Steps fall into bins whose width is a power of two. The first point of a bin stays, and its first one with a
     validation, which are few. Bins of one width are made of those of the width before, so that thinning again and
@@ -108,7 +108,7 @@ def thinned(history: list[Point], max_points: int) -> list[Point]:
     return kept
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""The saves of an attempt: told to people, counted where they fail, given up after too many failures.
+"""Saves the checkpoints of an attempt: prints how each ended, counts failures, gives up after too many.
 
 A checkpoint that cannot be written (a full disk, a storage that is away) costs nothing yet: training goes on, and the
 next interval brings the next one. Only the last one of an attempt has to succeed.
@@ -18,7 +18,7 @@ from kftrain.errors import RetryableError
 
 
 class Saves:
-    """The saves of one attempt. Every method is collective, and all processes see each save end in the same way."""
+    """The saves of one attempt. Every method is collective, and each save ends in the same way on all processes."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class Saves:
         config: CheckpointConfig,
         samples_per_step: int,
         tells: bool,
-        lost: Callable[[int], None] = lambda step: None,
+        forget: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Follow the saves of `writer`. `lost` is told the step of each that failed; `tells`: this process prints."""
+        """Follow the saves of `writer`. `forget`: given the step of each that failed; `tells`: this process prints."""
         self._writer = writer
-        self._lost = lost
+        self._forget = forget
         self._max_failed = config.max_failed_saves
         self._asynchronous = config.asynchronous
         self._samples_per_step = samples_per_step
@@ -102,7 +102,7 @@ class Saves:
             self._writer.wait()
         except RetryableError as error:
             self._num_failed += 1
-            self._lost(step)
+            self._forget(step)
             given_up = max_failed is not None and self._num_failed > max_failed
             if given_up or self._writer.step is not None:  # it still is in flight: none can follow
                 raise

@@ -10,28 +10,40 @@ A step whose gradient norm is not finite is skipped by the optimizer's kernel, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from kftrain.data.expanded import ValidationRows
 from kftrain.data.loader import MicroBatch, StepBatch
 from kftrain.errors import UserCodeError
 from kftrain.evaluate.score import Statistics, score
 from kftrain.models import modes
-from kftrain.parallel import blocks, gradients
+from kftrain.parallel import blocks, buffers, gradients
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.buffers import CombinedBuffers
-from kftrain.parallel.distributed import Distributed
+from kftrain.parallel.distributed import Distributed, Part
+from kftrain.parallel.world import World
 from kftrain.tasks.base import Task
-from kftrain.train.engine import Agree, StepResult
-from kftrain.train.optimizer import Optimizer, names_of
-from kftrain.train.parts import Parts, model_part, optimizer_part
-from kftrain.train.step import after_step, has_hook, loss_of, receive_tensors
+from kftrain.train.engine import Agree, Parts, StepResult
+from kftrain.train.optimizer import Optimizer, list_parameter_names
+from kftrain.train.step import call_after_step, compute_loss_sum, has_after_step, receive_tensors
 
 
 class SpmdEngine:
     """An engine for the distributed model, its optimizer and the task: every process computes the same step."""
+
+    num_norm_samples: int | None = None
+    """Number of samples that share statistics of batch norms; the factory sets it."""
 
     def __init__(
         self,
@@ -40,7 +52,7 @@ class SpmdEngine:
         task: Task,
         calls: blocks.Calls,
         clip_norm: float,
-        buffers: CombinedBuffers,
+        combined_buffers: CombinedBuffers,
         norms: GlobalBatchNorms | None = None,
     ) -> None:
         """Build the parts of a checkpoint, and the watches that a sharded model needs.
@@ -55,18 +67,21 @@ class SpmdEngine:
         self.task = task
         self.mesh = distributed.mesh
         self.norms = norms
-        parts = {"model": model_part(model, self.mesh.world), "optimizer": optimizer_part(model, optimizer.members)}
-        self.state = Parts(parts | distributed.parts)
+        own_parts = {
+            "model": make_model_part(model, self.mesh.world),
+            "optimizer": make_optimizer_part(model, optimizer.members),
+        }
+        self.state = Parts(own_parts | distributed.parts)
         self._distributed = distributed
         self._clip_norm = clip_norm
         self._calls = calls
-        self._buffers = buffers if buffers.is_needed else None
+        self._buffers = combined_buffers if combined_buffers.is_needed else None
         self._modes = modes.modes_of(model)
         self._parameters = list(model.parameters())
-        self._names = {parameter: names[0] for parameter, names in names_of(model).items()}
+        self._names = {parameter: names[0] for parameter, names in list_parameter_names(model).items()}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._has_copies = gradients.has_copies(self._parameters)
-        self._has_hook = has_hook(model)
+        self._has_hook = has_after_step(model)
         self._norm_group = self.mesh.norm_group()
         self._log = blocks.CallLog(model, set(calls) - {blocks.ROOT}) if distributed.needs_same_calls else None
 
@@ -95,7 +110,7 @@ class SpmdEngine:
             gradients.clip_gradients(own, norm, self._clip_norm)
         self.optimizer.step((norm - norm).ne_(0.0))  # 0 where it is finite; else not a number, which is no 0: 1
         if self._has_hook and bool(torch.isfinite(norm)):  # only where there is one the host waits for the number
-            after_step(self.model)
+            call_after_step(self.model)
         return StepResult(loss_sum, norm.to(loss_sum.device))  # gradients that are offloaded are on the host
 
     def evaluate(
@@ -145,7 +160,30 @@ class SpmdEngine:
             self.norms.begin(tensors.weight)
         if self._log is not None:
             self._log.take()  # what a validation has called
-        loss = loss_of(self.model, self.task, tensors)
+        loss = compute_loss_sum(self.model, self.task, tensors)
         if self._log is not None:  # before the backward pass, which would wait for the others' blocks
             blocks.require_same_calls(self._calls, self._log.take())
         return loss
+
+
+def make_model_part(model: nn.Module, world: World) -> Part:
+    """Make the part with parameters and buffers, by the names that they have in the plain model."""
+
+    def save() -> dict[str, Any]:
+        # A checkpoint holds the buffers of one process, and a resume gives them to all.
+        buffers.require_equal(model, world)
+        return get_model_state_dict(model)
+
+    def load(state: dict[str, Any]) -> None:
+        set_model_state_dict(model, state, options=StateDictOptions(strict=True))
+
+    return Part(1, save, load)
+
+
+def make_optimizer_part(model: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Part:
+    """Make the part with what the optimizer's members keep of each parameter, by the parameter's name."""
+
+    def load(state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(model, members, state, options=StateDictOptions(strict=True))
+
+    return Part(1, lambda: get_optimizer_state_dict(model, members), load)

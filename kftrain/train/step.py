@@ -1,4 +1,9 @@
-"""What one process computes of a step: its loss terms, their sum, and the random numbers that it draws."""
+"""One process's share of a step: tensors on their way to the device, loss terms and their sum, random numbers.
+
+Tensors are built in the loader's thread, and copied while the step before is computed. On a GPU the copy runs on a
+stream of its own, from pinned memory, so that neither the host nor the step before waits for it; the step that needs it
+waits on the device for the copy's end. On the CPU a batch is where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -20,95 +25,6 @@ from kftrain.models.output import split_output
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import arguments_of, tensors_of
 
-
-def terms_of(task: TrainingTask, micro: MicroBatch) -> np.ndarray:
-    """Count the loss terms of each row, `[rows]`; 0 for padding. Raises UserCodeError for another shape."""
-    with user_code("task.count_terms"):
-        counts = np.asarray(task.count_terms(micro.arrays))
-    if counts.shape != micro.weight.shape:
-        raise UserCodeError(
-            f"must return one number for each of {len(micro.weight)} rows, got {list(counts.shape)}",
-            where="task.count_terms",
-        )
-    weighted: np.ndarray = counts * micro.weight
-    return weighted
-
-
-def receive_tensors(task: TrainingTask, micro: MicroBatch, device: torch.device) -> Tensors:
-    """Return the tensors that were sent to the device; build and copy them now if none were."""
-    if micro.sent is None:
-        return to_device(built(task, micro, terms_of(task, micro)), device)
-    sent: Tensors = micro.sent.receive()
-    return sent
-
-
-def loss_of(model: nn.Module, task: TrainingTask, tensors: Tensors) -> torch.Tensor:
-    """Compute the sum of the loss terms, fp32, auxiliary ones among them.
-
-    Raises UserCodeError for what is no scalar with a gradient.
-    """
-    inputs = arguments_of(task, tensors.batch)
-    with user_code("model.forward"):
-        answer = split_output(model(*inputs), len(tensors.weight))
-    with user_code("task.loss"):
-        loss = task.loss(answer.output, tensors.batch, tensors.weight)
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
-    if not loss.requires_grad:
-        raise UserCodeError("depends on no parameter that is trained", where="task.loss")
-    if answer.auxiliary is None:
-        return loss.float()
-    # Per row, times the row's terms: the step divides by the count of all terms, so it comes to a mean over terms, and
-    # padding, which has none, adds nothing.
-    return loss.float() + (answer.auxiliary.float() * tensors.terms).sum()
-
-
-def has_hook(model: nn.Module) -> bool:
-    """Tell whether the model has an `after_step` of its own."""
-    return callable(getattr(model, "after_step", None))
-
-
-def after_step(model: nn.Module) -> None:
-    """Call the model's own `after_step`, where it has one. Raises UserCodeError where it replaces a parameter."""
-    # The optimizer keeps the parameters that it was built with: it would go on with the old one.
-    hook = getattr(model, "after_step", None)
-    if callable(hook):
-        before = dict(model.named_parameters(remove_duplicate=False))
-        with torch.no_grad(), user_code("model.after_step"), _DataIntoParts():
-            hook()
-        now = dict(model.named_parameters(remove_duplicate=False))
-        name = next((name for name in before | now if before.get(name) is not now.get(name)), None)
-        if name is not None:
-            fix = "change its values: parameter.copy_(…)"
-            raise UserCodeError("puts another parameter in place", where="model.after_step", value=name, fix=fix)
-
-
-class _DataIntoParts(TorchFunctionMode):
-    """Lets `parameter.data = …` copy into a distributed parameter: its memory is that of its part, and must stay."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function == _SET_DATA and isinstance(arguments[0], DTensor):
-            return arguments[0].detach().copy_(arguments[1])
-        return function(*arguments, **(keywords or {}))
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
-    """Seed torch for one step of one process: dropout after a resume equals dropout without, and no state is saved.
-
-    Only the generators that the process uses: `torch.manual_seed` takes as long as a small model's forward pass.
-    """
-    # By the data rank: processes that share samples (tensor) compute alike, and must draw alike.
-    digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
-
-
 if TYPE_CHECKING:
     from kftrain.tasks.base import Batch
 
@@ -119,7 +35,7 @@ class Tensors:
 
     batch: Batch
     weight: torch.Tensor
-    """`[rows]` float32."""
+    """Weight of each row, `[rows]` float32; 0 for padding."""
     terms: torch.Tensor
     """Loss terms of each row, `[rows]` float32; 0 for padding."""
 
@@ -160,31 +76,32 @@ class CudaStreams:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Streams`. It is the thread's device, too: pinning would otherwise begin a context on the first one."""
+        """See `Streams`. The GPU is the thread's device, too: pinning would otherwise begin a context on the first."""
         context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self._side)
         return context
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Streams`. Pinned memory is kept by PyTorch until the copy from it has ended."""
+        """Copy the tensor by way of pinned memory; see `Streams`."""
+        # PyTorch keeps pinned memory until the copy from it has ended, although nothing here holds it.
         pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
         return pinned.to(self._device, non_blocking=True)
 
     def mark(self) -> Any:
-        """See `Streams`."""
+        """Record an event behind all copies so far; see `Streams`."""
         return self._side.record_event()
 
     def wait(self, event: Any) -> None:
-        """See `Streams`."""
+        """Let the device wait for the event; see `Streams`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """See `Streams`."""
+        """Keep the tensor's memory from the side stream; see `Streams`."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors on their way to the device."""
+    """Tensors on their way to the device, with the event after which they are there; on the CPU without one."""
 
     tensors: Tensors
     streams: Streams | None = None
@@ -215,25 +132,109 @@ class Carrier:
     def send(self, micro: MicroBatch, terms: np.ndarray) -> Sent:
         """Build a micro batch and send it, in the loader's thread. `terms`: of each row. Raises UserCodeError."""
         if self._streams is None:
-            return Sent(built(self._task, micro, terms))
+            return Sent(build_tensors(self._task, micro, terms))
         streams = self._streams
         with streams.aside():
-            host = built(self._task, micro, terms)
+            host = build_tensors(self._task, micro, terms)
             batch = {name: streams.copy(tensor) for name, tensor in host.batch.items()}
             tensors = Tensors(batch, streams.copy(host.weight), streams.copy(host.terms))
             return Sent(tensors, streams, streams.mark())  # marked last: the event stands for all of the copies
 
 
-def built(task: TrainingTask, micro: MicroBatch, terms: np.ndarray) -> Tensors:
+def build_tensors(task: TrainingTask, micro: MicroBatch, terms: np.ndarray) -> Tensors:
     """Build the tensors of a micro batch on the CPU. Raises UserCodeError."""
     return Tensors(
         tensors_of(task, micro.arrays), torch.from_numpy(micro.weight), torch.from_numpy(terms.astype(np.float32))
     )
 
 
-def to_device(tensors: Tensors, device: torch.device) -> Tensors:
-    """Copy the tensors to the device, by the calling thread."""
+def count_loss_terms(task: TrainingTask, micro: MicroBatch) -> np.ndarray:
+    """Count the loss terms of each row, `[rows]`; 0 for padding. Raises UserCodeError for another shape."""
+    with user_code("task.count_terms"):
+        counts = np.asarray(task.count_terms(micro.arrays))
+    if counts.shape != micro.weight.shape:
+        raise UserCodeError(
+            f"must return one number for each of {len(micro.weight)} rows, got {list(counts.shape)}",
+            where="task.count_terms",
+        )
+    weighted: np.ndarray = counts * micro.weight
+    return weighted
+
+
+def receive_tensors(task: TrainingTask, micro: MicroBatch, device: torch.device) -> Tensors:
+    """Return the tensors that were sent to the device; build and copy them now if none were."""
+    if micro.sent is not None:
+        sent: Tensors = micro.sent.receive()
+        return sent
+    host = build_tensors(task, micro, count_loss_terms(task, micro))
     if device.type == "cpu":
-        return tensors
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.batch.items()}
-    return Tensors(batch, tensors.weight.to(device), tensors.terms.to(device))
+        return host
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in host.batch.items()}
+    return Tensors(batch, host.weight.to(device), host.terms.to(device))
+
+
+def compute_loss_sum(model: nn.Module, task: TrainingTask, tensors: Tensors) -> torch.Tensor:
+    """Compute the sum of the loss terms, fp32, auxiliary ones among them.
+
+    Raises UserCodeError for what is no scalar with a gradient.
+    """
+    inputs = arguments_of(task, tensors.batch)
+    with user_code("model.forward"):
+        answer = split_output(model(*inputs), len(tensors.weight))
+    with user_code("task.loss"):
+        loss = task.loss(answer.output, tensors.batch, tensors.weight)
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UserCodeError(f"must return a scalar, got {shown}", where="task.loss", fix="return the sum of all terms")
+    if not loss.requires_grad:
+        raise UserCodeError("depends on no parameter that is trained", where="task.loss")
+    if answer.auxiliary is None:
+        return loss.float()
+    # Per row, times the row's terms: the step divides by the count of all terms, so it comes to a mean over terms, and
+    # padding, which has none, adds nothing.
+    return loss.float() + (answer.auxiliary.float() * tensors.terms).sum()
+
+
+def has_after_step(model: nn.Module) -> bool:
+    """Tell whether the model has an `after_step` of its own."""
+    return callable(getattr(model, "after_step", None))
+
+
+def call_after_step(model: nn.Module) -> None:
+    """Call the model's own `after_step`, where it has one. Raises UserCodeError where it replaces a parameter."""
+    # The optimizer keeps the parameters that it was built with: it would go on with the old one.
+    hook = getattr(model, "after_step", None)
+    if callable(hook):
+        before = dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad(), user_code("model.after_step"), _DataIntoParts():
+            hook()
+        now = dict(model.named_parameters(remove_duplicate=False))
+        name = next((name for name in before | now if before.get(name) is not now.get(name)), None)
+        if name is not None:
+            fix = "change its values: parameter.copy_(…)"
+            raise UserCodeError("puts another parameter in place", where="model.after_step", value=name, fix=fix)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _DataIntoParts(TorchFunctionMode):
+    """Lets `parameter.data = …` copy into a distributed parameter: its memory is that of its part, and must stay."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function == _SET_DATA and isinstance(arguments[0], DTensor):
+            return arguments[0].detach().copy_(arguments[1])
+        return function(*arguments, **(keywords or {}))
+
+
+def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
+    """Seed torch for one step of one process: dropout after a resume equals dropout without, and no state is saved.
+
+    Only the generators that the process uses: `torch.manual_seed` takes as long as a small model's forward pass.
+    """
+    # By the data rank: processes that share samples (tensor) compute alike, and must draw alike.
+    digest = hashlib.sha256(f"{seed}/{step}/{data_rank}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 1
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(number)

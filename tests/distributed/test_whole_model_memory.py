@@ -29,8 +29,8 @@ from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
 from kftrain.tasks import build_task
-from kftrain.train.model import build_empty
-from kftrain.train.parts import model_part
+from kftrain.train.spmd import make_model_part
+from kftrain.train.spmd_factory import build_empty
 from kftrain.trust import Trust
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def build_and_save(world, paths, options):
     with peak_of_memory() as saved:
         writer = save._Writer(uri)  # what is left out of a save is the copy of the state, which takes a share more
         dcp.state_dict_saver.save(
-            {"model": model_part(model, world).save()}, storage_writer=writer, process_group=world.background
+            {"model": make_model_part(model, world).save()}, storage_writer=writer, process_group=world.background
         )
     gathered = [None] * world.size
     dist.all_gather_object(gathered, writer.files.entries)

@@ -17,7 +17,7 @@ from kftrain.tasks import build_task
 from kftrain.train import session
 from kftrain.train.loop import Loop
 from kftrain.train.recorder import Recorder
-from kftrain.train.step import Carrier, terms_of
+from kftrain.train.step import Carrier, count_loss_terms
 
 COLLECTIVE_SECONDS = 600.0
 
@@ -99,7 +99,7 @@ def new_loader(resolved, task, mesh, arrays):
     rows, settings = Rows(arrays), resolved.train
     plan = BatchPlan(settings.global_batch_size, mesh.num_data_ranks, settings.micro_batch_size)
     send = Carrier.to(mesh.world.device, task).send
-    return TrainLoader(rows, rows, plan, mesh.data_rank, 0, lambda micro: terms_of(task, micro), send=send)
+    return TrainLoader(rows, rows, plan, mesh.data_rank, 0, lambda micro: count_loss_terms(task, micro), send=send)
 
 
 def whole(model):

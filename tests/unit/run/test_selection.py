@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kftrain import config
 from kftrain.errors import ConfigError
 from kftrain.run.selection import BestEvaluation, after_evaluation, in_order, in_words
-from kftrain.train.best import BestCheckpoint, goal_of
+from kftrain.train.best import BestCheckpoint, choose_goal
 
 VALUES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf)), max_size=12)
 
@@ -137,6 +137,6 @@ def test_which_direction_is_better(overrides, loss_metric, goal):
     resolved = config.parse("", ["checkpoint.keep_best=m", *overrides])
     if goal is None:
         with pytest.raises(ConfigError, match="keep_best_goal"):
-            goal_of(resolved, loss_metric)
+            choose_goal(resolved, loss_metric)
     else:
-        assert goal_of(resolved, loss_metric) == goal
+        assert choose_goal(resolved, loss_metric) == goal

@@ -14,7 +14,7 @@ from kftrain.core import storage
 from kftrain.data.order import BatchPlan
 from kftrain.errors import ConfigError, Preempted
 from kftrain.run import commit
-from kftrain.train.session import require_same_samples, samples_together
+from kftrain.train.spmd_factory import count_norm_samples, require_same_samples
 
 TRAINED = SimpleNamespace(are_trained=True)
 SMALL = [
@@ -49,7 +49,7 @@ def parts_of(plan):
 
 def can_go_on(first, second):
     try:
-        require_same_samples(samples_together(TRAINED, first), TRAINED, second)
+        require_same_samples(count_norm_samples(TRAINED, first), TRAINED, second)
     except ConfigError as error:
         return str(error.fix)
     return True
@@ -78,7 +78,7 @@ def test_what_the_refusal_advises_is_right(batch, size, ranks, other):
 def test_nothing_is_asked_of_a_model_without_batch_norms_or_of_a_checkpoint_of_before():
     plan = BatchPlan(8, 1, 2)
     none = SimpleNamespace(are_trained=False)
-    assert samples_together(none, plan) is None and samples_together(None, plan) is None
+    assert count_norm_samples(none, plan) is None
     require_same_samples(8, none, plan)
     require_same_samples(None, TRAINED, plan)
 

@@ -16,7 +16,7 @@ from kftrain.data.loader import MicroBatch, TrainLoader
 from kftrain.data.order import BatchPlan
 from kftrain.errors import UserCodeError
 from kftrain.train import probe
-from kftrain.train.step import Carrier, loss_of, receive_tensors
+from kftrain.train.step import Carrier, compute_loss_sum, receive_tensors
 
 CPU = torch.device("cpu")
 
@@ -120,8 +120,8 @@ def test_a_loss_is_the_same_of_what_was_sent_and_of_rows():
     generator = np.random.default_rng(1)
     micro = MicroBatch({"x": generator.normal(size=(8, odd_models.DIM)).astype(np.float32)}, np.ones(8, np.float32))
     sent = Carrier(task, FakeStreams()).send(micro, np.ones(8))
-    found = loss_of(model, task, receive_tensors(task, MicroBatch({}, micro.weight, sent), CPU))
-    assert found.item() == loss_of(model, task, receive_tensors(task, micro, CPU)).item()
+    found = compute_loss_sum(model, task, receive_tensors(task, MicroBatch({}, micro.weight, sent), CPU))
+    assert found.item() == compute_loss_sum(model, task, receive_tensors(task, micro, CPU)).item()
 
 
 class Drawing(odd_models.Task):
@@ -135,7 +135,7 @@ class Drawing(odd_models.Task):
 @pytest.mark.parametrize(("task", "draws"), [(odd_models.Task(), False), (Drawing(), True)])
 def test_the_probe_sees_whether_a_batch_draws_numbers_that_the_step_has_seeded(task, draws):
     micro = MicroBatch({"x": np.ones((4, odd_models.DIM), np.float32)}, np.ones(4, np.float32))
-    assert probe.look(odd_models.Stack(), task, micro, [], CPU, (0, 0)).draws is draws
+    assert probe.observe_loss(odd_models.Stack(), task, micro, [], CPU, (0, 0)).draws is draws
 
 
 def test_a_batch_that_draws_is_made_by_the_training_thread(monkeypatch):
@@ -143,7 +143,7 @@ def test_a_batch_that_draws_is_made_by_the_training_thread(monkeypatch):
 
     from kftrain import config
     from kftrain.parallel.mesh import Mesh
-    from kftrain.train import session
+    from kftrain.train import session, spmd_factory
 
     class Loader(odd_models.Loader):
         sends = True
@@ -154,7 +154,7 @@ def test_a_batch_that_draws_is_made_by_the_training_thread(monkeypatch):
     resolved = config.parse("{task: {kind: 'helpers.models.odd:Task'}, model: {kind: 'helpers.models.odd:Stack'}}")
     with in_process.world(monkeypatch) as world:
         for task, sends in ((odd_models.Task(), True), (Drawing(), False)):
-            monkeypatch.setattr(session, "build_task", lambda section, task=task: task)
+            monkeypatch.setattr(spmd_factory, "build_task", lambda section, task=task: task)
             loader = Loader(world)
             session.build(resolved, task, loader, Mesh.of_copies(world))
             assert loader.sends is sends

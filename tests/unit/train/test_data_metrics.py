@@ -20,10 +20,10 @@ def test_the_numbers_of_a_point_are_those_since_the_one_before_over_all_processe
         counters.num_bytes += 1000 * factor
         counters.ready_steps += 5 * factor
         counters.num_steps += 2
-        assert metrics.since_last() == {
+        assert metrics.collect() == {
             "data_stall_seconds": 0.5 * factor,
             "data_decode_seconds": 8.0 * factor,
             "data_bytes": 2000 * factor,
             "data_queue_depth": 2.5 * factor,
         }
-    assert metrics.since_last()["data_queue_depth"] == 0
+    assert metrics.collect()["data_queue_depth"] == 0

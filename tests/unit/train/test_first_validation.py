@@ -15,7 +15,7 @@ def looping(monkeypatch, metric, recorded):
     monkeypatch.setattr(module, "total_metrics", lambda metrics, statistics: {"mae": 1.0, "rmse": 2.0})
     loop = Loop.__new__(Loop)
     loop._config = load(None, [f"registry.metric={metric}"])
-    loop._best = SimpleNamespace(is_wanted=False)
+    loop.best = SimpleNamespace(is_wanted=False)
     loop._engine = SimpleNamespace(evaluate=lambda *arguments: {}, task=None)
     loop._validation, loop._world = None, SimpleNamespace(is_main=True)
     loop._liveness = SimpleNamespace(goes_on=None, resting=contextlib.nullcontext)

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kftrain import config
-from kftrain.train.initial import initial_weights
-from kftrain.train.model import build_empty
+from kftrain.train.spmd_factory import build_empty, choose_initial_weights
 
 
 class Normed(nn.Module):
@@ -53,7 +52,7 @@ def filled(world, overrides):
     """All tensors of the model on one process, as lists."""
     resolved = config.parse("", overrides)
     model, weights = build_empty(resolved.model, {}, world, seed=world.rank)
-    initial_weights(model, weights, resolved, world).fill(model)
+    choose_initial_weights(model, weights, resolved, world).fill(model)
     return {name: tensor.tolist() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 

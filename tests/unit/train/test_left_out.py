@@ -4,7 +4,7 @@ import pytest
 
 from kftrain.data.decoding import BadSample
 from kftrain.errors import DataError
-from kftrain.train.loop import LeftOut
+from kftrain.train.loop import LeftOutSamples
 
 
 class World:
@@ -25,7 +25,7 @@ def bad(*numbers):
 
 def test_a_sample_counts_once_whoever_meets_it_and_however_often(capsys):
     world = World(bad(5), bad(7, 5))
-    left_out = LeftOut(world, 4)
+    left_out = LeftOutSamples(world, 4)
     left_out.take(bad(3))
     left_out.take(bad())
     assert left_out.numbers == {3, 5, 7}
@@ -40,7 +40,7 @@ def test_one_more_than_allowed_ends_the_run_on_every_process_and_a_resumed_run_c
     for is_main in (True, False):
         world = World(bad(), bad(8))
         world.is_main = is_main
-        left_out = LeftOut(world, 2)
+        left_out = LeftOutSamples(world, 2)
         left_out.resume([1, 8])
         left_out.take(bad(1))
         with pytest.raises(DataError, match=r"3 samples cannot be decoded.*s\.tar, key-9: damaged \(got 2\)") as caught:

@@ -35,7 +35,7 @@ def rows():
 def test_a_model_computes_with_what_it_borrows_what_it_will_compute_with_its_own(kind, units):
     model, weights = empty(kind)
     state = torch.get_rng_state()
-    with initialize.isolated(), Lender(weights, units).lending(model, CPU, torch.float32):
+    with initialize.isolated(), Lender(weights, units).lend(model, CPU, torch.float32):
         borrowed = model(rows())
         assert not model.leave.weight.is_meta and model.layers[0].weight.is_meta == bool(units)
         assert model.twin.weight is model.enter.weight
@@ -47,14 +47,14 @@ def test_a_model_computes_with_what_it_borrows_what_it_will_compute_with_its_own
 
 def test_after_a_failure_nothing_is_lent():
     model, weights = empty(drawn_models.Drawn)
-    with pytest.raises(RuntimeError), Lender(weights, ["layers.1"]).lending(model, CPU, torch.float32):
+    with pytest.raises(RuntimeError), Lender(weights, ["layers.1"]).lend(model, CPU, torch.float32):
         model(torch.ones(2, odd_models.DIM, dtype=torch.int64))
     assert all(parameter.is_meta for parameter in model.parameters())
-    with Lender(weights, ["layers.1"]).lending(model, CPU, torch.float32):
+    with Lender(weights, ["layers.1"]).lend(model, CPU, torch.float32):
         assert model(rows()).shape == (2, 5)
 
 
 def test_what_is_lent_has_the_asked_for_type():
     model, weights = empty(drawn_models.Drawn)
-    with Lender(weights, []).lending(model, CPU, torch.bfloat16):
+    with Lender(weights, []).lend(model, CPU, torch.bfloat16):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -11,12 +11,12 @@ from kftrain import config
 from kftrain.data.decoding import BadSample
 from kftrain.data.loader import Counters
 from kftrain.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError
+from kftrain.parallel.distributed import Part
 from kftrain.run.selection import BestEvaluation
 from kftrain.train import loop as loop_module
 from kftrain.train import saves
-from kftrain.train.engine import StepResult
+from kftrain.train.engine import Parts, StepResult
 from kftrain.train.loop import Loop
-from kftrain.train.parts import Part, Parts
 
 
 class Batch(NamedTuple):

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from kftrain.errors import CheckpointError
+from kftrain.parallel.distributed import Part
 from kftrain.run.commit import CheckpointManifest
-from kftrain.train.parts import Part, Parts
+from kftrain.train.engine import Parts
 
 
 def parts(**versions):

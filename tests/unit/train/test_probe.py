@@ -216,7 +216,7 @@ def seed_all():
 
 def look(model, task=None, device=ALONE.device):
     micro = next(Loader(ALONE).steps(0, 1)).micro_batches[0]
-    return probe.look(model, task or odd_models.Task(), micro, [], device, (0, 0))
+    return probe.observe_loss(model, task or odd_models.Task(), micro, [], device, (0, 0))
 
 
 def test_a_probe_leaves_weights_buffers_and_generators_as_they_were_and_says_what_changed():
@@ -258,9 +258,9 @@ def test_statistics_of_another_shape_than_the_rows_are_refused(shape):
 
 
 def test_buffers_that_become_the_same_on_all_processes_may_change():
-    probe.require_equal_buffers([probe.Seen([], {"steps": "a"}), probe.Seen([], {"steps": "a"})])
+    probe.require_equal_buffers([probe.LossObservation([], {"steps": "a"}), probe.LossObservation([], {"steps": "a"})])
     with pytest.raises(ConfigError, match="model codes: "):
-        probe.require_equal_buffers([probe.Seen([], {"codes": "a"}), probe.Seen([], {})])
+        probe.require_equal_buffers([probe.LossObservation([], {"codes": "a"}), probe.LossObservation([], {})])
 
 
 def test_what_stands_beside_an_export_is_known_before_the_first_step():
@@ -296,5 +296,5 @@ def test_sequence_dims_that_batches_do_not_have_are_refused(dims):
 def test_calls_that_may_depend_on_chance_are_looked_at_several_times(model, num_passes):
     micro = next(Loader(ALONE).steps(0, 1)).micro_batches[0]
     names = ["layers.0", "layers.1", "layers.2"]
-    calls = probe.look(model, odd_models.Task(), micro, names, ALONE.device, (0, 0), None, 8).calls
+    calls = probe.observe_loss(model, odd_models.Task(), micro, names, ALONE.device, (0, 0), None, 8).calls
     assert len(calls) == num_passes and len({tuple(each) for each in calls}) > (num_passes > 1)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.train.loop import learning_rate
+from kftrain.train.loop import compute_learning_rate
 from kftrain.train.settings import SHORT_NAMES, OptimizerConfig
 
 SCHEDULES = ["constant", "warmup_constant", *SHORT_NAMES.values()]
@@ -13,7 +13,7 @@ SCHEDULES = ["constant", "warmup_constant", *SHORT_NAMES.values()]
 
 def test_warmup_rises_to_the_peak_and_the_cosine_falls_to_the_floor():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, final_learning_rate_fraction=0.1)
-    rates = [learning_rate(config, step, 110) for step in range(110)]
+    rates = [compute_learning_rate(config, step, 110) for step in range(110)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0)
     assert rates[10] == pytest.approx(1.0)
@@ -28,7 +28,7 @@ def test_the_schedule_equals_torchs_own():
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=99)
     for step in range(100):
-        assert math.isclose(learning_rate(config, step, 100), theirs.get_last_lr()[0], abs_tol=1e-12)
+        assert math.isclose(compute_learning_rate(config, step, 100), theirs.get_last_lr()[0], abs_tol=1e-12)
         optimizer.step()
         theirs.step()
 
@@ -37,12 +37,12 @@ def test_the_schedule_equals_torchs_own():
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 300), st.sampled_from(SCHEDULES))
 def test_every_rate_is_positive_and_at_most_the_peak(warmup_steps, num_steps, decay_steps, schedule):
     config = OptimizerConfig(learning_rate=0.3, warmup_steps=warmup_steps, decay_steps=decay_steps, schedule=schedule)
-    assert all(0 < learning_rate(config, step, num_steps) <= 0.3 + 1e-12 for step in range(num_steps))
+    assert all(0 < compute_learning_rate(config, step, num_steps) <= 0.3 + 1e-12 for step in range(num_steps))
 
 
 def rates(schedule, num_steps, **options):
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule, **options)
-    return [learning_rate(config, step, num_steps) for step in range(num_steps)]
+    return [compute_learning_rate(config, step, num_steps) for step in range(num_steps)]
 
 
 def test_short_names_are_the_same_schedules_and_the_same_training():

@@ -1,5 +1,6 @@
 """What an attempt finds of the ones before it, and what it may do while another holds the run."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from kftrain.run import attempts, documents
 from kftrain.run.documents import Completion
 from kftrain.run.export import is_export
 from kftrain.run.paths import RunPaths
-from kftrain.train import completing, session
+from kftrain.train import completing, engines, session
 
 
 def test_a_run_whose_export_is_gone_exports_again_without_a_step(tmp_path):
@@ -55,7 +56,7 @@ class Alone:
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     """What an attempt is given, up to the choice of a checkpoint: three steps were committed once."""
-    monkeypatch.setattr(session, "_verify", lambda *arguments: None)
+    monkeypatch.setattr(session, "_verify_data", lambda *arguments: None)
     monkeypatch.setattr(completing.commit, "last_step", lambda paths: 3)
     return SimpleNamespace(paths=RunPaths(f"{tmp_path}/r"), config=None, identity={}, manifest_uri="")
 
@@ -70,7 +71,7 @@ def test_the_run_is_claimed_before_a_checkpoint_is_chosen(training, monkeypatch,
 
     monkeypatch.setattr(load, "choose", choose)
     with pytest.raises(CheckpointError, match="all are damaged"):
-        session._attempt(training, Alone(), None, tmp_path)
+        session.run_attempt(training, Alone(), None, tmp_path)
     assert claimed == [(1, 3)]
 
 
@@ -80,5 +81,12 @@ def test_another_training_does_not_claim_the_run(training, monkeypatch, tmp_path
 
     monkeypatch.setattr(load, "refuse_another_training", refuse)
     with pytest.raises(CheckpointError, match="another training"):
-        session._attempt(training, Alone(), None, tmp_path)
+        session.run_attempt(training, Alone(), None, tmp_path)
     assert attempts.last_attempt(training.paths) == 0
+
+
+def test_another_engine_joins_by_its_factory_and_the_session_names_none(monkeypatch):
+    monkeypatch.setitem(engines.FACTORIES, "another", lambda *arguments: arguments)
+    monkeypatch.setattr(engines, "DEFAULT", "another")
+    assert session.build("config", "task", "loader", "mesh") == ("config", "task", "loader", "mesh", None)
+    assert "spmd" not in Path(session.__file__).read_text().lower()

@@ -17,7 +17,7 @@ from kftrain.process.stop_request import StopRequest
 from kftrain.tasks import build_task
 from kftrain.train import session
 from kftrain.train.loop import Loop
-from kftrain.train.step import Carrier, terms_of
+from kftrain.train.step import Carrier, count_loss_terms
 
 STEPS = 6
 
@@ -116,7 +116,7 @@ def steps_with_sent_batches(world, model):
     from_numpy = torch.from_numpy
     send = Carrier.to(world.device, engine.task).send
     for batch in loader.steps(0, 3):
-        micros = [replace(each, sent=send(each, terms_of(engine.task, each))) for each in batch.micro_batches]
+        micros = [replace(each, sent=send(each, count_loss_terms(engine.task, each))) for each in batch.micro_batches]
         torch.from_numpy = None
         try:
             with NothingGoesToTheHost():

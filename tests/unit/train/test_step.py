@@ -18,7 +18,7 @@ from kftrain.parallel.transforms import distribute, strategy_of
 from kftrain.train.optimizer import Optimizer
 from kftrain.train.optimizer_kinds import Sgd
 from kftrain.train.spmd import SpmdEngine
-from kftrain.train.step import loss_of, receive_tensors, seed_step, terms_of
+from kftrain.train.step import compute_loss_sum, count_loss_terms, receive_tensors, seed_step
 
 
 class Sums:
@@ -76,7 +76,7 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_terms(world):
     plain = copy.deepcopy(model)
     ours = stepper(world, model)
     parts = [micro(4, seed=1), micro(4, padding=2, seed=2)]
-    num_terms = sum(int(terms_of(Sums(), part).sum()) for part in parts)
+    num_terms = sum(int(count_loss_terms(Sums(), part).sum()) for part in parts)
     assert num_terms == (1 + 2 + 3 + 4) + (1 + 2)
     result = ours.step(StepBatch(0, parts, num_terms), num_terms, alone)
     rows = torch.from_numpy(np.concatenate([parts[0].arrays["x"], parts[1].arrays["x"][:2]]))
@@ -151,7 +151,7 @@ def test_terms_of_another_shape_are_refused(counts):
         rf"task.count_terms: must return one number for each of 4 rows, got \[{', '.join(map(str, counts.shape))}\]"
     )
     with pytest.raises(UserCodeError, match=message):
-        terms_of(Task(), micro(4))
+        count_loss_terms(Task(), micro(4))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_loss_that_is_no_scalar_is_refused(loss, found):
             return loss(output.squeeze(-1))
 
     with pytest.raises(UserCodeError, match=rf"^task.loss: must return a scalar, got {found}") as caught:
-        loss_of(network(), Task(), receive_tensors(Task(), micro(16), torch.device("cpu")))
+        compute_loss_sum(network(), Task(), receive_tensors(Task(), micro(16), torch.device("cpu")))
     assert caught.value.exit_code == 16
 
 
@@ -188,12 +188,12 @@ def test_auxiliary_terms_are_added_to_each_term_of_their_row_and_padding_has_non
     model, part = WithAuxiliary(), micro(5, padding=2)
     x, factor = torch.from_numpy(part.arrays["x"][:3]), model.network[0].bias[0]
     expected = model.network(x).square().sum() + sum((row + 1) * x[row].square().sum() * factor for row in range(3))
-    found = loss_of(model, Sums(), receive_tensors(Sums(), part, torch.device("cpu")))
+    found = compute_loss_sum(model, Sums(), receive_tensors(Sums(), part, torch.device("cpu")))
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = [torch.autograd.grad(each, model.network[0].bias)[0] for each in (found, expected)]
     torch.testing.assert_close(*gradients)
     with pytest.raises(UserCodeError, match=r"model.forward auxiliary: must return one number for each of 5 rows"):
-        loss_of(WithAuxiliary((-1, 1)), Sums(), receive_tensors(Sums(), part, torch.device("cpu")))
+        compute_loss_sum(WithAuxiliary((-1, 1)), Sums(), receive_tensors(Sums(), part, torch.device("cpu")))
 
 
 def test_the_model_is_called_after_each_step_that_was_taken(world):
@@ -211,10 +211,10 @@ def test_arguments_of_the_model_that_are_no_tuple_are_refused():
             return batch["x"]
 
     with pytest.raises(UserCodeError, match=r"task.inputs: must return a tuple, got Tensor.*return \(tensor,\)"):
-        loss_of(network(), Task(), receive_tensors(Task(), micro(4), torch.device("cpu")))
+        compute_loss_sum(network(), Task(), receive_tensors(Task(), micro(4), torch.device("cpu")))
 
 
 def test_a_loss_of_nothing_that_is_trained_is_refused():
     model = network().requires_grad_(False)
     with pytest.raises(UserCodeError, match=r"task.loss: depends on no parameter that is trained"):
-        loss_of(model, Sums(), receive_tensors(Sums(), micro(4), torch.device("cpu")))
+        compute_loss_sum(model, Sums(), receive_tensors(Sums(), micro(4), torch.device("cpu")))

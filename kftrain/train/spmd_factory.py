@@ -1,0 +1,299 @@
+"""The factory of the SPMD engine: from a configuration to a distributed model, ready for its first step.
+
+The model is built without memory for its weights, tried once on a few rows, distributed, and filled with values at the
+end: so no process ever holds more than it keeps. What cannot be trained or exported is refused here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from kftrain.checkpoint import export_tensors, reader
+from kftrain.checkpoint.export import read_recipe
+from kftrain.checkpoint.filling import ModelSlots
+from kftrain.config import Config
+from kftrain.core.progress import to_log
+from kftrain.data.loader import MicroBatch, TrainLoader
+from kftrain.data.order import BatchPlan
+from kftrain.errors import ConfigError, KftrainError, UserCodeError, error_from_dict
+from kftrain.models.base import has_init_weights
+from kftrain.models.modes import begin_training
+from kftrain.models.registry import build_model, find_target
+from kftrain.models.settings import ModelConfig
+from kftrain.parallel import blocks, buffers, initialize
+from kftrain.parallel.batch_norm import GlobalBatchNorms
+from kftrain.parallel.formats import DTYPES
+from kftrain.parallel.initialize import Drawn, Scattered, Weights, built_empty
+from kftrain.parallel.mesh import Mesh
+from kftrain.parallel.tensor import SplitTensors
+from kftrain.parallel.topology import describe_axes_across_nodes
+from kftrain.parallel.transforms import distribute, resolve_strategy, strategy_of
+from kftrain.parallel.world import World
+from kftrain.run.commit import CheckpointManifest
+from kftrain.run.export import ExportManifest, read_export_manifest
+from kftrain.tasks import build_task
+from kftrain.tasks.base import Task
+from kftrain.tasks.logits import task_reads_parts
+from kftrain.train import probe, probe_split
+from kftrain.train.completing import ExportDescription, ask_model_arguments, describe_export
+from kftrain.train.optimizer import build_optimizer, freeze
+from kftrain.train.probe import Lender
+from kftrain.train.spmd import SpmdEngine
+from kftrain.trust import Trust
+
+T = TypeVar("T")
+
+MAX_LOOKS = 8
+"""Number of processes whose rows the first one tries, where it alone has the weights."""
+
+
+def build_engine(
+    config: Config, task: Task, loader: TrainLoader, mesh: Mesh, before: CheckpointManifest | None = None
+) -> tuple[SpmdEngine, ExportDescription]:
+    """Build an SPMD engine; see `EngineFactory`."""
+    # The order matters. The export is described and parameters are frozen while the model is still the plain one, and
+    # the dry run comes before anything wraps it. Distribution needs the blocks that the dry run has found. Values come
+    # after distribution, since each process then fills its part only. The optimizer comes last, because it makes its
+    # state of the parameters as they are by then.
+    world, arguments = mesh.world, ask_model_arguments(task)
+    model, weights = build_empty(config.model, arguments, world, config.run.seed)
+    reader.require_readable(model)
+    start = choose_initial_weights(model, weights, config, world) if before is None else weights
+    description = describe_export(model, config, task, arguments)
+    freeze(model, config.optimizer.groups)
+    kept = begin_training(model)
+    if kept and world.is_main:
+        to_log(f"stay in evaluation mode, as they were built: {', '.join(kept)}")
+    combined = buffers.CombinedBuffers(model, world)
+    norms = GlobalBatchNorms(model, mesh)
+    names, calls = _try_model(model, weights, config, task.assets(), loader, mesh, norms.buffer_names)
+    recompute = config.train.activation_checkpointing == "blocks"
+    plan = BatchPlan(config.train.global_batch_size, mesh.num_data_ranks, config.train.micro_batch_size)
+    half, reads_parts = config.precision.compute == "bf16", task_reads_parts(task)
+    parallel, said = resolve_strategy(config.parallel, model, mesh, plan.num_micro_batches, half)
+    if said and world.is_main:
+        to_log(said)
+    for line in describe_axes_across_nodes(mesh.shape, world.places) if world.is_main else []:
+        to_log(f"warning: {line}")
+    require_same_samples(before.batch_norm_samples if before else None, norms, plan)
+    norms.connect(plan.num_micro_batches, recompute)
+    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)
+    distributed = distribute(model, strategy, mesh, names)
+    del weights  # whoever has built a whole model that is not used lets go of it
+    start.fill(model, on_host=parallel.offload)
+    optimizer = build_optimizer(model, config.optimizer, names, DTYPES[config.precision.compute], distributed.team)
+    engine = SpmdEngine(distributed, optimizer, task, calls, config.train.gradient_clip_norm, combined, norms)
+    engine.num_norm_samples = count_norm_samples(norms, plan)
+    return engine, description
+
+
+def build_empty(
+    config: ModelConfig, arguments: Mapping[str, Any], world: World, seed: int
+) -> tuple[nn.Module, Weights]:
+    """Build the model, whose parameters have no memory; return it with the source of its initial values.
+
+    A class with `init_weights` draws its weights later. Any other model is built by its constructor on the first
+    process; the constructors of the others give its shape. Buffers are the same on all processes. Collective. Raises
+    ConfigError and UserCodeError.
+    """
+
+    def construct() -> nn.Module:
+        initialize.seed_all(seed)
+        return build_model(config, arguments)
+
+    is_drawn, models = has_init_weights(find_target(config)), list[nn.Module]()
+
+    def build() -> None:
+        has_memory = world.is_main and not is_drawn
+        models.append(construct() if has_memory else built_empty(construct, is_drawn and world.is_main))
+
+    # One constructor may take longer than the others, and may fail where the others do not.
+    build() if world.size == 1 else world.agree(build)
+    (model,) = models
+    if is_drawn:
+        initialize.require_buffers(model)
+    if world.size > 1:
+        initialize.require_same_parts(model, world)
+        initialize.share_tensors(model, world)
+    places = initialize.places_of(model)
+    if is_drawn:
+        init: Any = model.init_weights
+        return model, Drawn(places, init, seed, world.device)
+    if world.is_main and world.size > 1:
+        to_log(
+            "the model is built by its constructor on the first process, and its weights are scattered to the others"
+        )
+    return model, Scattered(places, world)
+
+
+class WeightSource(Protocol):
+    """A source of values for the parameters of a model."""
+
+    def fill(self, model: nn.Module, on_host: bool = False) -> None:
+        """Give this process's parts memory and values; `model` is what became of the one that was built."""
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """The weights of an export. Each process reads and checks its part of them, in every layout."""
+
+    slots: ModelSlots
+    uri: str
+    manifest: ExportManifest
+    world: World
+
+    def fill(self, model: nn.Module, on_host: bool = False) -> None:
+        """See `WeightSource`. Collective. Raises CheckpointError where the export is damaged."""
+        with export_tensors.opened(self.uri, self.manifest, self.world) as tensors:
+            self.slots.fill(model, tensors, self.world, on_host)
+
+
+def choose_initial_weights(model: nn.Module, weights: WeightSource, config: Config, world: World) -> WeightSource:
+    """Return the source of the first weights: the export that the run starts from, or else `weights`.
+
+    Sets the model's buffers, too, where there is an export. Collective. Raises ConfigError where the model is another
+    one than the exported one, or its export may not be read; CheckpointError where that is damaged.
+    """
+    start = config.train.initial_weights
+    if not start.export_uri:
+        return weights
+    uri = start.export_uri
+    if world.is_main:
+        to_log(f"starting with the weights of {start.origin}: {uri}")
+    slots, manifests = ModelSlots(model), list[ExportManifest]()
+
+    def read_manifest_and_compare() -> None:  # reads no tensor
+        read_recipe(uri, start.export_digest, Trust.of(config))
+        manifests.append(read_export_manifest(uri, start.export_digest))
+        with export_tensors.opened(uri, manifests[0]) as tensors:
+            misfit = slots.misfit(tensors.forms)
+        if misfit:
+            raise ConfigError(
+                f"the model is not the one of {start.origin}: {misfit}",
+                where="train.from",
+                value=uri,
+                fix="configure the same model, or train from scratch",
+            )
+
+    world.agree(read_manifest_and_compare)
+    exported = ExportedWeights(slots, uri, manifests[0], world)
+    if slots.has_buffers:
+        with export_tensors.opened(uri, manifests[0], world) as tensors:
+            slots.fill_buffers(tensors, world)
+    return exported
+
+
+def _try_model(
+    model: nn.Module,
+    weights: Weights,
+    config: Config,
+    assets: Mapping[str, bytes],
+    loader: TrainLoader,
+    mesh: Mesh,
+    kept_equal: Collection[str],
+) -> tuple[list[str], blocks.Calls]:
+    """Compute losses of the plain model; return the names of its blocks, and the calls of one loss. Collective.
+
+    `kept_equal`: buffers that differ in the dry run, where each process is by itself, and will not differ in steps.
+    """
+    world = mesh.world
+    # A task of its own: what the dry run leaves in it must not reach the training's.
+    candidates, task = blocks.candidates(model), build_task(config.task)
+    if assets:
+        task.restore(assets)
+    units = list(candidates.names) if candidates.declared and isinstance(weights, Drawn) else []
+    with contextlib.closing(loader.steps(0, 1)) as steps:
+        micro = probe.take_first_rows(next(steps).micro_batches[0])
+
+    is_sharded = mesh.shape.tensor > 1 or (world.size > 1 and config.parallel.stage != "ddp")
+    num_chances = probe.NUM_CHANCES if is_sharded and candidates.names else 1
+
+    def look(rows: MicroBatch, rank: int) -> probe.LossObservation:
+        seed, lender = (config.run.seed, rank), Lender(weights, units)
+        try:
+            return probe.observe_loss(model, task, rows, candidates.names, world.device, seed, lender, num_chances)
+        except UserCodeError:
+            if not units:
+                raise
+        units.clear()  # all weights at once: where that helps, it is a block whose forward is not called
+        return look(rows, rank)
+
+    def rehearse(rows: MicroBatch, rank: int) -> None:
+        seed, lender = (config.run.seed, rank), Lender(weights, units)
+        probe.rehearse(model, task, rows, names, world.device, seed, dtype, lender)
+
+    seen = _look_at_rows(mesh, weights, micro, look)
+    if any(one.draws for one in seen):
+        loader.send_nothing()
+    calls = [turn for one in seen for turn in one.calls]
+    names = blocks.choose(candidates, calls if is_sharded else calls[:1])
+    probe.require_equal_buffers(seen, {*buffers.declared(model), *kept_equal})
+    dtype = DTYPES[config.precision.compute]
+    if dtype != torch.float32:
+        _look_at_rows(mesh, weights, micro, rehearse)
+    if mesh.shape.tensor > 1:
+        splitting = SplitTensors(config.parallel.sequence_parallel, task_reads_parts(task))
+        probe_split.require_same_as_whole(model, task, micro, mesh, splitting, names, units, config.run.seed)
+    return names, [name for name in calls[0] if name in {blocks.ROOT, *names}]
+
+
+def _look_at_rows(mesh: Mesh, weights: Weights, micro: MicroBatch, look: Callable[[MicroBatch, int], T]) -> list[T]:
+    """Return what each process sees in its rows; a process that alone has the weights looks at rows of others, too.
+
+    Collective.
+    """
+    world = mesh.world
+    if isinstance(weights, Drawn):
+        return _gather_results(world, lambda: look(micro, mesh.data_rank))
+    # Every n-th process's rows, so that these are at most MAX_LOOKS.
+    parts = _gather_results(world, lambda: micro)[:: -(-world.size // MAX_LOOKS)]
+
+    def look_at_parts() -> list[T]:
+        return [look(rows, rank) for rank, rows in enumerate(parts)] if weights.is_here else []
+
+    return _gather_results(world, look_at_parts)[0]
+
+
+def _gather_results(world: World, work: Callable[[], T]) -> list[T]:
+    """Return the results of all processes; raise the first error of any of them on all. Collective."""
+    try:
+        result, problem = work(), None
+    except KftrainError as error:
+        result, problem = None, error.to_dict()
+    answers = world.gather((result, problem))
+    first = next((problem for _, problem in answers if problem), None)
+    if first is not None:
+        raise error_from_dict(first)
+    return [result for result, _ in answers]
+
+
+def count_norm_samples(norms: GlobalBatchNorms, plan: BatchPlan) -> int | None:
+    """Count the samples that share statistics of batch norms; None where the model trains none."""
+    if not norms.are_trained:
+        return None
+    return plan.global_batch_size if plan.num_micro_batches == 1 else plan.micro_batch_rows
+
+
+def require_same_samples(before: int | None, norms: GlobalBatchNorms, plan: BatchPlan) -> None:
+    """Raises ConfigError where a run would go on with other samples together in its batch norms.
+
+    `before`: the number in its last checkpoint; None where that does not say it, or its model had no such statistics.
+    """
+    now = count_norm_samples(norms, plan)
+    # With one micro batch, or one process, the same number of samples means the same samples.
+    if before is None or now is None or (before == now and 1 in (plan.num_micro_batches, plan.num_ranks)):
+        return
+    whole = before == plan.global_batch_size
+    processes = "" if whole else "one process and "
+    raise ConfigError(
+        f"the batch norms of this run take {before} samples at a time, and must not go on with others",
+        where="train.micro_batch_size",
+        value=f"{plan.micro_batch_rows} samples on each of {plan.num_ranks} processes",
+        fix=f"go on with {processes}train.micro_batch_size={0 if whole else before}, or start a new run",
+    )
