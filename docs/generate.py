@@ -35,23 +35,25 @@ FOLDERS = ("pipelines", "components", "kftrain")
 
 ARCHITECTURE = """# Architecture
 
-Who may import whom is a test, `tests/unit/test_layering.py`. This page is written by `make docs` from the first
-sentence of each module; a test compares.
+This page has one line for every module. `make docs` writes it from the first sentence of the module's docstring, and a
+test compares. `tests/unit/test_layering.py` says who may import whom.
 """
 
 CONFIGURATION = """# Configuration
 
-Every key of the YAML file with its type, its default and what it means. This page is written by `make docs` from the
-sections in the source; a test compares.
+A run is configured by a YAML file of sections, such as `run` and `data`. This page lists every key with its type, its
+default and its meaning. `make docs` writes the page from the source, and a test compares.
 
-`--config FILE` reads a file (repeatable: a later one wins, key by key), `--set train.steps=200` overrides a key, and
-`kftrain config show` prints what that comes to. An unknown key is refused with the nearest known one.
+- `--config FILE` reads a file. You may repeat it: a later file wins, key by key.
+- `--set train.steps=200` overrides one key.
+- `kftrain config show` prints the result. kftrain refuses an unknown key and names the nearest known one.
 """
 
 PARAMETERS = """## Parameters of the pipeline
 
-The knobs that an operator turns from run to run. A knob that is `''` or `0` means "as in the configuration"; any other
-value wins. `config`, `config_json` and `resume_run` stand beside them: [pipeline.md](pipeline.md#parameters).
+Knobs are the keys that people change from run to run, as parameters of the pipeline. A knob that is `''` or `0` means
+"as in the configuration"; any other value wins. [pipeline.md](pipeline.md#parameters) explains the other parameters,
+`config`, `config_json` and `resume_run`.
 
 | parameter | key |
 |---|---|

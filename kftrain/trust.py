@@ -90,7 +90,10 @@ def require_written(kind: str, where: str, folder: str = ".") -> None:
     spec, path = None, None
     for name in itertools.accumulate(module.split("."), "{}.{}".format):
         found = filter(None, (finder.find_spec(name, path) for finder in sys.meta_path))
-        spec = next(found, None) or (PathFinder.find_spec(name, [folder]) if path is None else None)
+        try:
+            spec = next(found, None) or (PathFinder.find_spec(name, [folder]) if path is None else None)
+        except KeyError:  # a namespace package within another that nobody has imported: only the import can tell
+            return
         if spec is None:
             raise _absent(f"no module named {name}", kind, where)
         if (path := spec.submodule_search_locations) is None:

@@ -1520,8 +1520,8 @@ MUTANTS = [
     ),
     Mutant(
         "a curve is named with where it ends",
-        "kftrain/report/classes.py",
-        ", figure=wording.number(each.area))",
+        "kftrain/report/evaluation.py",
+        ", figure=wording.format_number(curve.area))",
         ")",
         "tests/unit/report/test_report_classes.py -k area_below",
     ),

@@ -19,9 +19,8 @@ from kftrain.client.console import echo
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import ConfigError, TrackingError
-from kftrain.report import environment
-from kftrain.report.comparison import headline
-from kftrain.report.versions import VersionComparison, called, to_plain
+from kftrain.report.comparison import write_headline
+from kftrain.report.versions import VersionComparison, describe_version, to_plain
 from kftrain.run.config import read_config
 from kftrain.run.paths import RunPaths
 from kftrain.stages import preflight, resolve
@@ -74,9 +73,9 @@ def compare(config: Config, versions: tuple[str, ...], html: Path | None, markdo
     pages = [path for path in (html, markdown) if path is not None]
     found = compare_versions(config, versions, PAGE_VERSIONS if pages else 0)
     if html is not None:
-        _write(html, report.comparison_html(found, environment.facts()))
+        _write(html, report.render_page(report.compose_comparison_page(found, report.describe_environment())))
     if markdown is not None:
-        _write(markdown, report.comparison_markdown(found))
+        _write(markdown, report.render_markdown(report.describe_comparison(found)))
     echo(json.dumps(to_plain(found), indent=2) if as_json else _table(found, pages))
 
 
@@ -167,6 +166,6 @@ def _table(found: VersionComparison, pages: list[Path]) -> str:
         gain = found.improvement(each.differences.get(found.metric))
         better = f"; improvement over {found.base.name} {summary.shown(gain, signed=True)}" if gain else ""
         problem = f"; {each.problem}" if each.problem else ""
-        lines.append(f"{called(each)}: {values}{better}{problem}")
-    lines += [headline(found), *(f"page: {path}" for path in pages)]
+        lines.append(f"{describe_version(each)}: {values}{better}{problem}")
+    lines += [write_headline(found), *(f"page: {path}" for path in pages)]
     return "\n".join(lines)

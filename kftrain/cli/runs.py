@@ -61,12 +61,12 @@ def table(found: list[RunOverview]) -> list[str]:
     rows = [HEADINGS, *(_cells(run) for run in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    reasons = ["", *(wording.ellipsis(wording.clean(run.reason or run.chosen), MAX_REASON_CHARACTERS) for run in found)]
+    reasons = ["", *(wording.cut_text(wording.clean(run.reason or run.chosen), MAX_REASON_CHARACTERS) for run in found)]
     return [part for line, reason in zip(lines, reasons, strict=True) for part in (line, f"  {reason}") if part.strip()]
 
 
 def _cells(run: RunOverview) -> tuple[str, ...]:
-    metric = f"{run.metric} {wording.number(run.value)}" if run.metric else ""
+    metric = f"{run.metric} {wording.format_number(run.value)}" if run.metric else ""
     version = "" if run.version is None else f"{run.model_name} {run.version}"
     return (
         run.run_id,

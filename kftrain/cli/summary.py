@@ -25,7 +25,7 @@ def success_lines(run_uri: str) -> list[str]:
         return [f"run {paths.run_id} had nothing to do: {skipped.line}"]
     run = CompletedRun.read(run_uri)
     _, manifest = read_dataset(paths)
-    data = f"{manifest.source}: {counted(manifest)} (dataset {wording.short(manifest.dataset_digest)})"
+    data = f"{manifest.source}: {counted(manifest)} (dataset {wording.shorten_digest(manifest.dataset_digest)})"
     baselines = run.evaluation.baselines
     metrics = [_metric(name, value, baselines.get(name, {})) for name, value in run.evaluation.metrics.items()]
     return [
@@ -75,25 +75,25 @@ def _chosen(run: CompletedRun) -> list[str]:
 
 def _model(completion: Completion) -> str:
     parts = [
-        f"{wording.count(completion.num_parameters)} parameters",
-        wording.plural(completion.step, "step"),
+        f"{wording.format_count(completion.num_parameters)} parameters",
+        wording.format_plural(completion.step, "step"),
         f"world size {completion.world_size}",
     ]
     if "loss" in completion.metrics:
-        parts.append(f"loss {wording.number(completion.metrics['loss'])}")
+        parts.append(f"loss {wording.format_number(completion.metrics['loss'])}")
     if "samples_per_second" in completion.metrics:
-        parts.append(f"{wording.number(completion.metrics['samples_per_second'], 3)} samples/s")
+        parts.append(f"{wording.format_number(completion.metrics['samples_per_second'], 3)} samples/s")
     return ", ".join(parts)
 
 
 def _metric(name: str, found: Interval, baselines: dict[str, float]) -> str:
-    beside = ", ".join(f"{baseline} {wording.number(value)}" for baseline, value in baselines.items())
+    beside = ", ".join(f"{baseline} {wording.format_number(value)}" for baseline, value in baselines.items())
     return f"{name} {shown(found)}" + (f"; baselines: {beside}" if beside else "")
 
 
 def shown(found: Interval, signed: bool = False) -> str:
     """`2.314 (2.290 to 2.338)`."""
-    value, edges = wording.interval(found.value, found.low, found.high, signed)
+    value, edges = wording.format_interval(found.value, found.low, found.high, signed)
     return f"{value} ({edges})"
 
 

@@ -1,6 +1,6 @@
 """What a report says, apart from how it looks: sections of sentences, figures, charts and tables.
 
-A stage's report is built once as `Section`s and then written twice, as HTML (`page.py`) and as Markdown
+A stage's report is built once as a `ReportSection` and then written twice, as HTML (`page.py`) and as Markdown
 (`markdown.py`), so that the two cannot disagree. All strings are plain text, unescaped; only a chart's
 drawing is markup.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from kftrain.report.wording import clean, count, short
+from kftrain.report.wording import clean, format_count, shorten_digest
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Fact:
     name: str
     value: str
     note: str = ""
-    """Said below the value, in small type."""
+    """Remark below the value, in small type."""
     full: str = ""
     """The unabridged value, where `value` is shortened; shown on hovering."""
     code: bool = False
@@ -48,12 +48,12 @@ class Chart:
     note: str = ""
     table: Table | None = None
     wide: bool = False
-    """Takes the whole width of the page also where two charts would fit side by side."""
+    """True: the chart takes the whole width of the page even if two would fit side by side."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of the data with what the model says of it."""
+    """A sample of the data with the model's answer to it."""
 
     name: str
     facts: Sequence[Fact]
@@ -63,7 +63,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Samples beside each other."""
+    """Samples that a page shows side by side."""
 
     title: str
     samples: Sequence[Sample]
@@ -91,25 +91,25 @@ class ReportSection:
     """Provenance: what exactly this is a report of."""
 
 
-def sample_facts(texts: Mapping[str, str], names: Sequence[str] = ()) -> list[Fact]:
-    """What a task shows of a sample, in the order of `names`: code and the like as it is set, without empty pages."""
+def make_sample_facts(texts: Mapping[str, str], names: Sequence[str] = ()) -> list[Fact]:
+    """Turn a sample's texts into facts in the order of `names`; code keeps its layout, blank pages are dropped."""
     ordered = {name: clean(texts[name]) for name in (*names, *texts) if name in texts}
     is_set = any(re.search(r"\n|  ", text) for text in ordered.values())
-    return [Fact(clean(name), _without_pages(text), code=is_set) for name, text in ordered.items()]
+    return [Fact(clean(name), _drop_empty_pages(text), code=is_set) for name, text in ordered.items()]
 
 
-def _without_pages(text: str) -> str:
+def _drop_empty_pages(text: str) -> str:
     if text and not text.strip():
-        return f"({count(len(text))} \u00d7 white space)"
+        return f"({format_count(len(text))} \u00d7 white space)"
     text = re.sub(r"[ \t]*\n(?:[ \t]*\n)+", "\n\n", text.strip("\n"))
     return re.sub(r"[ \t]{13,}", " " * 12, text)
 
 
-def digest(name: str, value: str) -> Fact:
-    """A digest, shortened to what the eye can compare."""
-    return Fact(name, short(value), full=value, code=True)
+def make_digest_fact(name: str, value: str) -> Fact:
+    """Return a fact with a digest that is shortened to what the eye can compare."""
+    return Fact(name, shorten_digest(value), full=value, code=True)
 
 
-def uri(name: str, value: str) -> Fact:
-    """Where something lies, in full."""
+def make_uri_fact(name: str, value: str) -> Fact:
+    """Return a fact with an unabridged URI."""
     return Fact(name, value, code=True)

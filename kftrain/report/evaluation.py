@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from kftrain.config import Config
-from kftrain.report import classes, content, wording
-from kftrain.report.charts.confusion import MAX_CLASSES, confusion_chart, mistakes
-from kftrain.report.charts.interval import IntervalRow, SliceRow, interval_chart, slice_chart
+from kftrain.report import content, wording
+from kftrain.report.charts.classification import (
+    MAX_CLASSES,
+    draw_confusion_chart,
+    draw_reliability_chart,
+    find_mistakes,
+)
+from kftrain.report.charts.interval import Guide, IntervalRow, SliceRow, draw_interval_chart, draw_slice_chart
+from kftrain.report.charts.line import Series, draw_line_chart
 from kftrain.report.content import Chart, Fact, Gallery, ReportSection, Sample, Table
-from kftrain.run.documents import Confusion, Evaluation, Example, Interval, Performance, Slice
+from kftrain.run.documents import (
+    Calibration,
+    Confusion,
+    Curve,
+    Evaluation,
+    Example,
+    Interval,
+    Performance,
+    Slice,
+    Spread,
+)
 
 MAX_SLICES = 30
-"""Slices that are drawn; of more, two thirds worst and one third best."""
+"""Number of slices in a chart; of more, two thirds are the worst and one third the best."""
 
 MIN_SLICE_SAMPLES = 10
 """A slice of fewer samples never heads the list: its value is chance."""
@@ -23,177 +39,190 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 
 MAX_BASELINES = 12
 MAX_MISTAKES = 12
+MAX_CLASS_ROWS = 30
+"""Rows of the table of classes; of more classes it holds those with the lowest F1."""
+
+CURVES = {
+    "roc": ("ROC", "false positives", "area under the curve"),
+    "precision_recall": ("Precision and recall", "recall", "average precision"),
+}
+
 DIRECTIONS = {"minimize": "lower is better", "maximize": "higher is better"}
 
 
-def section(
+def describe_evaluation(
     config: Config,
     evaluation: Evaluation,
     performance: Performance | None = None,
     reference: Evaluation | None = None,
 ) -> ReportSection:
-    """The section of an evaluation. Which direction is better is known of the gate's metric alone."""
-    metric, goal = primary_metric(config, evaluation)
+    """Return the section of an evaluation; only the gate's metric has a goal, so only its values are called better."""
+    metric, goal = choose_metric(config, evaluation)
     if metric is None:
-        return ReportSection("Evaluation", "The evaluation has no metrics.", facts=_facts(evaluation))
-    found = evaluation.metrics[metric]
+        return ReportSection("Evaluation", "The evaluation has no metrics.", facts=_list_facts(evaluation))
+    score = evaluation.metrics[metric]
     baselines = evaluation.baselines.get(metric, {})
-    charts = [_metric_chart(name, evaluation, goal if name == metric else "") for name in _charted(metric, evaluation)]
-    slices = _slice_chart(metric, goal, evaluation)
+    charts = [
+        _draw_metric(name, evaluation, goal if name == metric else "") for name in _list_charted(metric, evaluation)
+    ]
+    slices = _draw_slices(metric, goal, evaluation)
     confusion = evaluation.confusion if _is_square(evaluation.confusion) else None
     drawn = confusion is not None and len(confusion.labels) <= MAX_CLASSES
     return ReportSection(
         title="Evaluation",
-        headline=_headline(metric, goal, found),
-        sentences=[_against(found, goal, baselines), _sample_size(found, evaluation)],
-        figures=[*_figures(metric, evaluation), *classes.figures(evaluation), *classes.costs(performance)],
+        headline=_write_headline(metric, goal, score),
+        sentences=[_compare_with_baselines(score, goal, baselines), _describe_sample_size(score, evaluation)],
+        figures=[*_list_figures(metric, evaluation), *_list_class_figures(evaluation), *_list_costs(performance)],
         charts=[
             *charts,
             *([slices] if slices else []),
-            *([_confusion_chart(confusion)] if confusion and drawn else []),
-            *classes.charts(evaluation),
+            *([_draw_confusion(confusion)] if confusion and drawn else []),
+            *_draw_classes(evaluation),
         ],
         tables=[
-            *_reference(reference),
-            *([_frequent_mistakes(confusion)] if confusion and not drawn else []),
-            *classes.tables(evaluation),
+            *_tabulate_reference(reference),
+            *([_tabulate_mistakes(confusion)] if confusion and not drawn else []),
+            *_tabulate_classes(evaluation),
         ],
-        galleries=_galleries(evaluation),
-        facts=_facts(evaluation),
+        galleries=_make_galleries(evaluation),
+        facts=_list_facts(evaluation),
     )
 
 
-def _reference(reference: Evaluation | None) -> list[Table]:
+def _tabulate_reference(reference: Evaluation | None) -> list[Table]:
     if reference is None:
         return []
-    shown = {n: wording.interval(each.value, each.low, each.high) for n, each in reference.metrics.items()}
-    rows = [[wording.label(name), value, edges] for name, (value, edges) in shown.items()]
-    samples = wording.plural(reference.num_samples, "sample")
+    shown = {n: wording.format_interval(score.value, score.low, score.high) for n, score in reference.metrics.items()}
+    rows = [[wording.format_label(name), value, edges] for name, (value, edges) in shown.items()]
+    samples = wording.format_plural(reference.num_samples, "sample")
     return [Table(f"On the reference set, {samples}", ["", "value", "interval"], rows)]
 
 
-def primary_metric(config: Config, evaluation: Evaluation) -> tuple[str | None, str]:
-    """The metric that the gate compares, with its goal; where that is missing another one, its goal unknown (empty)."""
+def choose_metric(config: Config, evaluation: Evaluation) -> tuple[str | None, str]:
+    """Return the gate's metric and goal; if the evaluation lacks it, another metric and an empty goal."""
     if config.registry.metric in evaluation.metrics:
         return config.registry.metric, config.registry.goal
     return next(iter(evaluation.metrics), None), ""
 
 
 def is_better(value: float, other: float, goal: str) -> bool | None:
-    """Whether a value is better than another; None where the goal is unknown or they are equal or not numbers."""
+    """Return True if `value` beats `other`; None for equal values, NaN, or an unknown goal."""
     if goal not in DIRECTIONS or not (value < other or value > other):
         return None
     return (value < other) == (goal == "minimize")
 
 
-def direction(goal: str) -> str:
-    """`lower is better`, or nothing where the goal is unknown."""
+def describe_direction(goal: str) -> str:
+    """Return `lower is better` or `higher is better`; empty for an unknown goal."""
     return DIRECTIONS.get(goal, "")
 
 
-def _headline(metric: str, goal: str, found: Interval) -> str:
-    better = f", {direction(goal)}" if goal else ""
-    return f"{wording.label(metric)} {wording.interval(found.value, found.low, found.high)[0]}{better}."
+def _write_headline(metric: str, goal: str, score: Interval) -> str:
+    better = f", {describe_direction(goal)}" if goal else ""
+    return f"{wording.format_label(metric)} {wording.format_interval(score.value, score.low, score.high)[0]}{better}."
 
 
-def _against(found: Interval, goal: str, baselines: Mapping[str, float]) -> str:
-    """How the value stands to each baseline; within the interval there is nothing to tell."""
-    said = [_relation(found, goal, name, value) for name, value in list(baselines.items())[:MAX_BASELINES]]
-    if not said:
-        return ""
-    sentence = "; ".join(said)
-    return f"{sentence[0].upper()}{sentence[1:]}."
+def _compare_with_baselines(score: Interval, goal: str, baselines: Mapping[str, float]) -> str:
+    """Say for every baseline whether the value is better; a baseline inside the interval is not distinguishable."""
+    said = [_compare_with_baseline(score, goal, name, value) for name, value in list(baselines.items())[:MAX_BASELINES]]
+    return f"{wording.capitalize('; '.join(said))}." if said else ""
 
 
-def _relation(found: Interval, goal: str, name: str, baseline: float) -> str:
-    name, shown = wording.clean(name), wording.number(float(baseline))
-    if wording.finite(baseline) is None or wording.finite(found.value) is None:
+def _compare_with_baseline(score: Interval, goal: str, name: str, baseline: float) -> str:
+    name, shown = wording.clean(name), wording.format_number(float(baseline))
+    if wording.to_finite(baseline) is None or wording.to_finite(score.value) is None:
         return f"{name} is {shown}"
-    if found.low <= baseline <= found.high:
+    if score.low <= baseline <= score.high:
         return f"not distinguishable from {name} ({shown})"
-    better = is_better(found.value, baseline, goal)
-    word = {True: "better", False: "worse", None: "lower" if found.value < baseline else "higher"}[better]
-    return f"{word} than {name} ({shown}) by {wording.number(abs(found.value - baseline), 3)}"
+    better = is_better(score.value, baseline, goal)
+    word = {True: "better", False: "worse", None: "lower" if score.value < baseline else "higher"}[better]
+    return f"{word} than {name} ({shown}) by {wording.format_number(abs(score.value - baseline), 3)}"
 
 
-def _sample_size(found: Interval, evaluation: Evaluation) -> str:
-    edges = wording.interval(found.value, found.low, found.high)[1]
-    groups = wording.plural(evaluation.num_groups, "independent group")
-    samples = wording.plural(evaluation.num_samples, "sample")
+def _describe_sample_size(score: Interval, evaluation: Evaluation) -> str:
+    edges = wording.format_interval(score.value, score.low, score.high)[1]
+    groups = wording.format_plural(evaluation.num_groups, "independent group")
+    samples = wording.format_plural(evaluation.num_samples, "sample")
     size = samples if evaluation.num_groups == evaluation.num_samples else f"{groups} with {samples}"
-    return f"The {_level(evaluation)} interval is {edges}, from {size}."
+    return f"The {wording.format_level(evaluation.confidence)} interval is {edges}, from {size}."
 
 
-def _level(evaluation: Evaluation) -> str:
-    return f"{wording.number(100 * evaluation.confidence, 3).removesuffix('.0')}%"
-
-
-def _figures(primary: str, evaluation: Evaluation) -> list[Fact]:
-    """The metrics that get no chart of their own."""
-    charted = _charted(primary, evaluation)
+def _list_figures(primary: str, evaluation: Evaluation) -> list[Fact]:
+    """Return the metrics that get no chart of their own."""
+    charted = _list_charted(primary, evaluation)
     shown = {
-        name: wording.interval(found.value, found.low, found.high)
-        for name, found in evaluation.metrics.items()
+        name: wording.format_interval(score.value, score.low, score.high)
+        for name, score in evaluation.metrics.items()
         if name not in charted
     }
-    return [Fact(wording.label(name), value, edges) for name, (value, edges) in shown.items()]
+    return [Fact(wording.format_label(name), value, edges) for name, (value, edges) in shown.items()]
 
 
-def _charted(primary: str, evaluation: Evaluation) -> list[str]:
+def _list_charted(primary: str, evaluation: Evaluation) -> list[str]:
     return [primary, *(n for n in evaluation.metrics if n != primary and evaluation.baselines.get(n))]
 
 
-def _metric_chart(metric: str, evaluation: Evaluation, goal: str) -> Chart:
-    found = evaluation.metrics[metric]
+def _draw_metric(metric: str, evaluation: Evaluation, goal: str) -> Chart:
+    score = evaluation.metrics[metric]
     baselines = list(evaluation.baselines.get(metric, {}).items())[:MAX_BASELINES]
-    rows = [IntervalRow("this model", found.value, found.low, found.high)]
+    rows = [IntervalRow("this model", score.value, score.low, score.high)]
     rows += [IntervalRow(wording.clean(name), float(value), style="plain") for name, value in baselines]
-    title = wording.label(metric)
-    table = Table(title, ["", "value", "interval"], [[row.name, *row.shown] for row in rows])
-    description = f"{title}: " + ", ".join(f"{row.name} {' '.join(row.shown)}".strip() for row in rows)
-    return Chart(title, interval_chart(rows, description=description), direction(goal), table)
+    return make_interval_chart(wording.format_label(metric), rows, describe_direction(goal))
 
 
-def _slice_chart(metric: str, goal: str, evaluation: Evaluation) -> Chart | None:
+def make_interval_chart(
+    title: str, rows: Sequence[IntervalRow], note: str, guides: Sequence[Guide] = (), *, signed: bool = False
+) -> Chart:
+    """Draw values with their intervals, and tabulate the same for where there are no drawings."""
+    table = Table(title, ["", "value", "interval"], [[row.name, *row.figures] for row in rows])
+    description = f"{title}: " + ", ".join(f"{row.name} {' '.join(row.figures)}".strip() for row in rows)
+    return Chart(title, draw_interval_chart(rows, guides, description=description, signed=signed), note, table)
+
+
+def _draw_slices(metric: str, goal: str, evaluation: Evaluation) -> Chart | None:
     whole = evaluation.metrics[metric].value
     rows = [
         SliceRow(
             wording.clean(name),
-            each.metrics[metric],
-            each.num_samples,
-            _worse(each, metric, whole, goal),
-            each.intervals.get(metric),
+            part.metrics[metric],
+            part.num_samples,
+            _is_worse(part, metric, whole, goal),
+            part.intervals.get(metric),
         )
-        for name, each in evaluation.slices.items()
-        if metric in each.metrics
+        for name, part in evaluation.slices.items()
+        if metric in part.metrics
     ]
     if not rows:
         return None
-    shown = _shown_slices(rows, goal)
-    title = f"{wording.label(metric)} by slice"
+    shown = _choose_slices(rows, goal)
+    title = f"{wording.format_label(metric)} by slice"
     first = "worst first" if goal else "highest first"
     if any(row.num_samples < MIN_SLICE_SAMPLES for row in shown):
         first += f", those of fewer than {MIN_SLICE_SAMPLES} samples last: they say little"
     left_out = (
-        "" if len(shown) == len(rows) else f", {len(shown)} of {wording.count(len(rows))}: the first and the last"
+        ""
+        if len(shown) == len(rows)
+        else f", {len(shown)} of {wording.format_count(len(rows))}: the first and the last"
     )
     if any(row.bounds for row in shown):
-        first += f"; bars: {_level(evaluation)} intervals, coloured where the whole is outside"
+        first += f"; bars: {wording.format_level(evaluation.confidence)} intervals, coloured where the whole is outside"
     table = Table(
         title,
         ["slice", metric, "interval", "samples"],
-        [[r.name, *r.shown, wording.count(r.num_samples)] for r in shown],
+        [[r.name, *r.figures, wording.format_count(r.num_samples)] for r in shown],
     )
-    description = f"{title}, {first}: " + ", ".join(f"{row.name} {wording.number(float(row.value))}" for row in shown)
-    return Chart(title, slice_chart(shown, whole, description=description), first + left_out, table)
+    description = f"{title}, {first}: " + ", ".join(
+        f"{row.name} {wording.format_number(float(row.value))}" for row in shown
+    )
+    return Chart(title, draw_slice_chart(shown, whole, description=description), first + left_out, table)
 
 
-def _shown_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
-    """In the order in which they are drawn: the worst ones first, but what has hardly any samples after all others.
+def _choose_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
+    """Order slices for the chart: the worst first, but slices of hardly any samples last.
 
-    Of more than there is room for the small ones go first, then those in the middle.
+    If there are too many, the small ones are dropped first, then those in the middle.
     """
-    ordered = sorted(rows, key=lambda row: _badness(row.value, goal), reverse=True)
+    ordered = sorted(rows, key=lambda row: _measure_badness(row.value, goal), reverse=True)
     large = [row for row in ordered if row.num_samples >= MIN_SLICE_SAMPLES]
     small = [row for row in ordered if row.num_samples < MIN_SLICE_SAMPLES]
     if not large:
@@ -203,87 +232,199 @@ def _shown_slices(rows: list[SliceRow], goal: str) -> list[SliceRow]:
     return [*large, *small][:MAX_SLICES]
 
 
-def _worse(each: Slice, metric: str, whole: float, goal: str) -> bool | None:
-    """Whether a slice is worse than the whole; None where that cannot be told, as within its interval."""
-    bounds = each.intervals.get(metric)
+def _is_worse(part: Slice, metric: str, whole: float, goal: str) -> bool | None:
+    """Return True if a slice is worse than the whole; None if the whole lies in its interval or the goal is unknown."""
+    bounds = part.intervals.get(metric)
     if bounds is not None and bounds.low <= whole <= bounds.high:
         return None
-    better = is_better(each.metrics[metric], whole, goal)
+    better = is_better(part.metrics[metric], whole, goal)
     return None if better is None else not better
 
 
-def _galleries(evaluation: Evaluation) -> list[Gallery]:
-    """Sample predictions, in the order in which they were chosen."""
-    found = {
-        "Samples spread over the data": [each for each in evaluation.examples if not each.is_worst],
-        "Samples with the largest loss": [each for each in evaluation.examples if each.is_worst],
+def _make_galleries(evaluation: Evaluation) -> list[Gallery]:
+    """Return the sample predictions in the order in which the evaluation chose them."""
+    examples = {
+        "Samples spread over the data": [example for example in evaluation.examples if not example.is_worst],
+        "Samples with the largest loss": [example for example in evaluation.examples if example.is_worst],
     }
-    measured = {name for each in evaluation.examples for name, value in each.metrics.items() if value not in (0, 1)}
-    return [Gallery(title, [_sample(each, measured) for each in shown]) for title, shown in found.items() if shown]
+    measured = {
+        name for example in evaluation.examples for name, value in example.metrics.items() if value not in (0, 1)
+    }
+    return [
+        Gallery(title, [_make_sample(example, measured) for example in shown])
+        for title, shown in examples.items()
+        if shown
+    ]
 
 
-def _sample(example: Example, measured: set[str]) -> Sample:
-    """`measured`: what is more than right or wrong of a single sample, which it shows itself."""
-    shown = content.sample_facts(example.shown, example.names)
+def _make_sample(example: Example, measured: set[str]) -> Sample:
+    """`measured`: metrics that say more of one sample than right or wrong, which the sample shows itself."""
+    shown = content.make_sample_facts(example.shown, example.names)
     metrics = {name: value for name, value in example.metrics.items() if name in measured}
-    figures = [Fact(wording.label(name).lower(), wording.number(value)) for name, value in metrics.items()]
+    figures = [
+        Fact(wording.format_label(name).lower(), wording.format_number(value)) for name, value in metrics.items()
+    ]
     picture = example.picture if _BASE64.fullmatch(example.picture) else ""
     return Sample(wording.clean(example.key), [*shown, *figures], picture)
 
 
-def _badness(value: float, goal: str) -> float:
-    if wording.finite(value) is None:
+def _measure_badness(value: float, goal: str) -> float:
+    if wording.to_finite(value) is None:
         return float("-inf")
     return -value if goal == "maximize" else value
 
 
-def _confusion_chart(confusion: Confusion) -> Chart:
-    often = "; ".join(_often(confusion, 3)) or "no class was taken for another"
-    drawing = confusion_chart(confusion.labels, confusion.matrix, description=f"Confusion matrix: {often}")
+def _draw_confusion(confusion: Confusion) -> Chart:
+    often = "; ".join(_list_mistakes(confusion, 3)) or "no class was taken for another"
+    drawing = draw_confusion_chart(confusion.labels, confusion.matrix, description=f"Confusion matrix: {often}")
     note = f"rows: true class, columns: predicted; most frequent: {often}"
-    return Chart("Confusion matrix", drawing, note, _confusion_table(confusion), wide=True)
+    return Chart("Confusion matrix", drawing, note, _tabulate_confusion(confusion), wide=True)
 
 
-def _frequent_mistakes(confusion: Confusion) -> Table:
-    """What is told of a matrix that is too large to draw."""
-    found = mistakes(confusion.labels, confusion.matrix, MAX_MISTAKES)
+def _tabulate_mistakes(confusion: Confusion) -> Table:
+    """List the most frequent confusions, in place of a matrix that is too large to draw."""
+    mistakes = find_mistakes(confusion.labels, confusion.matrix, MAX_MISTAKES)
     rows = [
-        [wording.clean(m.true), wording.clean(m.predicted), wording.count(m.count), wording.count(m.num_true)]
-        for m in found
+        [
+            wording.clean(m.true),
+            wording.clean(m.predicted),
+            wording.format_count(m.count),
+            wording.format_count(m.num_true),
+        ]
+        for m in mistakes
     ]
     return Table("Most frequent confusions", ["true class", "taken for", "times", "of"], rows)
 
 
-def _often(confusion: Confusion, max_mistakes: int) -> list[str]:
+def _list_mistakes(confusion: Confusion, max_mistakes: int) -> list[str]:
     return [
-        f"{wording.clean(each.true)} taken for {wording.clean(each.predicted)} "
-        f"({wording.count(each.count)} of {wording.count(each.num_true)})"
-        for each in mistakes(confusion.labels, confusion.matrix, max_mistakes)
+        f"{wording.clean(mistake.true)} taken for {wording.clean(mistake.predicted)} "
+        f"({wording.format_count(mistake.count)} of {wording.format_count(mistake.num_true)})"
+        for mistake in find_mistakes(confusion.labels, confusion.matrix, max_mistakes)
     ]
 
 
 def _is_square(confusion: Confusion | None) -> TypeGuard[Confusion]:
-    """Whether there is a matrix with a row and a column per label."""
+    """Return True if there is a matrix with a row and a column per label."""
     if confusion is None or not confusion.labels:
         return False
     size = len(confusion.labels)
     return len(confusion.matrix) == size and all(len(row) == size for row in confusion.matrix)
 
 
-def _confusion_table(confusion: Confusion) -> Table:
+def _tabulate_confusion(confusion: Confusion) -> Table:
     rows = [
-        [wording.clean(name), *map(wording.count, counts)]
+        [wording.clean(name), *map(wording.format_count, counts)]
         for name, counts in zip(confusion.labels, confusion.matrix, strict=True)
     ]
     return Table("Confusion matrix", ["true \\ predicted", *map(wording.clean, confusion.labels)], rows)
 
 
-def _facts(evaluation: Evaluation) -> list[Fact]:
+def _list_facts(evaluation: Evaluation) -> list[Fact]:
     return [
-        content.digest("Evaluation digest", evaluation.evaluation_digest),
-        content.digest("Dataset digest", evaluation.dataset_digest),
-        content.digest("Checkpoint digest", evaluation.checkpoint_digest),
-        content.digest("Export digest", evaluation.export_digest),
-        content.uri("Export", evaluation.export_uri),
-        content.digest("Statistics digest", evaluation.statistics_sha256),
+        content.make_digest_fact("Evaluation digest", evaluation.evaluation_digest),
+        content.make_digest_fact("Dataset digest", evaluation.dataset_digest),
+        content.make_digest_fact("Checkpoint digest", evaluation.checkpoint_digest),
+        content.make_digest_fact("Export digest", evaluation.export_digest),
+        content.make_uri_fact("Export", evaluation.export_uri),
+        content.make_digest_fact("Statistics digest", evaluation.statistics_sha256),
     ]
+
+
+def _list_class_figures(evaluation: Evaluation) -> list[Fact]:
+    """Return the figures of the whole split that have no interval."""
+    return [
+        Fact(wording.format_label(name), wording.format_number(value)) for name, value in evaluation.figures.items()
+    ]
+
+
+def _list_costs(performance: Performance | None) -> list[Fact]:
+    """Return latency, memory and size of the export, with their spread."""
+    if performance is None:
+        return []
+    threads = wording.format_plural(performance.cpu_threads, "thread")
+    where = performance.device if performance.device != "CPU" else f"CPU, {threads}"
+    one, batch = performance.latency_seconds, performance.batch_latency_seconds
+    facts = [
+        Fact("Latency of one sample", _format_milliseconds(one.median), f"{_format_range(one)}; {where}"),
+        Fact(f"Latency of {performance.batch_size}", _format_milliseconds(batch.median), _format_range(batch)),
+    ]
+    memory = performance.memory_bytes
+    if memory is not None:
+        note = f"{wording.format_size(memory.low)} to {wording.format_size(memory.high)}"
+        facts.append(Fact("Memory", wording.format_size(memory.median), note))
+    return [*facts, Fact("Export", wording.format_size(performance.export_bytes))]
+
+
+def _draw_classes(evaluation: Evaluation) -> list[Chart]:
+    """Return the reliability diagram and the ROC and precision-recall curves that the evaluation holds."""
+    charts = (
+        [_draw_reliability(evaluation.calibration)] if evaluation.calibration and evaluation.calibration.bins else []
+    )
+    for kind in CURVES:
+        of_kind = [curve for curve in evaluation.curves if curve.kind == kind and curve.points]
+        charts += [_draw_curves(kind, of_kind, len(evaluation.classes))] if of_kind else []
+    return charts
+
+
+def _tabulate_classes(evaluation: Evaluation) -> list[Table]:
+    """Return a table with a row per class, or of very many classes the worst."""
+    if not evaluation.classes:
+        return []
+    worst = sorted(evaluation.classes, key=lambda scores: 2.0 if scores.f1 is None else scores.f1)[:MAX_CLASS_ROWS]
+    shown = evaluation.classes if len(evaluation.classes) <= MAX_CLASS_ROWS else worst
+    rows = [
+        [
+            wording.clean(scores.label),
+            wording.format_count(scores.num_samples),
+            *map(
+                wording.format_number,
+                (scores.precision, scores.recall, scores.f1, scores.roc_auc, scores.average_precision),
+            ),
+        ]
+        for scores in shown
+    ]
+    left_out = "" if len(shown) == len(evaluation.classes) else f", the {MAX_CLASS_ROWS} with the lowest F1"
+    columns = ["class", "samples", "precision", "recall", "F1", "ROC AUC", "average precision"]
+    return [Table(f"By class{left_out}", columns, rows)]
+
+
+def _format_range(spread: Spread) -> str:
+    return f"{_format_milliseconds(spread.low)} to {_format_milliseconds(spread.high)}"
+
+
+def _format_milliseconds(seconds: float) -> str:
+    return f"{wording.format_number(1000 * seconds, 3)} ms"
+
+
+def _draw_reliability(calibration: Calibration) -> Chart:
+    error = wording.format_number(calibration.error, 3)
+    title = f"Calibration: expected error {error}"
+    rows = [
+        [
+            f"{wording.format_decimals(bin.low, 2)} to {wording.format_decimals(bin.high, 2)}",
+            wording.format_number(bin.confidence),
+            wording.format_number(bin.accuracy),
+            wording.format_count(bin.num_samples),
+        ]
+        for bin in calibration.bins
+    ]
+    table = Table("Calibration", ["confidence", "mean", "accuracy", "samples"], rows)
+    description = f"{title}; " + ", ".join(f"at {row[1]} right {row[2]}" for row in rows)
+    note = "bars: share that is right, by confidence; the diagonal is a calibrated model"
+    return Chart(title, draw_reliability_chart(calibration.bins, description=description), note, table)
+
+
+def _draw_curves(kind: str, curves: list[Curve], num_classes: int) -> Chart:
+    title, across, area = CURVES[kind]
+    series = [
+        Series(wording.clean(curve.label), curve.points, figure=wording.format_number(curve.area)) for curve in curves
+    ]
+    said = ", ".join(f"{wording.clean(curve.label)} {wording.format_number(curve.area)}" for curve in curves)
+    fewer = num_classes > len(curves) > 1
+    note = f"one class against the others{', the hardest ones' if fewer else ''}; {area}: {said}"
+    drawing = draw_line_chart(
+        series, description=f"{title}, {note}", x_range=(0.0, 1.0), from_zero=True, x_name=across, x_is_whole=False
+    )
+    rows = [[wording.clean(curve.label), wording.format_number(curve.area)] for curve in curves]
+    return Chart(title, drawing, note, Table(title, ["class", area], rows))

@@ -20,35 +20,35 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|:(?=//))")
 _BLOCK_START = re.compile(r"^(?:(\d+)([.)])(?= |$)|()([-+=:]))")
 
 
-def render(section: ReportSection) -> str:
-    """One section as a short Markdown page."""
+def render_markdown(section: ReportSection) -> str:
+    """Return one section as a short Markdown page."""
     blocks = [f"## {escape(section.title)}: {escape(section.headline)}"]
     blocks += [escape(sentence) for sentence in section.sentences if sentence]
     if section.command:
-        blocks.append(f"```\n{_code_text(section.command)}\n```")
+        blocks.append(f"```\n{_clean_code(section.command)}\n```")
     if section.log:
-        blocks.append("\n".join(["```", *map(_code_text, section.log), "```"]))
-    blocks += [_figures(section.figures)] if section.figures else []
+        blocks.append("\n".join(["```", *map(_clean_code, section.log), "```"]))
+    blocks += [_render_figures(section.figures)] if section.figures else []
     tables = [chart.table for chart in section.charts if chart.table is not None] + list(section.tables)
-    blocks += [_table(table) for table in tables if len(table.columns) <= MAX_COLUMNS]
-    blocks += [_table(_as_table(gallery)) for gallery in section.galleries]
-    blocks += ["\n".join(_fact(fact) for fact in section.facts)] if section.facts else []
+    blocks += [_render_table(table) for table in tables if len(table.columns) <= MAX_COLUMNS]
+    blocks += [_render_table(_tabulate_gallery(gallery)) for gallery in section.galleries]
+    blocks += ["\n".join(_render_fact(fact) for fact in section.facts)] if section.facts else []
     return "\n\n".join(blocks) + "\n"
 
 
 def escape(text: str) -> str:
-    """Foreign text on one line that is shown as it is, with no link made of an address in it."""
+    """Escape foreign text for one line, so that it is shown as it is and no address in it becomes a link."""
     line = " ".join(clean(text).split())
     return _BLOCK_START.sub(lambda start: f"{start[1] or ''}\\{start[2] or start[4]}", _SPECIAL.sub(r"\\\1", line))
 
 
-def _figures(figures: Iterable[Fact]) -> str:
+def _render_figures(figures: Iterable[Fact]) -> str:
     rows = [[figure.name, f"{figure.value} ({figure.note})" if figure.note else figure.value] for figure in figures]
-    return _rows(["", ""], rows)
+    return _render_rows(["", ""], rows)
 
 
-def _as_table(gallery: Gallery) -> Table:
-    """A line for each sample, without its picture."""
+def _tabulate_gallery(gallery: Gallery) -> Table:
+    """Turn samples into rows of a table, without their pictures."""
     names = list(dict.fromkeys(fact.name for sample in gallery.samples for fact in sample.facts))[: MAX_COLUMNS - 1]
     values = [{fact.name: fact.value for fact in sample.facts} for sample in gallery.samples]
     rows = [
@@ -58,11 +58,11 @@ def _as_table(gallery: Gallery) -> Table:
     return Table(gallery.title, ["sample", *names], rows)
 
 
-def _table(table: Table) -> str:
-    return f"**{escape(table.title)}**\n\n{_rows(table.columns, table.rows)}"
+def _render_table(table: Table) -> str:
+    return f"**{escape(table.title)}**\n\n{_render_rows(table.columns, table.rows)}"
 
 
-def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _render_rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     rule = ["---", *("---:" for _ in columns[1:])]
     lines = [
         [escape(column) or " " for column in columns],
@@ -72,10 +72,10 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _fact(fact: Fact) -> str:
-    value = f"`{_code_text(fact.full or fact.value) or ' '}`" if fact.code else escape(fact.value)
+def _render_fact(fact: Fact) -> str:
+    value = f"`{_clean_code(fact.full or fact.value) or ' '}`" if fact.code else escape(fact.value)
     return f"- {escape(fact.name)}: {value}"
 
 
-def _code_text(text: str) -> str:
+def _clean_code(text: str) -> str:
     return " ".join(clean(text).replace("`", "'").split())

@@ -1,13 +1,18 @@
 """Sections as one HTML page that needs nothing but itself: no script, no address, styles inline.
 
-It is shown in a sandboxed frame of about 500 pixels and opened as a file, in light and in dark. Everything
-is escaped by the template engine after `wording.clean`; the page also forbids itself to load anything.
+Kubeflow shows a page in a sandboxed frame of about 500 pixels, people open it as a file, in light and in dark.
+Everything is escaped by the template engine after `wording.clean`; the page also forbids itself to load anything.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cache
 from typing import Any
 
@@ -18,13 +23,15 @@ from kftrain import __version__
 from kftrain.report.content import Fact, ReportSection
 from kftrain.report.wording import clean
 
+COMMIT_ENV = "KFTRAIN_GIT_COMMIT"
+
 
 @dataclass(frozen=True)
 class Page:
-    """A page of sections."""
+    """Sections under one headline, with key figures and provenance."""
 
     eyebrow: str
-    """What it is a report of, above the headline."""
+    """Subject of the report, above the headline."""
     headline: str
     sections: Sequence[ReportSection]
     tone: str = "neutral"
@@ -33,38 +40,55 @@ class Page:
     facts: Sequence[Fact] = ()
     """Provenance of the whole page, at its end."""
     config_yaml: str = ""
-    """The configuration, folded away."""
+    """Configuration of the run, folded away."""
 
 
-def single(section: ReportSection, subject: str, config_yaml: str = "") -> Page:
-    """A page with one section, whose headline is the page's."""
-    return Page(
-        f"{section.title} \u00b7 {subject}",
-        section.headline,
-        [section],
-        section.tone,
-        config_yaml=config_yaml,
-    )
+def render_section(section: ReportSection, subject: str, config_yaml: str = "") -> str:
+    """Return one section as an HTML page whose headline is the section's; `subject` stands above it."""
+    eyebrow = f"{section.title} \u00b7 {subject}"
+    return render_page(Page(eyebrow, section.headline, [section], section.tone, config_yaml=config_yaml))
 
 
-def render(page: Page) -> str:
-    """The page as an HTML document that is well-formed XML as well."""
+def render_page(page: Page) -> str:
+    """Return the page as an HTML document that is also well-formed XML."""
     return (
-        _environment().get_template("page.html").render(page=page, single=len(page.sections) == 1, version=__version__)
+        _make_environment()
+        .get_template("page.html")
+        .render(page=page, single=len(page.sections) == 1, version=__version__)
     )
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _make_environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.PackageLoader("kftrain.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_cleaned,
+        finalize=_clean_value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-def _cleaned(value: Any) -> Any:
+def _clean_value(value: Any) -> Any:
     return value if isinstance(value, Markup) else clean(value)
+
+
+def describe_environment() -> list[Fact]:
+    """Return date, host, versions and commit; what this machine does not know is left out (steps have no torch)."""
+    facts = [
+        Fact("Written", datetime.now(timezone.utc).isoformat(" ", "minutes").replace("+00:00", " UTC")),
+        Fact("Host", socket.gethostname(), code=True),
+        Fact("kftrain", __version__),
+        Fact("Python", platform.python_version()),
+        Fact("torch", _find_version("torch")),
+        Fact("Commit", os.environ.get(COMMIT_ENV, ""), code=True),
+    ]
+    return [fact for fact in facts if fact.value]
+
+
+def _find_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

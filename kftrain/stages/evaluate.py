@@ -161,12 +161,12 @@ def _make_outcome(
     if reference is not None:
         metrics = ", ".join(f"{name} {interval.value:.4g}" for name, interval in reference.metrics.items())
         progress(f"on the {reference.num_samples:,} samples of the reference set: {metrics}")
-    performance = read_performance(paths, evaluation)
+    section = report.describe_evaluation(config, evaluation, read_performance(paths, evaluation), reference)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **evaluation.to_dict()},
         metrics={**values, **_list_values(reference, "reference_")},
-        html=report.evaluation_html(config, evaluation, performance, reference),
-        markdown=report.evaluation_markdown(config, evaluation, performance, reference),
+        html=report.render_section(section, config.run.name),
+        markdown=report.render_markdown(section),
         confusion=evaluation.confusion,
     )

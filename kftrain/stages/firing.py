@@ -342,12 +342,13 @@ def _is_registered(paths: RunPaths) -> bool:
 
 
 def _make_outcome(paths: RunPaths, skipped: Skipped) -> Outcome:
+    section = report.describe_idle_run(paths.uri, skipped.line)
     return Outcome(
         run_uri=paths.uri,
         summary={"result": f"nothing to do: {skipped.line}", "run_uri": paths.uri, "why": skipped.why},
         next_step="finish",
-        html=report.skipped_html(paths.uri, skipped.line),
-        markdown=report.skipped_markdown(paths.uri, skipped.line),
+        html=report.render_section(section, "run"),
+        markdown=report.render_markdown(section),
     )
 
 

@@ -22,7 +22,7 @@ from kftrain.errors import ConfigError, DataError, KftrainError, TrackingError
 from kftrain.evaluate import reference_set
 from kftrain.registry.package import STORES, ModelPackage, requirements
 from kftrain.registry.wheel import own_wheel
-from kftrain.report import content, environment
+from kftrain.report import content
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
 from kftrain.run.commit import differences
@@ -114,7 +114,7 @@ def _comparison(paths: RunPaths, config: Config) -> str:
     with best_effort("there is no comparison page"):
         comparison = compare_versions(config, at_most=PAGE_VERSIONS)
         if len(comparison.versions) > 1:
-            page = report.comparison_html(comparison, environment.facts())
+            page = report.render_page(report.compose_comparison_page(comparison, report.describe_environment()))
             storage.publish(paths.comparison, page)
     return page
 
@@ -129,10 +129,10 @@ def _write_report(
     is_compared: bool,
 ) -> str:
     """Write the page of the whole run into its folder and return it."""
-    others = [content.uri("Beside other versions", paths.comparison)] if is_compared else []
-    page = report.run_html(
+    others = [content.make_uri_fact("Beside other versions", paths.comparison)] if is_compared else []
+    sections = report.compose_run_page(
         config,
-        shards=manifest.to_dict(),
+        manifest=manifest.to_dict(),
         overview=read_overview(read_shards(paths).manifest_uri),
         completion=completion,
         history=read_history(paths),
@@ -141,8 +141,9 @@ def _write_report(
         performance=read_performance(paths, evaluation),
         drift=read_drift(paths),
         reference=reference_set.read_own(paths, completion),
-        written=[*environment.facts(), *others],
+        written=[*report.describe_environment(), *others],
     )
+    page = report.render_page(sections)
     storage.publish(paths.report, page)
     return page
 
@@ -168,7 +169,7 @@ def _make_outcome(
             }
         ),
         html=page,
-        markdown=report.registration_markdown(config, registration),
+        markdown=report.render_markdown(report.describe_registration(config, registration)),
     )
 
 
@@ -194,7 +195,9 @@ def package_of(
 
     no_example: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {})
     example, types = make_or_warn("input example", lambda: _make_example(config, shards, manifest), no_example)
-    card = make_or_warn("card", lambda: report.model_card(config, manifest.to_dict(), completion, evaluation), "")
+    card = make_or_warn(
+        "card", lambda: report.render_model_card(config, manifest.to_dict(), completion, evaluation), ""
+    )
     return ModelPackage(
         card=card,
         params=model_parameters(config),

@@ -171,12 +171,13 @@ def _write_dataset(paths: RunPaths, prepared: Prepared, progress: Progress) -> O
         storage.publish_json(paths.drift, prepared.drift.to_dict())
     summary = _summarize(paths, shards, described, prepared.reused)
     progress(summary["result"])
+    section = report.describe_shards(described.to_dict(), prepared.overview, prepared.drift)
     return Outcome(
         run_uri=paths.uri,
         summary=summary,
         metrics=_count_metrics(described, prepared.seconds) | (prepared.drift.metrics if prepared.drift else {}),
-        html=report.shards_html(paths.run_id, described.to_dict(), prepared.overview, prepared.drift),
-        markdown=report.shards_markdown(described.to_dict(), prepared.overview, prepared.drift),
+        html=report.render_section(section, paths.run_id),
+        markdown=report.render_markdown(section),
     )
 
 

@@ -89,7 +89,7 @@ def _make_outcome(
     because = f"; {chosen}" if chosen else ""
     result = f"{how}: {completion.num_trained} steps, {completion.num_parameters:,} parameters{reached}{because}"
     progress(result)
-    history = read_history(paths)
+    section = report.describe_training(config, completion, read_history(paths))
     return Outcome(
         run_uri=paths.uri,
         summary={"result": result, "run_uri": paths.uri, **completion.to_dict()},
@@ -101,6 +101,6 @@ def _make_outcome(
                 "seconds": completion.seconds,
             }
         ),
-        html=report.training_html(config, completion, history),
-        markdown=report.training_markdown(config, completion, history),
+        html=report.render_section(section, config.run.name, config.to_yaml()),
+        markdown=report.render_markdown(section),
     )

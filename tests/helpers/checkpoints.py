@@ -16,7 +16,8 @@ TIMEOUT = timedelta(seconds=600)
 @contextlib.contextmanager
 def alone():
     """The world of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=TIMEOUT)
     try:
         yield world(0, 1)
     finally:

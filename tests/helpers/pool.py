@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ class Pool:
 
     def _gather(self, seconds):
         """The answers of all; those that are still silent some seconds after another one has failed have none."""
-        answers = [None] * self.size
+        answers: list[Any] = [None] * self.size
         while seconds > 0 and None in answers:
             for rank, pipe in enumerate(self._pipes):
                 if answers[rank] is None and pipe.poll(0.05):

@@ -13,14 +13,14 @@ import numpy as np
 from helpers.toy_data import toy_config
 
 from kftrain.data.dataset import ShardedDataset
-from kftrain.data.schema import Record
+from kftrain.data.schema import Record, Source
 from kftrain.data.settings import DataConfig
 from kftrain.sharding.shard_dataset import shard_dataset
 from kftrain.sharding.sources import resolve_source
 from kftrain.tasks.base import Task
 
 
-def resolve(source: object, **settings: Any) -> resolve_source.Source:
+def resolve(source: object, **settings: Any) -> Source:
     return resolve_source.resolve(DataConfig(source=str(source), **settings))
 
 

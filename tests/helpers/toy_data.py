@@ -8,9 +8,10 @@ from pathlib import Path
 
 from helpers.models.toy_task import ToyTask
 
-from kftrain.config import Config, RunConfig
+from kftrain.config import Config
 from kftrain.data.settings import DataConfig
 from kftrain.data.shards.manifest import read_manifest, shard_uri
+from kftrain.run.settings import RunConfig
 from kftrain.sharding.shard_dataset import ShardingResult, shard_dataset
 
 

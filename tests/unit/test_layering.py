@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,34 @@ def test_top_modules_import_only_what_is_common():
         and not (where == "config.py" and name.split(".")[-2] == "settings")
     ]
     assert not wrong
+
+
+def folder_imports():
+    """Folder -> the other folders that it imports, wherever in a module the import stands."""
+    targets = {folder: set() for folder in MAY_IMPORT}
+    for where, name, _ in all_imports():
+        folder, parts = where.split("/")[0], name.split(".")
+        if parts[0] == "kftrain" and len(parts) > 1 and {folder, parts[1]} <= MAY_IMPORT.keys():
+            targets[folder] |= {parts[1]} - {folder}
+    return targets
+
+
+def find_circle(targets):
+    """Folders of which each imports the next and the last the first; empty if there are none."""
+    graph = graphlib.TopologicalSorter(targets)
+    try:
+        graph.prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_folders_import_each_other_in_no_circle():
+    assert not find_circle(folder_imports())
+
+
+def test_a_circle_is_found():
+    assert len(find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == 4 and not find_circle({"a": {"b"}, "b": set()})
 
 
 @pytest.mark.parametrize("library", sorted(ONE_PLACE))

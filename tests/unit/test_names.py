@@ -1,9 +1,10 @@
-"""A public name means one thing in the whole package, and an attribute has a line of its own."""
+"""Names say what they mean: once in the package, in the words of the field; docstrings name their subject."""
 
 import ast
 import collections
 import functools
 import itertools
+import re
 from pathlib import Path
 
 import mutants
@@ -16,8 +17,6 @@ FOLDERS = ("kftrain", "components", "pipelines", "examples", "benchmarks", "test
 
 PROTOCOLS = {
     "main": "the entry point of a process",
-    "section": "what every part of a report has",
-    "render": "what every format of a report has",
     "build_launcher": "what every launcher's module has, for `launch.base.build_launcher`",
     "load_export": "what the library does, and what `import kftrain` gives of it",
     "train": "a stage, and the job that it launches",
@@ -25,6 +24,58 @@ PROTOCOLS = {
     "register": "a stage, and what it does in the registry",
 }
 """Names that several modules define because whoever calls them calls them all alike."""
+
+
+VAGUE = """ahead each found given kept own rest said settled shown spread taken told wider"""
+"""Words that name nothing: no function, class, attribute or variable is called by one of them alone."""
+
+PARTICIPLES = """
+announced asked begun built called checked chosen claimed committed compared compiled completed counted cut
+declared described differing done drawn dropped ended expected filled fixed followed formatted gathered gone handed
+hashed held ignored joined judged known limited listed loaded looked lost made mapped marked measured merged named
+opened ordered parsed permitted placed planned prepared reached recorded refused released removed renamed replaced
+reported required resolved restored reused seen sent skipped sorted split started stated stored tried trusted
+unmarked used verified wanted watched weighted written
+"""
+"""Fine words for a variable or a property; the name of a function starts with a verb."""
+
+PRONOUNS = """
+After All Another Around As Before Between Each Everything From How In It Its Not Of One Since Something That Their
+They Those Until What When Where Whether Which Who Whose Why With Within Without
+"""
+"""First words of a docstring that does not say what it is about."""
+
+UNCLEAN = {
+    "api": (3, 5, 4),
+    "checkpoint": (7, 28, 9),
+    "cli": (8, 14, 22),
+    "client": (3, 6, 3),
+    "config": (3, 4, 5),
+    "core": (5, 54, 16),
+    "data": (24, 208, 46),
+    "errors": (3, 13, 5),
+    "evaluate": (4, 8, 3),
+    "kubeflow": (5, 3, 3),
+    "launch": (7, 18, 5),
+    "models": (7, 28, 13),
+    "parallel": (9, 40, 13),
+    "process": (8, 4, 3),
+    "registry": (4, 8, 4),
+    "report": (0, 1, 0),
+    "run": (8, 6, 4),
+    "schedule": (6, 13, 3),
+    "settings": (4, 5, 5),
+    "sharding": (21, 134, 73),
+    "stages": (6, 3, 3),
+    "statistics": (3, 14, 8),
+    "tasks": (8, 64, 30),
+    "tracking": (3, 7, 3),
+    "train": (7, 75, 24),
+    "trust": (4, 11, 5),
+    "worker": (4, 9, 3),
+}
+"""Room -> how many names, docstrings and variables still break these rules. Numbers may only fall; a room that is not
+here breaks none."""
 
 
 @functools.cache
@@ -135,6 +186,111 @@ def test_one_attribute_per_line():
 )
 def test_what_is_crowded(code, num_crowded):
     assert len(list(crowded_in(ast.parse(code)))) == num_crowded
+
+
+def rooms():
+    """Room (a folder of the package, or the file beside the folders) -> syntax trees of its modules."""
+    by_room = collections.defaultdict(list)
+    for module, tree in trees().items():
+        by_room[module.removeprefix("kftrain").lstrip(".").split(".")[0] or "__init__"].append(tree)
+    return by_room
+
+
+def is_property(node):
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def named_things(tree):
+    """(name, whether it is a function that must start with a verb) of functions, classes and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, not is_property(node) and not is_command(node)
+        elif isinstance(node, ast.ClassDef):
+            yield node.name.lower(), False
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign | ast.Assign)]
+            targets = [
+                target for field in fields for target in getattr(field, "targets", [getattr(field, "target", 0)])
+            ]
+            yield from ((target.id, False) for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, False
+
+
+def bad_names(tree):
+    return [
+        name
+        for name, is_function in named_things(tree)
+        if (word := name.strip("_")) in VAGUE.split() or (is_function and word in PARTICIPLES.split())
+    ]
+
+
+def docstrings(tree):
+    """Docstrings of modules, classes and functions, and those that stand below constants and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for before, after in itertools.pairwise(node.body):
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if is_text and isinstance(before, ast.Assign | ast.AnnAssign):
+                    yield after.value.value
+
+
+def bad_docstrings(tree):
+    return [text for text in docstrings(tree) if re.split(r"[\s,;:]", text, maxsplit=1)[0] in PRONOUNS.split()]
+
+
+def bad_variables(tree):
+    names = (getattr(node, "arg", getattr(node, "id", "")) for node in ast.walk(tree) if is_binding(node))
+    return [name for name in names if name in ("found", "each")]
+
+
+def is_binding(node):
+    return isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+
+
+def count_unclean(room_trees):
+    """How many names, docstrings and variables of these modules break the rules."""
+    return tuple(sum(len(bad(tree)) for tree in room_trees) for bad in (bad_names, bad_docstrings, bad_variables))
+
+
+def test_names_and_docstrings_of_a_room_say_what_they_mean():
+    """Clean one up and lower its numbers here; `pytest -k say_what_they_mean` prints what a room has too many of."""
+    counts = {room: count_unclean(room_trees) for room, room_trees in rooms().items()}
+    worse = {
+        room: {"found": found, "allowed": UNCLEAN.get(room, (0, 0, 0))}
+        for room, found in counts.items()
+        if any(number > allowed for number, allowed in zip(found, UNCLEAN.get(room, (0, 0, 0)), strict=True))
+    }
+    lines = [
+        f"{room}: {text.splitlines()[0]}"
+        for room in worse
+        for tree in rooms()[room]
+        for text in [*bad_names(tree), *bad_docstrings(tree), *bad_variables(tree)]
+    ]
+    assert not worse, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("code", "counts"),
+    [
+        ("def said(): ...", (1, 0, 0)),
+        ("def _opened(): ...", (1, 0, 0)),
+        ("def read_manifest(): ...", (0, 0, 0)),
+        ("class A:\n @property\n def known(self): ...", (0, 0, 0)),
+        ("class A:\n rest: int\n wider = 0", (2, 0, 0)),
+        ("class A:\n def __init__(self):\n  self.taken = 0", (1, 0, 0)),
+        ("class Ahead: ...", (1, 0, 0)),
+        ('def f():\n "Of its rows."', (0, 1, 0)),
+        ('A = 1\n"What it is."', (0, 1, 0)),
+        ('class A:\n a: int\n "Which it is."', (0, 1, 0)),
+        ('"""Tables of what is sold."""', (0, 0, 0)),
+        ("found = 0\nfor each in []: ...", (0, 0, 2)),
+        ("def f(found): ...", (0, 0, 1)),
+    ],
+)
+def test_what_is_unclean(code, counts):
+    assert count_unclean([ast.parse(code)]) == counts
 
 
 def test_every_mutant_breaks_a_text_that_is_there_once():

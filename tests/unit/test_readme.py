@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -42,9 +43,15 @@ def test_every_command_of_the_program_stands_in_the_readme():
     assert [name for name in COMMANDS if name not in hidden | shown] == []
 
 
-def test_the_readme_does_not_say_that_tensor_parallelism_is_not_there():
-    (missing,) = re.findall(r"Other schedulers, (.*?)are\snot there yet", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert "tensor" not in missing and "pipeline" in missing
+def test_the_readme_says_which_parallelism_is_there_and_which_not():
+    from kftrain.parallel.settings import NOT_OFFERED, ParallelConfig
+
+    there, missing = (
+        (ROOT / "README.md").read_text().split("## What is there")[1].split("##")[0].split("Not there yet:")
+    )
+    strategies = set(get_args(ParallelConfig.model_fields["strategy"].annotation)) - {"auto"}
+    assert all(f"`{name}`" in there for name in strategies) and "tensor" in there and "tensor" not in missing
+    assert all(axis in missing and axis not in there for axis in NOT_OFFERED)
 
 
 def test_every_line_that_installs_takes_the_versions_that_are_tested():

@@ -177,3 +177,10 @@ def test_what_a_kept_configuration_trusts_is_trusted_by_nobody_else(nothing_perm
     assert load_code(KIND, "x") and load_code("os:getpgrp", "x")
     with pytest.raises(ConfigError, match="may not run here"):
         load_code("os:getpid", "x")
+
+
+def test_code_in_a_folder_within_a_folder_is_looked_for_without_importing_either(tmp_path):
+    """Neither folder has an `__init__.py`: Python's finders need the outer one imported before they look into it."""
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "tasks.py").write_text("class Task: ...")
+    trust.require_written("outer.inner.tasks:Task", "task.kind", str(tmp_path))

@@ -20,10 +20,10 @@ CURVE_WIDTH = 1000
 """Horizontal units of a curve, whatever its width on the screen."""
 
 BASELINE_SHIFT_PX = 4
-"""From the middle of a line of 11 px type to its baseline."""
+"""Distance from the middle of a line of 11 px type to its baseline."""
 
 MIN_LABEL_GAP_PX = 14
-"""Between the middles of two labels in a column."""
+"""Least distance between the middles of two labels in a column."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Padding:
     left: float
 
 
-def element(name: str, *children: str, **attributes: str | float | None) -> Markup:
-    """One SVG element. Plain strings are cleaned and escaped, Markup stays; attributes of None are left out.
+def make_element(name: str, *children: str, **attributes: str | float | None) -> Markup:
+    """Return an SVG element; plain strings are cleaned and escaped, Markup stays, attributes of None are left out.
 
     `class_` is `class`; other underscores become hyphens.
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_format_attribute(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -50,11 +50,11 @@ def element(name: str, *children: str, **attributes: str | float | None) -> Mark
     return Markup(f"<{name}{written}>{inner}</{name}>" if inner else f"<{name}{written}/>")
 
 
-def text(
+def draw_text(
     content: str, x: float | str, y: float, *, style: str = "tick", anchor: str = "start", dx: float = 0
 ) -> Markup:
-    """A label whose vertical middle is at `y`."""
-    return element(
+    """Return a label whose vertical middle is at `y`."""
+    return make_element(
         "text",
         content,
         x=x,
@@ -65,63 +65,65 @@ def text(
     )
 
 
-def line(x1: float | str, y1: float, x2: float | str, y2: float, style: str) -> Markup:
-    """A straight line of a CSS class."""
-    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=style)
+def draw_line(x1: float | str, y1: float, x2: float | str, y2: float, style: str) -> Markup:
+    """Return a straight line; `style` is a CSS class."""
+    return make_element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=style)
 
 
-def across(fraction: float) -> str:
-    """A horizontal position: a share of the drawing's width."""
-    return f"{_attribute(100 * fraction)}%"
+def place_across(fraction: float) -> str:
+    """Turn a share of the drawing's width into a horizontal position: `25%`."""
+    return f"{_format_attribute(100 * fraction)}%"
 
 
-def drawing(
+def frame_drawing(
     content: Iterable[Markup],
     height: float,
     padding: Padding,
     description: str,
     max_width: float | None = None,
 ) -> Markup:
-    """The box with a chart in it. `description` is what a screen reader says."""
+    """Put a chart into its box; a screen reader says `description`."""
     box = f"padding:{padding.top:.0f}px {padding.right:.0f}px {padding.bottom:.0f}px {padding.left:.0f}px"
     box += f";max-width:{max_width:.0f}px" if max_width else ""
-    picture = element("svg", *content, width="100%", height=height, role="img", aria_label=description)
-    return element("div", picture, class_="drawing", style=box)
+    picture = make_element("svg", *content, width="100%", height=height, role="img", aria_label=description)
+    return make_element("div", picture, class_="drawing", style=box)
 
 
-def curve_box(content: Iterable[Markup], height: float) -> Markup:
-    """The part of a drawing that is stretched from `CURVE_WIDTH` units to the drawing's width."""
-    return element(
+def stretch_curves(content: Iterable[Markup], height: float) -> Markup:
+    """Return the part of a drawing that the browser stretches from `CURVE_WIDTH` units to the drawing's width."""
+    return make_element(
         "svg",
         *content,
-        viewBox=f"0 0 {CURVE_WIDTH} {_attribute(height)}",
+        viewBox=f"0 0 {CURVE_WIDTH} {_format_attribute(height)}",
         width="100%",
         height=height,
         preserveAspectRatio="none",
     )
 
 
-def horizontal_axis(scale: Scale, y: float, grid_top: float | None = None) -> list[Markup]:
-    """Ticks below a drawing of height `y`, with grid lines up to `grid_top` where one is given."""
-    parts = [line(0, y, "100%", y, "axis")]
+def draw_horizontal_axis(scale: Scale, y: float, grid_top: float | None = None) -> list[Markup]:
+    """Draw ticks below a drawing of height `y`, with grid lines up to `grid_top` if that is given."""
+    parts = [draw_line(0, y, "100%", y, "axis")]
     for tick, label in zip(scale.ticks, scale.labels, strict=True):
-        at = across(scale.fraction(tick))
-        parts.append(line(at, y, at, y + 4, "axis") if grid_top is None else line(at, grid_top, at, y + 4, "grid"))
-        parts.append(text(label, at, y + 14, anchor="middle"))
+        at = place_across(scale.fraction(tick))
+        parts.append(
+            draw_line(at, y, at, y + 4, "axis") if grid_top is None else draw_line(at, grid_top, at, y + 4, "grid")
+        )
+        parts.append(draw_text(label, at, y + 14, anchor="middle"))
     return parts
 
 
-def vertical_axis(scale: Scale, height: float) -> list[Markup]:
-    """Ticks left of a drawing with a hairline at each."""
+def draw_vertical_axis(scale: Scale, height: float) -> list[Markup]:
+    """Draw ticks left of a drawing, with a hairline across it at every tick."""
     parts = []
     for tick, label in zip(scale.ticks, scale.labels, strict=True):
         y = height * (1 - scale.fraction(tick))
-        parts += [line(0, y, "100%", y, "grid"), text(label, 0, y, anchor="end", dx=-8)]
+        parts += [draw_line(0, y, "100%", y, "grid"), draw_text(label, 0, y, anchor="end", dx=-8)]
     return parts
 
 
 def spread_labels(positions: Sequence[float], low: float, high: float, gap: float = MIN_LABEL_GAP_PX) -> list[float]:
-    """Positions moved until there is `gap` between neighbours, within `low` and `high` if they fit; same order."""
+    """Move positions until neighbours are `gap` apart, within `low` and `high` if they fit; the order stays."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     placed = list(positions)
     floor = low
@@ -135,7 +137,7 @@ def spread_labels(positions: Sequence[float], low: float, high: float, gap: floa
     return placed
 
 
-def _attribute(value: str | float) -> str:
+def _format_attribute(value: str | float) -> str:
     if isinstance(value, str):
         return clean(value)
     return f"{round(value, 2) + 0.0:.7g}"  # adding zero turns -0.0 into 0.0

@@ -29,7 +29,7 @@ class ScriptedTask(LanguageModeling):
         if "commit_seconds" in self.script:
             commit.commit = functools.partial(slowly, commit.commit, self.script["commit_seconds"])
         if "clock" in self.script:
-            saves.monotonic = lambda: ScriptedTask.seconds
+            saves.monotonic = lambda: ScriptedTask.seconds  # type: ignore[attr-defined]
         if "export_after" in self.script:
             late = functools.partial(after, exporting.export_checkpoint, self.script["export_after"])
             exporting.export_checkpoint = late

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Networks whose constructors say something about their parameters, in plain torch: for both sides of the table."""
 
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Optimizers and schedules for the table of parity: torch's own, over a network on one process."""
 
+from typing import Any
+
 import torch
 from helpers.parity.oracle import STEPS, Case, warmup_cosine
 
@@ -101,7 +103,7 @@ class Two:
             {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
         ]
         adamw = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPSILON)
-        self.members = [Muon(hidden, **options), adamw]
+        self.members: list[Any] = [Muon(hidden, **options), adamw]
         self.param_groups = [group for member in self.members for group in member.param_groups]
 
     def step(self):

@@ -28,14 +28,16 @@ class Documents:
 
     def run_page(self, written: Sequence[tuple[str, Any]] = ()) -> str:
         """The report of the run."""
-        return report.run_html(
-            self.settings,
-            shards=self.manifest,
-            completion=self.completion,
-            history=self.history,
-            evaluation=self.evaluation,
-            registration=self.registration,
-            written=written,
+        return report.render_page(
+            report.compose_run_page(
+                self.settings,
+                manifest=self.manifest,
+                completion=self.completion,
+                history=self.history,
+                evaluation=self.evaluation,
+                registration=self.registration,
+                written=written,
+            )
         )
 
 

@@ -11,8 +11,8 @@ import pytest
 from report_documents import make_history
 
 from kftrain import report
-from kftrain.report.comparison import headline
-from kftrain.report.versions import ReportedVersion, VersionComparison, differing, to_plain
+from kftrain.report.comparison import write_headline
+from kftrain.report.versions import ReportedVersion, VersionComparison, find_differences, to_plain
 from kftrain.run.attempts import Claim
 from kftrain.run.documents import Completion, Evaluation, Interval, Slice
 from kftrain.run.timeline import timeline
@@ -100,15 +100,15 @@ def with_difference(found: VersionComparison, *gains: Interval | None) -> Versio
     ],
 )
 def test_the_headline_says_which_is_better(found: VersionComparison, gains: tuple, said: str) -> None:
-    assert headline(with_difference(found, *gains)).startswith(said)
+    assert write_headline(with_difference(found, *gains)).startswith(said)
 
 
 def test_more_is_better_where_the_metric_is_to_be_maximized(found: VersionComparison) -> None:
-    assert "is worse than" in headline(replace(with_difference(found, interval(-0.1)), goal="maximize"))
+    assert "is worse than" in write_headline(replace(with_difference(found, interval(-0.1)), goal="maximize"))
 
 
 def test_the_page_shows_metrics_slices_curves_cost_and_only_what_differs(found: VersionComparison) -> None:
-    shown = texts(report.comparison_html(found))
+    shown = texts(report.render_page(report.compose_comparison_page(found)))
     assert "Of 3 slices, v7 is better in 1 and worse in 0 than version 3 (champion)." in shown
     for part in ("Loss over samples", "Loss over tokens", "Loss over minutes", "Bits per byte over tokens"):
         assert part in shown
@@ -121,7 +121,7 @@ def test_the_page_shows_metrics_slices_curves_cost_and_only_what_differs(found: 
 
 
 def test_markdown_has_the_same_tables(found: VersionComparison) -> None:
-    text = report.comparison_markdown(found)
+    text = report.render_markdown(report.describe_comparison(found))
     assert text.startswith("## Comparison: Version 7 is better than version 3")
     for part in ("| run.seed | 1 | 0 |", "| json |", "goodput", "**Difference to version 3 \\(champion\\)**"):
         assert part.replace("\\(", "(").replace("\\)", ")") in text.replace("\\(", "(").replace("\\)", ")")
@@ -150,33 +150,37 @@ def test_a_page_stands_alone_and_shows_hostile_text_as_text(found: VersionCompar
         )
         for each in found.versions
     ]
-    html = report.comparison_html(replace(found, model_name=HOSTILE, metric=HOSTILE, versions=hostile))
+    html = report.render_page(
+        report.compose_comparison_page(replace(found, model_name=HOSTILE, metric=HOSTILE, versions=hostile))
+    )
     assert "<script>alert('x')</script>" in texts(html)
     root = ElementTree.fromstring(html.split("<!DOCTYPE html>")[1])
     assert not {element.tag for element in root.iter()} & {"script", "img", "a", "link", "iframe", "object"}
     names = {name for element in root.iter() for name in element.attrib}
     assert not [name for name in names if name.startswith("on") or name in ("href", "src")]
     assert not re.search(r"url\(|@import|https?:", "".join(style.text or "" for style in root.iter("style")))
-    report.comparison_markdown(replace(found, model_name=HOSTILE, metric=HOSTILE, versions=hostile))
+    report.render_markdown(
+        report.describe_comparison(replace(found, model_name=HOSTILE, metric=HOSTILE, versions=hostile))
+    )
 
 
 def test_eight_long_trainings_make_a_page_below_two_megabytes(found: VersionComparison) -> None:
     history = make_history(4096)
     many = [replace(found.versions[0], version=n, history=history) for n in range(4, 12)]
-    html = report.comparison_html(replace(found, versions=[found.base, *many]))
+    html = report.render_page(report.compose_comparison_page(replace(found, versions=[found.base, *many])))
     assert len(html.encode()) < 2_000_000
     assert "running mean" in html
 
 
 def test_versions_of_which_nothing_is_left_make_a_page(found: VersionComparison) -> None:
     gone = [ReportedVersion(3, problem="no evaluation that can be read"), ReportedVersion(7)]
-    shown = texts(report.comparison_html(replace(found, versions=gone)))
+    shown = texts(report.render_page(report.compose_comparison_page(replace(found, versions=gone))))
     assert "Version 3: no evaluation that can be read." in shown
 
 
 def test_differing_keeps_only_what_is_not_equal_everywhere() -> None:
-    assert differing([{"a": "1", "b": "2"}, {"a": "1", "c": "3"}]) == {"b": ["2", ""], "c": ["", "3"]}
-    assert differing([{"a": "1"}]) == differing([]) == {}
+    assert find_differences([{"a": "1", "b": "2"}, {"a": "1", "c": "3"}]) == {"b": ["2", ""], "c": ["", "3"]}
+    assert find_differences([{"a": "1"}]) == find_differences([]) == {}
 
 
 def test_as_json_it_is_plain_data(found: VersionComparison) -> None:

@@ -51,7 +51,7 @@ def cells(page: str) -> list[list[str]]:
 
 
 def test_counts_classes_sizes_and_findings_are_shown(described: dict[str, Any]) -> None:
-    rows = cells(report.shards_html("run", described, OVERVIEW))
+    rows = cells(report.render_section(report.describe_shards(described, OVERVIEW), "run"))
     assert ["1", "700 (70.0 %)", "50 (50.0 %)"] in rows and ["0", "300 (30.0 %)", "0 (0.0 %)"] in rows
     assert rows.index(["1", "700 (70.0 %)", "50 (50.0 %)"]) < rows.index(["0", "300 (30.0 %)", "0 (0.0 %)"])
     assert ["content in both splits", "12", "b.txt = a.txt, d.txt = c.txt"] in rows
@@ -60,22 +60,25 @@ def test_counts_classes_sizes_and_findings_are_shown(described: dict[str, Any]) 
 
 
 def test_copies_in_the_validation_split_are_said_in_a_sentence(described: dict[str, Any]) -> None:
-    for page in (report.shards_html("run", described), report.shards_markdown(described)):
+    for page in (
+        report.render_section(report.describe_shards(described), "run"),
+        report.render_markdown(report.describe_shards(described)),
+    ):
         assert "12 validation records of the training split" in page
-    assert "look too good" not in report.shards_markdown({**described, "findings": {}})
+    assert "look too good" not in report.render_markdown(report.describe_shards({**described, "findings": {}}))
 
 
 def test_samples_are_shown_with_pictures_and_texts(described: dict[str, Any]) -> None:
-    page = report.shards_html("run", described, OVERVIEW)
+    page = report.render_section(report.describe_shards(described, OVERVIEW), "run")
     assert f"data:image/png;base64,{PNG}" in page and "once upon a time" in page
-    text = report.shards_markdown(described, OVERVIEW)
+    text = report.render_markdown(report.describe_shards(described, OVERVIEW))
     assert "once upon a time" in text and PNG not in text
 
 
 def test_only_the_largest_classes_are_named(described: dict[str, Any]) -> None:
     counts = {str(number): 1000 - number for number in range(60)}
     described["statistics"]["train"]["classes"] = {"label": counts}
-    rows = cells(report.shards_html("run", described))
+    rows = cells(report.render_section(report.describe_shards(described), "run"))
     assert any(row[0] == "36 others" for row in rows) and not any(row[0] == "59" for row in rows)
 
 
@@ -83,7 +86,7 @@ def test_what_strangers_wrote_stays_text(described: dict[str, Any]) -> None:
     described["statistics"]["train"]["classes"] = {HOSTILE: {HOSTILE: 3}}
     described["findings"][HOSTILE] = {"count": 1, "first": [HOSTILE]}
     shown = {"key": HOSTILE, "split": HOSTILE, "shown": {HOSTILE: HOSTILE}, "picture": '"><script>y</script>'}
-    page = report.shards_html(HOSTILE, described, {"examples": [shown]})
+    page = report.render_section(report.describe_shards(described, {"examples": [shown]}), HOSTILE)
     assert "<script>" not in page
 
 
@@ -91,16 +94,18 @@ def test_what_strangers_wrote_stays_text(described: dict[str, Any]) -> None:
     "broken", [None, 3, "x", [], {"train": 3}, {"train": {"classes": 3, "size_counts": {"x": "y"}}}]
 )
 def test_what_is_missing_or_broken_is_left_out(manifest: dict[str, Any], broken: Any) -> None:
-    page = report.shards_html("run", manifest | {"statistics": broken, "findings": broken}, {"examples": broken})
+    page = report.render_section(
+        report.describe_shards(manifest | {"statistics": broken, "findings": broken}, {"examples": broken}), "run"
+    )
     assert "Splits" in page
 
 
 def test_tokens_of_a_stream_are_not_added_to_its_documents(documents: Documents) -> None:
     stream = documents.manifest | {"sample_schema": {"fields": [{"name": "tokens", "dtype": "uint16", "shape": []}]}}
-    page = report.shards_html("run", stream)
+    page = report.render_section(report.describe_shards(stream), "run")
     assert "3 shards: 329,735 tokens for training, 5,321 documents for validation" in page
     assert [row[:3] for row in cells(page) if row[0] == "train"] == [["train", "2", "329,735 tokens"]]
-    card = report.model_card(documents.settings, stream, documents.completion, documents.evaluation)
+    card = report.render_model_card(documents.settings, stream, documents.completion, documents.evaluation)
     assert "329,735 tokens for training, 5,321 documents for validation" in card
 
 
@@ -108,11 +113,15 @@ def test_what_a_sample_shows_keeps_the_order_of_the_task_through_json() -> None:
     """As `overview.json` and `metrics.json` are written, whose keys are sorted."""
     found = fields({"text": "once", "goes on": "upon", "label": 1}, "task.show")
     read = json.loads(storage.dump_json({"examples": [{"key": "k", "split": "train", **found}]}))
-    (gallery,) = shards.section({}, read).galleries
+    (gallery,) = shards.describe_shards({}, read).galleries
     assert [fact.name for fact in gallery.samples[0].facts] == ["text", "goes on", "label"]
     example = Example.model_validate(json.loads(storage.dump_json({"key": "k", "is_worst": True, **found})))
     evaluated = Evaluation.model_construct(examples=[example])
-    assert [fact.name for fact in evaluations._galleries(evaluated)[0].samples[0].facts] == ["text", "goes on", "label"]
+    assert [fact.name for fact in evaluations._make_galleries(evaluated)[0].samples[0].facts] == [
+        "text",
+        "goes on",
+        "label",
+    ]
 
 
 def test_code_is_shown_as_it_is_set_and_white_space_takes_no_page() -> None:
@@ -121,11 +130,11 @@ def test_code_is_shown_as_it_is_set_and_white_space_takes_no_page() -> None:
         "goes on": " \n" * 90,
         "the model writes": "if" + " " * 90,
     }
-    facts = content.sample_facts(texts)
+    facts = content.make_sample_facts(texts)
     assert [fact.value for fact in facts] == [
         "def f():\n    return 1\n\nx",
         "(180 \u00d7 white space)",
         "if" + " " * 12,
     ]
     assert all(fact.code for fact in facts)
-    assert not any(fact.code for fact in content.sample_facts({"class": "cat (p = 0.9)", "predicted": "cat"}))
+    assert not any(fact.code for fact in content.make_sample_facts({"class": "cat (p = 0.9)", "predicted": "cat"}))

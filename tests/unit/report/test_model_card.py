@@ -10,7 +10,7 @@ from kftrain.run.documents import Interval, Slice
 
 def test_a_card_says_what_it_was_made_of_how_good_it_is_and_where_not(documents: Documents) -> None:
     of = documents
-    card = report.model_card(of.settings, of.manifest, of.completion, of.evaluation)
+    card = report.render_model_card(of.settings, of.manifest, of.completion, of.evaluation)
     for part in (
         "# stdlib-lm",
         "## Data: stdlib",
@@ -31,13 +31,13 @@ def test_a_card_fits_into_the_description_of_a_version_and_escapes(documents: Do
     many = {f"{n} {hostile}": Slice(num_samples=3, metrics={"bits_per_byte": float(n)}) for n in range(100)}
     interval = Interval(value=0.5, low=0.4, high=0.6)
     evaluation = of.evaluation.model_copy(update={"slices": many, "metrics": {"bits_per_byte": interval}})
-    card = report.model_card(of.settings, of.manifest | {"source": hostile}, of.completion, evaluation)
+    card = report.render_model_card(of.settings, of.manifest | {"source": hostile}, of.completion, evaluation)
     assert "<script" not in card.replace("\\<", "") and "the 10 worst of 100" in card
-    assert len(report.model_card(of.settings, of.manifest, of.completion, of.evaluation)) < 5000
+    assert len(report.render_model_card(of.settings, of.manifest, of.completion, of.evaluation)) < 5000
 
 
 def test_without_slices_or_a_known_goal_there_are_fewer_sections(documents: Documents) -> None:
     of = documents
     evaluation = of.evaluation.model_copy(update={"slices": {}, "num_groups": 7})
-    card = report.model_card(of.settings, of.manifest, of.completion, evaluation)
+    card = report.render_model_card(of.settings, of.manifest, of.completion, evaluation)
     assert "## Slices" not in card and "a person decides" in card

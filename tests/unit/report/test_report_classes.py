@@ -3,7 +3,8 @@
 import pytest
 
 from kftrain.config import Config
-from kftrain.report import classes, evaluation_html, evaluation_markdown
+from kftrain.report import describe_evaluation, render_markdown, render_section
+from kftrain.report.evaluation import MAX_CLASS_ROWS
 from kftrain.run.documents import Calibration, CalibrationBin, ClassFigures, Curve, Example, Performance, Spread
 
 HOSTILE = "<script>alert(1)</script>"
@@ -28,14 +29,14 @@ def classified(evaluation):
 
 
 def test_calibration_curves_and_classes_are_on_the_page_and_nothing_of_theirs_is_markup(classified):
-    page = evaluation_html(Config(), classified)
+    page = render_section(describe_evaluation(Config(), classified), Config().run.name)
     assert HOSTILE not in page and "alert(1)" in page
     for said in ("Calibration: expected error 0.200", "Macro f1", "By class", "ROC", "at 0.9500 right 0.7500"):
         assert said in page, said
 
 
 def test_the_same_is_in_the_text(classified):
-    text = evaluation_markdown(Config(), classified)
+    text = render_markdown(describe_evaluation(Config(), classified))
     assert "| 0.80 to 1.00 | 0.9500 | 0.7500 | 60 |" in text
     assert "| b | 7 | 0.5000 | 0.2500 | \u2013 | \u2013 | \u2013 |" in text
 
@@ -44,7 +45,11 @@ def test_a_curve_is_named_with_the_area_below_it_and_not_with_where_it_ends(clas
     curves = [
         Curve(kind="roc", label=name, area=area, points=[(0.0, 0.0), (0.4, 0.9), (1.0, 1.0)]) for name, area in AREAS
     ]
-    (roc,) = [c for c in classes.charts(classified.model_copy(update={"curves": curves})) if c.title == "ROC"]
+    (roc,) = [
+        c
+        for c in describe_evaluation(Config(), classified.model_copy(update={"curves": curves})).charts
+        if c.title == "ROC"
+    ]
     assert "cat 0.9270<" in roc.drawing and "dog 0.8000<" in roc.drawing and "1.00<" not in roc.drawing.split("cat")[1]
 
 
@@ -54,16 +59,18 @@ AREAS = (("cat", 0.927), ("dog", 0.8))
 def test_right_or_wrong_of_one_sample_is_no_metric_of_it(evaluation):
     metrics = [{"accuracy": 0.0, "cross_entropy": 2.5}, {"accuracy": 1.0, "cross_entropy": 0.0}]
     examples = [Example(key=str(n), is_worst=False, metrics=each) for n, each in enumerate(metrics)]
-    text = evaluation_markdown(Config(), evaluation.model_copy(update={"examples": examples}))
+    text = render_markdown(describe_evaluation(Config(), evaluation.model_copy(update={"examples": examples})))
     assert "accuracy" not in text and "cross entropy" in text
     documents = [Example(key="d", is_worst=False, metrics={"accuracy": 0.07})]
-    assert "accuracy" in evaluation_markdown(Config(), evaluation.model_copy(update={"examples": documents}))
+    assert "accuracy" in render_markdown(
+        describe_evaluation(Config(), evaluation.model_copy(update={"examples": documents}))
+    )
 
 
 def test_of_very_many_classes_the_worst_are_told(classified):
     many = [figures_of(f"c{number}", number / 100) for number in range(100)]
-    (table,) = classes.tables(classified.model_copy(update={"classes": many}))
-    assert len(table.rows) == classes.MAX_CLASSES and table.rows[0][0] == "c0" and "lowest F1" in table.title
+    (table,) = describe_evaluation(Config(), classified.model_copy(update={"classes": many})).tables
+    assert len(table.rows) == MAX_CLASS_ROWS and table.rows[0][0] == "c0" and "lowest F1" in table.title
 
 
 def test_latency_and_memory_stand_with_their_spread(evaluation):
@@ -77,7 +84,7 @@ def test_latency_and_memory_stand_with_their_spread(evaluation):
         latency_seconds=Spread(median=0.00045, low=0.0004, high=0.0006),
         batch_latency_seconds=Spread(median=0.0027, low=0.0026, high=0.0066),
     )
-    text = evaluation_markdown(Config(), evaluation, cost)
+    text = render_markdown(describe_evaluation(Config(), evaluation, cost))
     assert "0.450 ms (0.400 ms to 0.600 ms; CPU, 1 thread)" in text and "Latency of 32" in text
     assert "414 kB" in text and "Memory" not in text
-    assert "Latency" not in evaluation_markdown(Config(), evaluation)
+    assert "Latency" not in render_markdown(describe_evaluation(Config(), evaluation))

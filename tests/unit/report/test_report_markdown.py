@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from kftrain import config, report
 from kftrain.errors import DataError
 from kftrain.report.content import Fact, ReportSection, Table
-from kftrain.report.markdown import escape, render
+from kftrain.report.markdown import escape, render_markdown
 from kftrain.report.wording import clean
 from kftrain.run.advice import Place, Situation
 from kftrain.run.documents import Completion, Evaluation, Example, Registration, Slice
@@ -46,7 +46,7 @@ def test_escaped_text_is_rendered_as_itself(text: str) -> None:
 @given(special, special)
 def test_text_stays_in_its_cell(first: str, second: str) -> None:
     section = ReportSection("S", "h", tables=[Table("T", ["a", "b"], [[first, second]])])
-    html = rendered(render(section))
+    html = rendered(render_markdown(section))
     cells = [plain(cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", html, flags=re.DOTALL)]
     assert cells == [" ".join(first.split()), " ".join(second.split())]
 
@@ -54,7 +54,7 @@ def test_text_stays_in_its_cell(first: str, second: str) -> None:
 @quick
 @given(special)
 def test_an_identifier_stays_one_code_span(text: str) -> None:
-    html = rendered(render(ReportSection("S", "h", facts=[Fact("name", text, code=True)])))
+    html = rendered(render_markdown(ReportSection("S", "h", facts=[Fact("name", text, code=True)])))
     (code,) = re.findall(r"<code>(.*?)</code>", html, flags=re.DOTALL)
     assert plain(code).strip() == " ".join(clean(text).replace("`", "'").split())
     assert set(re.findall(r"<(\w+)", html)) == {"h2", "ul", "li", "code"}
@@ -73,18 +73,26 @@ def test_hostile_text_in_documents_stays_text(
         }
     )
     pages = [
-        report.evaluation_markdown(settings, attacked),
-        report.registration_markdown(
-            settings, registration.model_copy(update={"reason": HOSTILE, "tracking_uri": HOSTILE})
+        report.render_markdown(report.describe_evaluation(settings, attacked)),
+        report.render_markdown(
+            report.describe_registration(
+                settings, registration.model_copy(update={"reason": HOSTILE, "tracking_uri": HOSTILE})
+            )
         ),
-        report.training_markdown(
-            settings, completion.model_copy(update={"run_id": HOSTILE}), [{"step": 1, f"validation/{HOSTILE}": 1.0}]
+        report.render_markdown(
+            report.describe_training(
+                settings, completion.model_copy(update={"run_id": HOSTILE}), [{"step": 1, f"validation/{HOSTILE}": 1.0}]
+            )
         ),
-        report.shards_markdown(manifest | {"source": HOSTILE, "baselines": {HOSTILE: {HOSTILE: HOSTILE}}}),
-        report.failure_markdown(
-            ErrorDocument.of(DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE)),
-            HOSTILE,
-            Situation(Place.LAPTOP, HOSTILE, HOSTILE),
+        report.render_markdown(
+            report.describe_shards(manifest | {"source": HOSTILE, "baselines": {HOSTILE: {HOSTILE: HOSTILE}}})
+        ),
+        report.render_markdown(
+            report.describe_failure(
+                ErrorDocument.of(DataError(HOSTILE, where=HOSTILE, value=HOSTILE, fix=HOSTILE)),
+                HOSTILE,
+                Situation(Place.LAPTOP, HOSTILE, HOSTILE),
+            )
         ),
     ]
     allowed = {"h2", "p", "ul", "li", "code", "pre", "strong", "table", "thead", "tbody", "tr", "th", "td"}
@@ -96,7 +104,7 @@ def test_hostile_text_in_documents_stays_text(
 
 
 def test_the_evaluation_is_tables(evaluation: Evaluation) -> None:
-    text = report.evaluation_markdown(config.Config(), evaluation)
+    text = report.render_markdown(report.describe_evaluation(config.Config(), evaluation))
     assert "| this model | 2.337 | 2.289 to 2.383 |" in text
     assert "| zlib -9 | 2.512 |   |" in text
     assert "| asyncio | 2.554 |   | 67 |" in text
@@ -104,7 +112,7 @@ def test_the_evaluation_is_tables(evaluation: Evaluation) -> None:
 
 
 def test_the_training_is_a_summary_of_each_curve(completion: Completion, history: list[dict[str, Any]]) -> None:
-    text = report.training_markdown(config.Config(), completion, history)
+    text = report.render_markdown(report.describe_training(config.Config(), completion, history))
     assert text.startswith("## Training: Trained 400 steps to a loss of 1.588.\n")
     losses = [point["loss"] for point in history]
     figures = " | ".join(f"{value:.3f}" for value in (losses[0], min(losses), max(losses), losses[-1]))
@@ -112,14 +120,16 @@ def test_the_training_is_a_summary_of_each_curve(completion: Completion, history
 
 
 def test_the_shards_are_a_table_of_splits(manifest: dict[str, Any]) -> None:
-    text = report.shards_markdown(manifest)
+    text = report.render_markdown(report.describe_shards(manifest))
     assert "| train | 2 | 329,735 | 2,422 | 128 MB |" in text
     assert "| tokens | uint8 | 257 |" in text
 
 
 def test_a_command_is_a_code_block() -> None:
-    text = report.failure_markdown(
-        ErrorDocument.of(DataError("bad shard", fix="delete it")), "shard", Situation(Place.LAPTOP, "/runs/r-1")
+    text = report.render_markdown(
+        report.describe_failure(
+            ErrorDocument.of(DataError("bad shard", fix="delete it")), "shard", Situation(Place.LAPTOP, "/runs/r-1")
+        )
     )
     assert "## Failure: Shard failed: bad shard." in text
     assert "```\nkftrain run --resume /runs/r-1 --set data.source=SOURCE\n```" in text
@@ -127,5 +137,5 @@ def test_a_command_is_a_code_block() -> None:
 
 @pytest.mark.parametrize("wide", [12, 40])
 def test_a_table_too_wide_for_a_page_is_left_out(wide: int) -> None:
-    text = render(ReportSection("S", "h", tables=[Table("T", [""] * wide, [["1"] * wide])]))
+    text = render_markdown(ReportSection("S", "h", tables=[Table("T", [""] * wide, [["1"] * wide])]))
     assert ("**T**" in text) == (wide == 12)

@@ -65,10 +65,18 @@ class Reader(HTMLParser):
 
 def all_pages(of: Documents, error: ErrorDocument) -> Pages:
     return {
-        "training": report.training_html(of.settings, of.completion, of.history),
-        "evaluation": report.evaluation_html(of.settings, of.evaluation),
-        "registration": report.registration_html(of.settings, of.registration),
-        "failure": report.failure_html(error, "train", AT_HOME),
+        "training": report.render_section(
+            report.describe_training(of.settings, of.completion, of.history),
+            of.settings.run.name,
+            of.settings.to_yaml(),
+        ),
+        "evaluation": report.render_section(
+            report.describe_evaluation(of.settings, of.evaluation), of.settings.run.name
+        ),
+        "registration": report.render_section(
+            report.describe_registration(of.settings, of.registration), of.settings.run.name
+        ),
+        "failure": report.render_section(report.describe_failure(error, "train", AT_HOME), "train"),
         "run": of.run_page(),
     }
 
@@ -155,12 +163,20 @@ def test_hostile_text_in_any_field_is_shown_as_text(documents: Documents, error:
         reader = check_harmless(html)
         assert "{{ 7 * 7 }}" in reader.shown
         assert "<script>alert('x')</script><img src=x" in reader.shown, name
-    check_harmless(report.failure_html(attacked_error, HOSTILE, Situation(Place.LAPTOP, HOSTILE, HOSTILE, HOSTILE)))
+    check_harmless(
+        report.render_section(
+            report.describe_failure(attacked_error, HOSTILE, Situation(Place.LAPTOP, HOSTILE, HOSTILE, HOSTILE)),
+            HOSTILE,
+        )
+    )
 
 
 def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(registration: Registration) -> None:
-    html = report.registration_html(
-        config.Config(), registration.model_copy(update={"reason": "zero\x00 escape\x1b bidi\u202e lone\ud800"})
+    html = report.render_section(
+        report.describe_registration(
+            config.Config(), registration.model_copy(update={"reason": "zero\x00 escape\x1b bidi\u202e lone\ud800"})
+        ),
+        config.Config().run.name,
     )
     reader = check_harmless(html)
     assert "Zero\ufffd escape\ufffd bidi\ufffd lone\ufffd." in reader.shown
@@ -169,8 +185,10 @@ def test_characters_that_xml_forbids_and_text_that_reads_backwards_are_replaced(
 
 def test_passwords_in_uris_are_not_shown(registration: Registration) -> None:
     settings = config.parse("tracking: {uri: 'https://ana:hunter2@mlflow/x'}")
-    html = report.run_html(
-        settings, registration=registration.model_copy(update={"tracking_uri": settings.tracking.uri})
+    html = report.render_page(
+        report.compose_run_page(
+            settings, registration=registration.model_copy(update={"tracking_uri": settings.tracking.uri})
+        )
     )
     assert "hunter2" not in html
     assert "https://mlflow/x" in html
@@ -186,13 +204,15 @@ def test_a_training_of_a_hundred_thousand_steps_makes_a_small_page(
     history = make_history(100_000)
     for point in history[::1000]:
         point["loss"] = float("nan")
-    html = report.run_html(
-        settings,
-        shards=manifest,
-        completion=completion,
-        history=history,
-        evaluation=evaluation,
-        registration=registration,
+    html = report.render_page(
+        report.compose_run_page(
+            settings,
+            manifest=manifest,
+            completion=completion,
+            history=history,
+            evaluation=evaluation,
+            registration=registration,
+        )
     )
     assert len(html.encode()) < 300_000
     assert "100 values not finite" in html
@@ -217,16 +237,22 @@ def test_slices_come_worst_first_for_either_goal(settings: config.Config, evalua
     def order(html: str) -> list[str]:
         return re.findall(r'class="row">(asyncio|json|ctypes)<', html)
 
-    assert order(report.evaluation_html(settings, evaluation)) == ["asyncio", "json", "ctypes"]
+    assert order(report.render_section(report.describe_evaluation(settings, evaluation), settings.run.name)) == [
+        "asyncio",
+        "json",
+        "ctypes",
+    ]
     maximize = settings.model_copy(update={"registry": config.RegistryConfig(goal="maximize")})
-    html = report.evaluation_html(maximize, evaluation)
+    html = report.render_section(report.describe_evaluation(maximize, evaluation), maximize.run.name)
     assert order(html) == ["ctypes", "json", "asyncio"]
     assert "Worse than zlib -9 (2.512) by 0.175" in Reader(html).shown
 
 
 def test_of_many_slices_the_worst_and_the_best_are_drawn(settings: config.Config, evaluation: Evaluation) -> None:
     slices = {f"slice-{i:03d}": Slice(num_samples=1, metrics={"bits_per_byte": float(i)}) for i in range(200)}
-    html = report.evaluation_html(settings, evaluation.model_copy(update={"slices": slices}))
+    html = report.render_section(
+        report.describe_evaluation(settings, evaluation.model_copy(update={"slices": slices})), settings.run.name
+    )
     assert re.findall(r'class="row">slice-(\d+)<', html) == [
         f"{i:03d}" for i in [*range(199, 179, -1), *range(9, -1, -1)]
     ]
@@ -245,12 +271,12 @@ def test_a_baseline_is_put_into_words(
     settings: config.Config, evaluation: Evaluation, baseline: float, said: str
 ) -> None:
     changed = evaluation.model_copy(update={"baselines": {"bits_per_byte": {"order-2": baseline}}})
-    assert said in Reader(report.evaluation_html(settings, changed)).shown
+    assert said in Reader(report.render_section(report.describe_evaluation(settings, changed), settings.run.name)).shown
 
 
 def test_without_a_known_goal_nothing_is_called_better(evaluation: Evaluation) -> None:
     settings = config.Config(registry=config.RegistryConfig(metric="accuracy"))
-    shown = Reader(report.evaluation_html(settings, evaluation)).shown
+    shown = Reader(report.render_section(report.describe_evaluation(settings, evaluation), settings.run.name)).shown
     assert "Bits per byte 2.337." in shown
     assert "Lower than zlib -9 (2.512) by 0.175" in shown
     assert "better" not in shown.lower()
@@ -259,8 +285,11 @@ def test_without_a_known_goal_nothing_is_called_better(evaluation: Evaluation) -
 def test_too_many_classes_become_a_list_of_confusions(settings: config.Config, evaluation: Evaluation) -> None:
     labels = [f"class {i}" for i in range(100)]
     matrix = [[50 if i == j else int(j == i + 1) * i for j in range(100)] for i in range(100)]
-    html = report.evaluation_html(
-        settings, evaluation.model_copy(update={"confusion": Confusion(labels=labels, matrix=matrix)})
+    html = report.render_section(
+        report.describe_evaluation(
+            settings, evaluation.model_copy(update={"confusion": Confusion(labels=labels, matrix=matrix)})
+        ),
+        settings.run.name,
     )
     assert "Most frequent confusions class true class taken for" not in html
     assert "class 98 class 99 98 148" in Reader(html).shown
@@ -269,30 +298,37 @@ def test_too_many_classes_become_a_list_of_confusions(settings: config.Config, e
 
 def test_a_matrix_that_does_not_fit_its_labels_is_left_out(settings: config.Config, evaluation: Evaluation) -> None:
     broken = Confusion(labels=["a", "b"], matrix=[[1, 2]])
-    assert "Confusion" not in report.evaluation_html(settings, evaluation.model_copy(update={"confusion": broken}))
+    assert "Confusion" not in report.render_section(
+        report.describe_evaluation(settings, evaluation.model_copy(update={"confusion": broken})), settings.run.name
+    )
 
 
 def test_the_registration_page_starts_with_the_decision_and_its_reason(
     settings: config.Config, registration: Registration
 ) -> None:
-    shown = Reader(report.registration_html(settings, registration)).shown
+    shown = Reader(report.render_section(report.describe_registration(settings, registration), settings.run.name)).shown
     assert "stdlib-lm version 7 is the new champion." in shown
     assert "The interval of the improvement is above 0." in shown
     assert "+0.061" in shown and "+0.043 to +0.079" in shown and "no change" in shown
     lost = registration.model_copy(update={"promoted": False})
     assert (
         "stdlib-lm version 7 is registered; version 5 stays champion."
-        in Reader(report.registration_html(settings, lost)).shown
+        in Reader(report.render_section(report.describe_registration(settings, lost), settings.run.name)).shown
     )
     nobody = {"champion_version": None, "champion": None, "improvement": None}
-    shown = Reader(report.registration_html(settings, lost.model_copy(update=nobody))).shown
+    shown = Reader(
+        report.render_section(report.describe_registration(settings, lost.model_copy(update=nobody)), settings.run.name)
+    ).shown
     assert "is registered; there is no champion." in shown
     assert "Improvement over" not in shown
 
 
 def test_the_effect_that_the_gate_needs_is_drawn(registration: Registration) -> None:
     settings = config.Config(registry=config.RegistryConfig(min_effect=0.01))
-    assert "needed 0.01" in Reader(report.registration_html(settings, registration)).shown
+    assert (
+        "needed 0.01"
+        in Reader(report.render_section(report.describe_registration(settings, registration), settings.run.name)).shown
+    )
 
 
 def test_the_run_page_has_every_part_and_each_fact_once(pages: Pages) -> None:
@@ -308,8 +344,11 @@ def test_the_run_page_has_every_part_and_each_fact_once(pages: Pages) -> None:
 
 
 def test_parts_that_are_not_there_yet_are_left_out(settings: config.Config, history: list[dict[str, Any]]) -> None:
-    assert "Nothing has been recorded yet." in Reader(check_and_return(report.run_html(settings))).shown
-    shown = Reader(check_and_return(report.run_html(settings, history=history[:230]))).shown
+    assert (
+        "Nothing has been recorded yet."
+        in Reader(check_and_return(report.render_page(report.compose_run_page(settings)))).shown
+    )
+    shown = Reader(check_and_return(report.render_page(report.compose_run_page(settings, history=history[:230])))).shown
     assert "Training is not complete: last recorded step 230 of 400." in shown
     assert "Evaluation" not in shown
 
@@ -334,28 +373,40 @@ def check_and_return(html: str) -> str:
 def test_a_history_with_missing_or_odd_points_is_no_obstacle(
     settings: config.Config, completion: Completion, history: list[dict[str, Any]]
 ) -> None:
-    check_harmless(report.training_html(settings, completion, history))
-    check_harmless(report.training_html(settings, None, history))
+    check_harmless(
+        report.render_section(
+            report.describe_training(settings, completion, history), settings.run.name, settings.to_yaml()
+        )
+    )
+    check_harmless(
+        report.render_section(report.describe_training(settings, None, history), settings.run.name, settings.to_yaml())
+    )
 
 
 @pytest.mark.parametrize(("first", "start"), [(10, "0"), (300, "300")])
 def test_the_step_axis_starts_at_zero_if_the_history_starts_near_it(
     settings: config.Config, first: int, start: str
 ) -> None:
-    html = report.training_html(settings, None, [{"step": first, "loss": 2.0}, {"step": 400, "loss": 1.0}])
+    html = report.render_section(
+        report.describe_training(settings, None, [{"step": first, "loss": 2.0}, {"step": 400, "loss": 1.0}]),
+        settings.run.name,
+        settings.to_yaml(),
+    )
     assert f'<text x="0%" y="228" class="tick" text-anchor="middle">{start}</text>' in html
 
 
 def test_of_a_step_that_was_repeated_the_later_record_counts(settings: config.Config) -> None:
     history = [{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 3, "loss": 9.0}]
-    assert "from 2.000 at step 1 to 9.000 at step 3" in report.training_html(settings, None, history)
+    assert "from 2.000 at step 1 to 9.000 at step 3" in report.render_section(
+        report.describe_training(settings, None, history), settings.run.name, settings.to_yaml()
+    )
 
 
 @pytest.mark.parametrize(
     "document", [{}, {"splits": []}, {"splits": {"train": [1]}, "sample_schema": 3, "baselines": {"x": 1}}]
 )
 def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, document: dict[str, Any]) -> None:
-    check_harmless(report.run_html(settings, shards=document))
+    check_harmless(report.render_page(report.compose_run_page(settings, manifest=document)))
 
 
 @pytest.mark.parametrize(
@@ -386,24 +437,37 @@ def test_a_manifest_with_other_contents_is_no_obstacle(settings: config.Config, 
     ],
 )
 def test_a_failure_says_what_to_do_next(failure: Callable[[], Exception], advice: str, command: str | None) -> None:
-    html = report.failure_html(ErrorDocument.of(failure()), "train", Situation(Place.LAPTOP, "s3://bucket/runs/my run"))
+    html = report.render_section(
+        report.describe_failure(
+            ErrorDocument.of(failure()), "train", Situation(Place.LAPTOP, "s3://bucket/runs/my run")
+        ),
+        "train",
+    )
     reader = check_harmless(html)
     assert advice in reader.shown
     assert (command in reader.shown) if command else ("<pre" not in html)
 
 
 def test_a_failed_run_can_be_resumed_in_the_ui(error: ErrorDocument) -> None:
-    shown = Reader(report.failure_html(error, "train", replace(AT_HOME, place=Place.KUBEFLOW))).shown
+    shown = Reader(
+        report.render_section(report.describe_failure(error, "train", replace(AT_HOME, place=Place.KUBEFLOW)), "train")
+    ).shown
     assert "start a run with nothing but resume_run set to /data/runs/stdlib-lm-1" in shown
 
 
 def test_at_home_nobody_is_sent_to_kubeflow_and_the_log_is_named(error: ErrorDocument) -> None:
-    shown = Reader(report.failure_html(error, "train", AT_HOME)).shown
+    shown = Reader(report.render_section(report.describe_failure(error, "train", AT_HOME), "train")).shown
     assert "Kubeflow" not in shown and "/data/logs/1.log" in shown
 
 
 def test_a_failure_without_any_field_is_still_reported() -> None:
     assert (
         "Train failed: it left no message."
-        in Reader(check_and_return(report.failure_html(ErrorDocument(), "train", Situation(Place.LAPTOP)))).shown
+        in Reader(
+            check_and_return(
+                report.render_section(
+                    report.describe_failure(ErrorDocument(), "train", Situation(Place.LAPTOP)), "train"
+                )
+            )
+        ).shown
     )

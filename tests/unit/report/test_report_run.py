@@ -12,8 +12,7 @@ import pytest
 from report_documents import Documents
 
 from kftrain import config, report
-from kftrain.report import environment
-from kftrain.report.charts.line import ReferenceLine, Series, line_chart
+from kftrain.report.charts.line import ReferenceLine, Series, draw_line_chart
 from kftrain.run.documents import Completion, Evaluation, Registration, Slice
 
 WIDTH_PX, HEIGHT_PX = 330, 120
@@ -25,7 +24,7 @@ def shown(page: str) -> str:
 
 @pytest.fixture
 def page(documents: Documents) -> str:
-    return documents.run_page(environment.facts())
+    return documents.run_page(report.describe_environment())
 
 
 @pytest.mark.parametrize(
@@ -55,23 +54,36 @@ def test_a_first_model_is_compared_with_nothing_in_no_chart(
     settings: config.Config, registration: Registration
 ) -> None:
     alone = {"champion": None, "champion_version": None, "improvement": None}
-    text = report.registration_html(settings, registration.model_copy(update=alone))
+    text = report.render_section(
+        report.describe_registration(settings, registration.model_copy(update=alone)), settings.run.name
+    )
     assert "challenger" not in text and "<svg" not in text
-    assert "challenger v7" in report.registration_html(settings, registration.model_copy(update={"promoted": False}))
+    assert "challenger v7" in report.render_section(
+        report.describe_registration(settings, registration.model_copy(update={"promoted": False})), settings.run.name
+    )
 
 
 def test_a_slice_of_hardly_any_samples_never_heads_the_list(settings: config.Config, evaluation: Evaluation) -> None:
     slices = {**evaluation.slices, "tiny": Slice(num_samples=2, metrics={"bits_per_byte": 9.0})}
-    text = report.evaluation_html(settings, evaluation.model_copy(update={"slices": slices}))
+    text = report.render_section(
+        report.describe_evaluation(settings, evaluation.model_copy(update={"slices": slices})), settings.run.name
+    )
     assert re.findall(r'class="row">(asyncio|json|ctypes|tiny)<', text) == ["asyncio", "json", "ctypes", "tiny"]
     assert "those of fewer than 10 samples last" in text
-    assert "samples last" not in report.evaluation_html(settings, evaluation)
+    assert "samples last" not in report.render_section(
+        report.describe_evaluation(settings, evaluation), settings.run.name
+    )
 
 
 def test_a_baselines_name_is_not_cut_where_there_is_room(settings: config.Config, completion: Completion) -> None:
     history = [{"step": step, "validation/accuracy": 0.1 * step} for step in range(1, 7)]
-    evaluated = report.run_html(
-        settings, completion=completion, history=history, evaluation=with_accuracy(completion, "most frequent class")
+    evaluated = report.render_page(
+        report.compose_run_page(
+            settings,
+            completion=completion,
+            history=history,
+            evaluation=with_accuracy(completion, "most frequent class"),
+        )
     )
     assert ">most frequent class 0.134<" in evaluated
 
@@ -103,7 +115,7 @@ CURVES = {
 @pytest.mark.parametrize("name", CURVES)
 def test_the_name_of_a_level_lies_over_no_curve(name: str) -> None:
     """Sampled at every pixel of the narrowest chart: the curve as it is drawn, the label where it stands."""
-    drawing = line_chart([Series("", CURVES[name])], [ReferenceLine("class frequencies 1", 1.0)], description="d")
+    drawing = draw_line_chart([Series("", CURVES[name])], [ReferenceLine("class frequencies 1", 1.0)], description="d")
     root = ElementTree.fromstring(drawing)
     (label,) = [node for node in root.iter("text") if "halo" in node.attrib["class"]]
     middle, width = float(label.attrib["y"]) - 4, 6 * len(label.text or "")
@@ -140,16 +152,16 @@ def test_a_slice_has_its_interval_and_a_colour_only_where_the_whole_is_outside(
         for name, (value, low, high) in bounds.items()
     }
     changed = evaluation.model_copy(update={"slices": slices})
-    drawn = rows_of(report.evaluation_html(settings, changed))
+    drawn = rows_of(report.render_section(report.describe_evaluation(settings, changed), settings.run.name))
     assert {name: drawn[name] for name in bounds} == {
         "worse": "interval worse",
         "chance": "interval plain",
         "better": "interval better",
         "open": "interval plain",
     }
-    text = report.evaluation_markdown(settings, changed)
+    text = report.render_markdown(report.describe_evaluation(settings, changed))
     assert "| worse | 2.50 | 2.40 to 2.60 | 50 |" in text and "| open | 2.800 |   | 50 |" in text
-    before = rows_of(report.evaluation_html(settings, evaluation))
+    before = rows_of(report.render_section(report.describe_evaluation(settings, evaluation), settings.run.name))
     assert (before["asyncio"], before["ctypes"]) == ("stem worse", "stem better")
 
 
@@ -158,13 +170,22 @@ def test_a_unit_is_shown_for_an_own_tasks_loss_and_none_where_none_is_known(
 ) -> None:
     own = settings.model_copy(update={"task": config.TaskConfig(kind="my.task:Regression")})
     known = completion.model_copy(update={"loss_unit": "squared <b>km</b>"})
-    assert shown(report.training_html(own, known, history)).count("squared <b>km</b>") == 2
+    assert (
+        shown(report.render_section(report.describe_training(own, known, history), own.run.name, own.to_yaml())).count(
+            "squared <b>km</b>"
+        )
+        == 2
+    )
     unknown = completion.model_copy(update={"loss_unit": ""})
-    assert "nats" not in shown(report.training_html(own, unknown, history))
+    assert "nats" not in shown(
+        report.render_section(report.describe_training(own, unknown, history), own.run.name, own.to_yaml())
+    )
 
 
 def test_pages_of_an_evaluation_without_samples_say_nothing_of_them(
     settings: config.Config, evaluation: Evaluation
 ) -> None:
     without = evaluation.model_copy(update={"examples": []})
-    assert "Samples" not in shown(report.evaluation_html(settings, without))
+    assert "Samples" not in shown(
+        report.render_section(report.describe_evaluation(settings, without), settings.run.name)
+    )

@@ -28,7 +28,7 @@ from kftrain.report import wording
     ],
 )
 def test_a_number_has_four_significant_digits(value: Any, text: str) -> None:
-    assert wording.number(value) == text
+    assert wording.format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_a_number_has_four_significant_digits(value: Any, text: str) -> None:
 def test_an_interval_has_the_digits_that_its_width_supports(
     interval: tuple[float, float, float], shown: tuple[str, str]
 ) -> None:
-    assert wording.interval(*interval) == shown
+    assert wording.format_interval(*interval) == shown
 
 
 def test_a_difference_has_a_sign() -> None:
-    assert wording.interval(0.0005, -0.0031, 0.0042, signed=True) == ("+0.0005", "\u22120.0031 to +0.0042")
+    assert wording.format_interval(0.0005, -0.0031, 0.0042, signed=True) == ("+0.0005", "\u22120.0031 to +0.0042")
 
 
 def test_a_difference_that_rounds_to_zero_has_none() -> None:
-    assert wording.fixed(-0.0001, 2, signed=True) == "0.00"
+    assert wording.format_decimals(-0.0001, 2, signed=True) == "0.00"
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_a_difference_that_rounds_to_zero_has_none() -> None:
     [(4.26, "4.3 s"), (48.3, "48.3 s"), (59.96, "60.0 s"), (200.4, "3 min 20 s"), (3600, "1 h"), (90_000, "1 d 1 h")],
 )
 def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert wording.format_duration(seconds) == text
 
 
 def test_sizes_and_large_counts_have_units() -> None:
-    assert wording.size(64_000_000) == "64.0 MB"
-    assert wording.size(512) == "512 bytes"
-    assert wording.size(5 * 10**15) == "5,000 TB"
-    assert wording.large_count(1_861_248) == "1.86M"
-    assert wording.large_count(812_000) == "812,000"
-    assert wording.large_count(7_000_000_000) == "7.00B"
+    assert wording.format_size(64_000_000) == "64.0 MB"
+    assert wording.format_size(512) == "512 bytes"
+    assert wording.format_size(5 * 10**15) == "5,000 TB"
+    assert wording.format_large_count(1_861_248) == "1.86M"
+    assert wording.format_large_count(812_000) == "812,000"
+    assert wording.format_large_count(7_000_000_000) == "7.00B"
 
 
 def test_clean_text_has_no_control_characters_no_bidi_overrides_and_no_passwords() -> None:

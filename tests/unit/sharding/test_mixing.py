@@ -65,7 +65,7 @@ def test_what_verifies_a_dataset_verifies_a_mixture(mixture):
 
 def test_reports_name_the_components_and_what_each_holds(mixture):
     config, result, alone = mixture
-    text = report.shards_markdown(read_manifest(result.manifest_uri).to_dict())
+    text = report.render_markdown(report.describe_shards(read_manifest(result.manifest_uri).to_dict()))
     for component in config.data.mixture:
         counts = [len(alone[component.name][split]) for split in ("train", "validation")]
         rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith(f"| {component.name} |")]

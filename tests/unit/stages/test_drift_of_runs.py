@@ -203,8 +203,8 @@ def test_names_of_values_are_escaped(tmp_path):
     found = Drift(
         before=size, now=size, some=0.1, large=0.25, distributions=[DriftedDistribution(**one, shifts=[shift])]
     )
-    assert "<script>" not in report.shards_html("r", {}, None, found)
-    assert "<script>" not in report.shards_markdown({}, None, found).replace("\\<script", "")
+    assert "<script>" not in report.render_section(report.describe_shards({}, None, found), "r")
+    assert "<script>" not in report.render_markdown(report.describe_shards({}, None, found)).replace("\\<script", "")
 
 
 FLOATS = """

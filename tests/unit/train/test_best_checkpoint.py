@@ -206,7 +206,11 @@ def test_where_no_value_is_finite_the_last_one_is_the_model_and_the_log_says_so(
     assert (found.step, found.selection.step, found.selection.value) == (120, 0, None)
     line = "no finite validation/none in 12 evaluations: the last checkpoint is the model"
     assert f"warning: {line}" in capsys.readouterr().out
-    page = report.training_html(resolved, found, storage.read_json(paths.history))
+    page = report.render_section(
+        report.describe_training(resolved, found, storage.read_json(paths.history)),
+        resolved.run.name,
+        resolved.to_yaml(),
+    )
     assert line[1:] in page and "Best checkpoint" not in page
 
 
@@ -284,7 +288,11 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best_which_everybody_is
     assert found.metrics["validation/mse"] == errors[second] and f"-{second:08d}-" in found.checkpoint_uri
     said = f"of step {best}, is damaged or gone: that of step {second} is exported as the model"
     assert said in capsys.readouterr().out
-    page = report.training_html(resolved, found, storage.read_json(paths.history))
+    page = report.render_section(
+        report.describe_training(resolved, found, storage.read_json(paths.history)),
+        resolved.run.name,
+        resolved.to_yaml(),
+    )
     assert f"damaged or gone: that of step {second} is the model" in page and "Best checkpoint" not in page
     assert completion.find_completion(paths, resolved) == found
 
@@ -327,7 +335,11 @@ def test_where_none_is_whole_the_advice_is_to_resume_which_goes_on_from_an_earli
 def test_a_run_says_which_step_and_why(whole):
     paths, resolved, found = whole
     line = found.chosen(120)
-    assert line in report.training_html(resolved, found, storage.read_json(paths.history)).replace("Best", "best")
+    assert line in report.render_section(
+        report.describe_training(resolved, found, storage.read_json(paths.history)),
+        resolved.run.name,
+        resolved.to_yaml(),
+    ).replace("Best", "best")
     overview = runs.read(paths)
     assert (overview.step, overview.chosen) == (found.step, line)
     assert any(line in row for row in table([overview]))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kftrain.report.charts.ticks import linear_scale, log_scale, nice_ticks, scale_for, tick_labels
+from kftrain.report.charts.ticks import choose_scale, choose_ticks, format_ticks, make_linear_scale, make_log_scale
 
 finite = st.floats(min_value=-1e300, max_value=1e300, allow_subnormal=False)
 several = st.lists(finite, min_size=1, max_size=8)
@@ -21,7 +21,7 @@ def leading_digits(step: float) -> float:
 @quick
 @given(several, st.integers(min_value=3, max_value=9))
 def test_a_loose_axis_holds_all_values_between_ascending_nice_ticks(values: list[float], max_ticks: int) -> None:
-    scale = linear_scale(values, max_ticks)
+    scale = make_linear_scale(values, max_ticks)
     steps = [after - before for before, after in pairwise(scale.ticks)]
     assert 2 <= len(scale.ticks) <= max_ticks
     assert all(step > 0 for step in steps)
@@ -39,7 +39,7 @@ def test_a_loose_axis_holds_all_values_between_ascending_nice_ticks(values: list
 def test_steps_are_one_two_or_five_times_a_power_of_ten_and_the_smallest_that_fit(
     low: float, span: float, max_ticks: int
 ) -> None:
-    ticks = nice_ticks(low, low + span, max_ticks)
+    ticks = choose_ticks(low, low + span, max_ticks)
     step = (ticks[-1] - ticks[0]) / (len(ticks) - 1)
     assert min(abs(leading_digits(step) - nice) for nice in (1, 2, 5, 10)) < 1e-6
     finer = step / 2.5 if round(leading_digits(step)) == 5 else step / 2
@@ -49,7 +49,7 @@ def test_steps_are_one_two_or_five_times_a_power_of_ten_and_the_smallest_that_fi
 @quick
 @given(several)
 def test_labels_of_neighbouring_ticks_differ_and_read_back_as_the_tick(values: list[float]) -> None:
-    scale = linear_scale(values)
+    scale = make_linear_scale(values)
     labels = scale.labels
     assert len(set(labels)) == len(labels)
     step = scale.ticks[1] - scale.ticks[0]
@@ -69,7 +69,7 @@ def number_in(label: str) -> float:
     st.integers(min_value=3, max_value=9),
 )
 def test_a_log_axis_holds_all_positive_values(values: list[float], max_ticks: int) -> None:
-    scale = log_scale(values, max_ticks)
+    scale = make_log_scale(values, max_ticks)
     assert scale.low <= min(values) * (1 + 1e-9)
     assert max(values) * (1 - 1e-9) <= scale.high
     assert list(scale.ticks) == sorted(set(scale.ticks))
@@ -91,27 +91,27 @@ def test_a_log_axis_holds_all_positive_values(values: list[float], max_ticks: in
     ],
 )
 def test_ticks_are_what_a_person_would_write(values: list[float], labels: list[str]) -> None:
-    assert linear_scale(values).labels == labels
+    assert make_linear_scale(values).labels == labels
 
 
 def test_steps_of_training_have_no_fractions() -> None:
-    assert linear_scale([1, 3], 6, loose=False, smallest_step=1.0).ticks == (1.0, 2.0, 3.0)
+    assert make_linear_scale([1, 3], 6, loose=False, smallest_step=1.0).ticks == (1.0, 2.0, 3.0)
 
 
 def test_a_tight_axis_ends_at_the_values() -> None:
-    scale = linear_scale([37, 412], 6, loose=False)
+    scale = make_linear_scale([37, 412], 6, loose=False)
     assert (scale.low, scale.high, scale.ticks) == (37, 412, (100, 200, 300, 400))
 
 
 def test_only_positive_values_over_a_large_ratio_get_a_log_axis() -> None:
-    assert scale_for([0.1, 10.0]).logarithmic
-    assert not scale_for([0.1, 1.0]).logarithmic
-    assert not scale_for([0.0, 10.0]).logarithmic
-    assert not scale_for([0.1, 10.0], from_zero=True).logarithmic
-    assert scale_for([3.0, 8.0], from_zero=True).low == 0
+    assert choose_scale([0.1, 10.0]).logarithmic
+    assert not choose_scale([0.1, 1.0]).logarithmic
+    assert not choose_scale([0.0, 10.0]).logarithmic
+    assert not choose_scale([0.1, 10.0], from_zero=True).logarithmic
+    assert choose_scale([3.0, 8.0], from_zero=True).low == 0
 
 
 def test_a_log_axis_places_powers_at_equal_distances() -> None:
-    scale = log_scale([1, 1000])
+    scale = make_log_scale([1, 1000])
     assert [scale.fraction(value) for value in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert tick_labels([0.01]) == ["0.01"]
+    assert format_ticks([0.01]) == ["0.01"]
