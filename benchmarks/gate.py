@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from kftrain.registry.gate import confidence_at
+from kftrain.registry.gate import choose_confidence
 from kftrain.registry.settings import RegistryConfig
 from kftrain.statistics.bootstrap import paired_improvement
 
@@ -58,7 +58,7 @@ def is_lost(num_groups: int, generator: np.random.Generator, new_data: bool, set
         if new_data:
             difficulty = generator.normal(size=num_groups)
             champion = model(difficulty, generator)
-        if is_promoted(model(difficulty, generator), champion, confidence_at(settings, number)):
+        if is_promoted(model(difficulty, generator), champion, choose_confidence(settings, number)):
             return True
     return False
 

@@ -618,8 +618,8 @@ MUTANTS = [
     Mutant(
         "a reference set that the run was not measured on is no obstacle",
         "kftrain/registry/judgement.py",
-        '"the run was not measured on the reference set" * challenger.lacks_reference',
-        '""',
+        "if challenger.lacks_reference else",
+        "if False else",
         "tests/unit/registry/test_gate_on_reference.py -k was_not_measured_on",
     ),
     Mutant(
@@ -646,8 +646,8 @@ MUTANTS = [
     Mutant(
         "a version is champion by its number alone",
         "kftrain/registry/journal.py",
-        'return champion_version(entries) == version and entered_digest(entries, version) in ("", export_digest)',
-        "return champion_version(entries) == version",
+        ' and find_entered_digest(entries, version) in ("", export_digest)\n',
+        "\n",
         "tests/unit/registry/test_lost_champion.py -k champions_number",
     ),
     Mutant(
@@ -673,14 +673,14 @@ MUTANTS = [
     ),
     Mutant(
         "weights are declined by their export alone",
-        "kftrain/registry/declined.py",
+        "kftrain/registry/promotion.py",
         'or "" != decline.content_digest == content',
         "",
         "tests/unit/registry/test_identical.py -k stay_declined",
     ),
     Mutant(
         "weights that were promoted after all stay declined",
-        "kftrain/registry/declined.py",
+        "kftrain/registry/promotion.py",
         "            and not promoted & {decline.export_digest, export_digest}\n",
         "",
         "tests/unit/registry/test_identical.py -k declined_no_more",
@@ -876,8 +876,8 @@ MUTANTS = [
     ),
     Mutant(
         "MLflow shows as the champion's figure the one that it was registered with",
-        "kftrain/registry/recorded.py",
-        "theirs = judgement.measured_version(alias, alias.journal.entries(), rival, digest)",
+        "kftrain/registry/promotion.py",
+        "theirs = judgement.read_measured_version(alias, alias.journal.entries(), rival, digest)",
         "theirs = own",
         "tests/unit/registry/test_shown_in_mlflow.py",
     ),
@@ -1003,7 +1003,7 @@ MUTANTS = [
     Mutant(
         "a run that has nothing to do is at work until its last step has ended",
         "kftrain/stages/firing.py",
-        "        end(begun.config, paths, job_id, None, progress)\n",
+        "        end_firing(begun.config, paths, job_id, None, progress)\n",
         "        pass\n",
         "tests/unit/stages/test_firing.py -k not_at_work",
     ),

@@ -36,6 +36,6 @@ def show(config_file: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
     if for_kubeflow:
         from kftrain.kubeflow import parameters
 
-        echo(redacted(parameters.for_form(config)))
+        echo(redacted(parameters.format_for_form(config)))
         return
     echo(redacted(json.dumps(config.to_dict(), indent=2) if as_json else config.to_yaml()), nl=as_json)

@@ -78,7 +78,7 @@ def _show_run(paths: RunPaths, as_json: bool) -> None:
     from kftrain.cli.runs import table
     from kftrain.stages import runs
 
-    found = [runs.read(paths)]
+    found = [runs.read_run_overview(paths)]
     echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2) if as_json else "\n".join(table(found)))
 
 

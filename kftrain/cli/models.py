@@ -48,7 +48,7 @@ def model_options(command: Callable[..., int | None]) -> Callable[..., int | Non
             saved = read_config(RunPaths(storage.absolute(run_uri)))
             config = configuration.parse_kept(saved.to_yaml(), run_uri, overrides)
         else:
-            config = resolve.anchored(configuration.load(config_file, overrides), ".")
+            config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
         preflight.require_database(config.tracking.uri)
         return command(config, **others)
 
@@ -133,11 +133,11 @@ def deploy(config: Config, version: str, render: bool, image: str) -> None:
     """Render a version as a KServe InferenceService. VERSION is a number or an alias; default: the champion."""
     import yaml
 
-    from kftrain.registry.inference_service import inference_service
+    from kftrain.registry.inference_service import describe_inference_service
 
     number, reference = registry.find_version(config, version)
     image = image or f"{config.model_name}:{number}"
-    document = inference_service(config, number, reference, image)
+    document = describe_inference_service(config, number, reference, image)
     echo(yaml.safe_dump(document, sort_keys=False), nl=False)
     echo(
         f"the image {image}: mlflow models generate-dockerfile -m models:/{config.model_name}/{number} -d FOLDER",

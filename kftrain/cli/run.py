@@ -35,7 +35,7 @@ def run_command(
     folder = Path(workdir).expanduser().resolve()
     config, resume_run = load_run(config_file, overrides, folder, resume)
     if dry_run:
-        echo(dry_runs.jobs_of_new_run(config, resume_run), nl=False)
+        echo(dry_runs.describe_jobs_of_new_run(config, resume_run), nl=False)
         return
     if importlib.util.find_spec("kfp") is None:  # the pipeline's process could not say so any more
         raise ModuleNotFoundError("No module named 'kfp'", name="kfp")

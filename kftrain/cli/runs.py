@@ -44,9 +44,9 @@ def runs_command(
     """
     if from_mlflow and storage_root:
         raise click.UsageError("MLflow lists the runs of every storage root: leave STORAGE_ROOT out, or --mlflow")
-    config = resolve.anchored(configuration.load(config_file, overrides), ".")
+    config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
     root = storage.absolute(storage_root) if storage_root else config.run.storage_root
-    known = runs.list_tracked(config.tracking.uri) if from_mlflow else runs.list_runs(root)
+    known = runs.list_runs_of_mlflow(config.tracking.uri) if from_mlflow else runs.list_runs(root)
     found = sorted((run for run in known if schedule in ("", run.schedule)), key=lambda run: (run.started, run.run_id))
     if as_json:
         echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2))

@@ -33,7 +33,7 @@ from kftrain.schedule.spec import Schedule
 from kftrain.schedule.state import History
 from kftrain.schedule.turn import Turn
 from kftrain.stages import firing, preflight, resolve
-from kftrain.tracking.runs import git_commit
+from kftrain.tracking.runs import find_git_commit
 
 CHANGED = 1
 """Exit code of `diff` and `list` where something is not as the files say."""
@@ -262,7 +262,7 @@ def _content(schedule: Schedule, submission: Submission, pipeline_id: str, exper
         experiment_id=experiment_id,
         parameters=dict(submission.parameters),
         service_account=file.service_account,
-        description=f"managed by kftrain schedule: {schedule.where}, commit {git_commit() or 'unknown'}",
+        description=f"managed by kftrain schedule: {schedule.where}, commit {find_git_commit() or 'unknown'}",
     )
 
 
@@ -289,7 +289,7 @@ def _send(
     if trigger == "backfill":
         changed["registry"] = schedule.config.registry.model_copy(update={"promotion": "never"})
     config = schedule.config.model_copy(update=changed)
-    resolve.valid_run_id(f"{config.run.name}-{'0' * resolve.JOB_ID_CHARACTERS}")
+    resolve.require_run_id(f"{config.run.name}-{'0' * resolve.JOB_ID_CHARACTERS}")
     name = f"{schedule.name}-{instant or trigger + time.strftime('-%Y%m%d-%H%M%S')}"
     return submit(pipelines, _prepared(config, schedule, host, name), config, "")
 

@@ -78,7 +78,7 @@ def adopt(uri: str, config_file: tuple[str, ...], overrides: tuple[str, ...], as
 
     chosen = [*overrides, f"data.source={json.dumps(uri)}", "data.shards=adopt"]
     found = adopt_shards(
-        resolve.anchored(configuration.load(config_file, chosen), "."), None, lambda line: echo(line, err=True)
+        resolve.anchor_paths(configuration.load(config_file, chosen), "."), None, lambda line: echo(line, err=True)
     )
     described = {"manifest_uri": found.manifest_uri, **manifest.describe(found.manifest)}
     echo(json.dumps(described, indent=2) if as_json else found.manifest_uri)

@@ -33,8 +33,8 @@ def shard_command(config_file: tuple[str, ...], overrides: tuple[str, ...], run_
     """Start a run: check everything cheap, write the dataset's shards."""
     from kftrain.stages.shard import shard
 
-    config = resolve.anchored(configuration.load(config_file, overrides), ".")
-    chosen = resolve.valid_run_id(run_id or new_run_id(config.run.name))
+    config = resolve.anchor_paths(configuration.load(config_file, overrides), ".")
+    chosen = resolve.require_run_id(run_id or new_run_id(config.run.name))
     _run(lambda progress: shard(config, chosen, progress=progress))
 
 
@@ -83,10 +83,10 @@ def new_run_id(name: str) -> str:
 
 
 def _run_job(task: str, stage: Callable[[str, Progress], Outcome], run_uri: str, dry_run: bool) -> None:
-    from kftrain.stages.dry_run import job_of_run
+    from kftrain.stages.dry_run import describe_job_of_run
 
     if dry_run:
-        echo(job_of_run(run_uri, task), nl=False)
+        echo(describe_job_of_run(run_uri, task), nl=False)
     else:
         _run(lambda progress: stage(run_uri, progress))
 

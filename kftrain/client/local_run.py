@@ -51,7 +51,7 @@ def load_run(config_file: Sequence[str], overrides: Sequence[str], folder: Path,
     A run that is resumed without configuration files keeps the configuration that it has.
     """
     keep = not config_file
-    first = resolve.of_place(overrides) if resume and keep else overrides
+    first = resolve.select_place_overrides(overrides) if resume and keep else overrides
     return place_run(configuration.load(config_file, first), overrides, folder, resume, keep)
 
 
@@ -60,12 +60,12 @@ def place_run(config: Config, overrides: Sequence[str], folder: Path, resume: st
 
     With `keep` a run that is resumed keeps its own configuration, but for the overrides.
     """
-    config = resolve.anchored(config, folder)
+    config = resolve.anchor_paths(config, folder)
     if not resume:
         return config, ""
     here = storage.absolute(resume)  # what a shell completes starts in the current folder
     is_here = "/" in resume and storage.is_local(here) and storage.exists(RunPaths(here).config)
-    return resolve.resumed(config, overrides, here if is_here else resume, folder, keep=keep)
+    return resolve.resume_config(config, overrides, here if is_here else resume, folder, keep=keep)
 
 
 def run_here(config: Config, resume_run: str, folder: Path, command: str) -> EndedRun:
@@ -185,7 +185,7 @@ def _write_arguments(config: Config, resume_run: str) -> Iterator[Path]:
         try:
             temporary = tempfile.TemporaryDirectory(prefix="kftrain-run-", ignore_cleanup_errors=True)
             folder = Path(stack.enter_context(temporary))
-            (folder / ARGUMENTS).write_text(json.dumps(parameters.to_send(config, resume_run)))
+            (folder / ARGUMENTS).write_text(json.dumps(parameters.make_parameters(config, resume_run)))
         except OSError as error:
             what = f"temporary files cannot be written: {error.strerror}"
             raise StorageError(what, where=tempfile.gettempdir(), fix="make room, or set TMPDIR") from error

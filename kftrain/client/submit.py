@@ -82,7 +82,7 @@ def build_submission(
             text=compiled(),
             experiment=experiment or config.experiment,
             run_name=run_name or f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
-            parameters=parameters.to_send(sent, resume_run),
+            parameters=parameters.make_parameters(sent, resume_run),
         )
 
 

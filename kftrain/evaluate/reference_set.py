@@ -16,7 +16,7 @@ from kftrain.run.paths import RunPaths
 from kftrain.tasks.run_dataset import find_manifest, require_usable
 
 
-def settle(paths: RunPaths, config: Config, own_digest: str) -> ReferenceSet | None:
+def write_reference_set(paths: RunPaths, config: Config, own_digest: str) -> ReferenceSet | None:
     """Write into the run's folder which dataset the reference set is now, for the gate, and return it.
 
     None if none is configured, or if it is the run's own dataset. Raises DataError if it is missing.
@@ -29,7 +29,7 @@ def settle(paths: RunPaths, config: Config, own_digest: str) -> ReferenceSet | N
     return reference
 
 
-def targets(
+def make_targets(
     config: Config, reference: ReferenceSet | None, measured: Sequence[EvaluationTarget]
 ) -> list[EvaluationTarget]:
     """Return the same exports as targets on the reference set.
@@ -45,7 +45,7 @@ def targets(
     return moved
 
 
-def read_own(paths: RunPaths, completion: Completion) -> Evaluation | None:
+def read_own_evaluation(paths: RunPaths, completion: Completion) -> Evaluation | None:
     """Read the evaluation of a run's own export on its reference set; None if it has none. Raises EvaluationError."""
     if not storage.exists(paths.reference_set):
         return None
@@ -57,7 +57,7 @@ def read_own(paths: RunPaths, completion: Completion) -> Evaluation | None:
 def is_missing(paths: RunPaths, config: Config, own_digest: str) -> bool:
     """Return True if the gate needs figures on a reference set that the run was not measured on.
 
-    Raises DataError as `settle` does.
+    Raises DataError as `write_reference_set` does.
     """
     if storage.exists(paths.reference_set):
         return False

@@ -32,7 +32,7 @@ SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss")
 """Schemes of the URIs from which a configuration is read."""
 
 
-def to_send(config: Config, resume_run: str) -> dict[str, str]:
+def make_parameters(config: Config, resume_run: str) -> dict[str, str]:
     """Return the parameters of a run with this configuration: only what differs from the defaults, as people compare.
 
     The configuration is sent as text, which keeps `1.0` apart from `1`. Raises ConfigError if it is too large.
@@ -42,17 +42,17 @@ def to_send(config: Config, resume_run: str) -> dict[str, str]:
     return {TEXT: text, "resume_run": resume_run}
 
 
-def for_form(config: Config) -> str:
+def format_for_form(config: Config) -> str:
     """Return the JSON to paste into `config_json` of the run form.
 
     Raises ConfigError for values that Kubeflow would change or refuse.
     """
-    values = received(config.beyond_defaults())
+    values = restore_object(config.beyond_defaults())
     require_small("", values)
     return json.dumps(values, indent=2)
 
 
-def received(values: Mapping[str, Any] | None) -> layers.Document:
+def restore_object(values: Mapping[str, Any] | None) -> layers.Document:
     """Restore an object that Kubeflow has passed: whole numbers become integers again.
 
     Raises ConfigError, which names the key, for null and for numbers that a double cannot hold.
@@ -65,7 +65,7 @@ def is_uri(parameter: str) -> bool:
     return bool(URI.fullmatch(parameter.strip()))
 
 
-def text_of(parameter: str) -> tuple[str, str]:
+def read_text(parameter: str) -> tuple[str, str]:
     """Return the text that the parameter `config` holds or names, and its origin, which errors name.
 
     Raises ConfigError, and RetryableError if the file cannot be read now.
@@ -77,7 +77,7 @@ def text_of(parameter: str) -> tuple[str, str]:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError("no configuration is read from there", where=TEXT, value=uri, fix=f"use one of: {known}")
     with retryable("the configuration cannot be read", uri):
-        return _read_text(uri), uri
+        return _read_file(uri), uri
 
 
 def require_small(text: str, values: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def _dump_yaml(config: Config) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
 
 
-def _read_text(uri: str) -> str:
+def _read_file(uri: str) -> str:
     try:
         content = storage.read_bytes(uri)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from kftrain.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from kftrain.registry.compared import ComparedVersion, ComparedVersions, compare, find_version
     from kftrain.registry.findings import AuditFinding, audit
     from kftrain.registry.promotion import (
         Champion,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         rollback,
     )
     from kftrain.registry.registration import RegisteredVersion, register
+    from kftrain.registry.versions import ComparedVersion, ComparedVersions, compare, find_version
 
 __all__ = [
     "register",
@@ -47,12 +47,12 @@ __getattr__ = attributes(
         "rollback": "kftrain.registry.promotion",
         "remove_dead_writers": "kftrain.registry.promotion",
         "audit": "kftrain.registry.findings",
-        "compare": "kftrain.registry.compared",
-        "find_version": "kftrain.registry.compared",
+        "compare": "kftrain.registry.versions",
+        "find_version": "kftrain.registry.versions",
         "RegisteredVersion": "kftrain.registry.registration",
         "Champion": "kftrain.registry.promotion",
         "AuditFinding": "kftrain.registry.findings",
-        "ComparedVersion": "kftrain.registry.compared",
-        "ComparedVersions": "kftrain.registry.compared",
+        "ComparedVersion": "kftrain.registry.versions",
+        "ComparedVersions": "kftrain.registry.versions",
     },
 )

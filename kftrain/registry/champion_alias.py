@@ -1,4 +1,4 @@
-"""Which version is champion: the journal is the truth, the alias in MLflow is its image.
+"""The champion of a registered model: the journal is the truth, the alias in MLflow is its image.
 
 Aliases in MLflow are last-writer-wins, so two promotions at once could leave the worse model. Here a promotion is an
 entry in the journal, created exclusively against the end that was decided upon (see `transact`); the alias follows.
@@ -29,7 +29,14 @@ from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import lineage
-from kftrain.registry.journal import Entry, Journal, champion_version, entered_digest, next_entry, predecessors
+from kftrain.registry.journal import (
+    Entry,
+    Journal,
+    find_champion_version,
+    find_entered_digest,
+    list_predecessors,
+    make_next_entry,
+)
 from kftrain.registry.reference import Reference
 from kftrain.tracking import model_client
 from kftrain.tracking.model_client import RegisteredModel
@@ -91,7 +98,7 @@ class ChampionAlias:
         """Raise TrackingError if the champion's run lies below another root: its journal is there."""
         number = model.aliases.get(CHAMPION)
         version = None if number is None else model_client.get_version(self.uri, self.model_name, number)
-        reference = lineage.find(self.uri, version)
+        reference = lineage.find_reference(self.uri, version)
         root = storage.absolute(self.journal.uri).rsplit("/registry/", 1)[0]
         if reference is not None and not reference.run_uri.startswith(root + "/"):
             raise self._describe_other_root(reference.run_uri)
@@ -136,7 +143,7 @@ class ChampionAlias:
             if situation == "lagging":
                 self._repair()
             else:
-                self._append(next_entry(entries, "external", aliased, "the alias was changed outside of kftrain"))
+                self._append(make_next_entry(entries, "external", aliased, "the alias was changed outside of kftrain"))
         raise TrackingError("alias and journal never agree", where=self.journal.uri, fix="who else sets the alias?")
 
     def observe(self) -> tuple[list[Entry], int | None, Literal["settled", "lagging", "external"]]:
@@ -149,7 +156,7 @@ class ChampionAlias:
         model = model_client.get_registered_model(self.uri, self.model_name)
         self._require_own(model)
         aliased = model.aliases.get(CHAMPION) if model else None
-        end = champion_version(entries)
+        end = find_champion_version(entries)
         if aliased == end:
             return entries, aliased, "settled"
         gone = end is not None and not self.holds(entries, end)
@@ -168,18 +175,18 @@ class ChampionAlias:
 
     def holds(self, entries: list[Entry], version: int) -> bool:
         """Return True if the registry has the version that the journal means, not a later one of its number."""
-        digest = entered_digest(entries, version)
+        digest = find_entered_digest(entries, version)
         return self.exists(version) if not digest else self.reference(entries, version) is not None
 
     def reference(self, entries: list[Entry], version: int | None) -> Reference | None:
         """Return the reference of a version; None if it has none, or is not the one that the journal means."""
         registered = None if version is None else model_client.get_version(self.uri, self.model_name, version)
-        reference = lineage.find(self.uri, registered)
-        digest = entered_digest(entries, version)
+        reference = lineage.find_reference(self.uri, registered)
+        digest = find_entered_digest(entries, version)
         return reference if reference and digest in ("", reference.export_digest) else None
 
     def _find_predecessor(self, entries: list[Entry]) -> int | None:
-        return next((version for version in predecessors(entries) if self.holds(entries, version)), None)
+        return next((version for version in list_predecessors(entries) if self.holds(entries, version)), None)
 
     def _append(self, entry: Entry) -> bool:
         """Append an entry and set the aliases. Return False if another process has taken the number."""
@@ -202,7 +209,7 @@ class ChampionAlias:
         # Both are read again after every write: another writer may have appended, or have set an older champion.
         for _ in range(MAX_ROUNDS):
             entries = self.journal.entries()
-            wanted = {CHAMPION: champion_version(entries), PREVIOUS_CHAMPION: self._find_predecessor(entries)}
+            wanted = {CHAMPION: find_champion_version(entries), PREVIOUS_CHAMPION: self._find_predecessor(entries)}
             actual = model_client.get_aliases(self.uri, self.model_name)
             different = {aliased: version for aliased, version in wanted.items() if actual.get(aliased) != version}
             champion = different.get(CHAMPION)

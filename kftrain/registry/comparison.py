@@ -67,7 +67,7 @@ class MeasuredExport:
         return len(next(iter(self.statistics.values()), ()))
 
 
-def read_measured(folder: str) -> MeasuredExport:
+def read_measured_export(folder: str) -> MeasuredExport:
     """Read the evaluation in a folder with its statistics, checked against their digests. Raises EvaluationError."""
     evaluation = documents.read(Evaluation, storage.join(folder, "metrics.json"), EvaluationError)
     statistics = _read_arrays(storage.join(folder, "statistics.npz"), evaluation.statistics_sha256)
@@ -88,7 +88,7 @@ def read_on_reference(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport
     if reference is None:
         return None
     folder = paths.evaluation(evaluation.checkpoint_digest, reference.evaluation_digest)
-    measured = read_measured(folder)
+    measured = read_measured_export(folder)
     if measured.evaluation.export_digest != evaluation.export_digest:
         raise EvaluationError("the evaluation on the reference set is of another export", where=folder)
     return measured
@@ -134,7 +134,7 @@ def unpack_slices(arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
     return {name: {key: values[rows] for key, values in sums.items()} for name, rows in members.items()}
 
 
-def find_measured(reference: Reference | None, evaluation_digest: str, trust: Trust) -> MeasuredExport | None:
+def find_measured_export(reference: Reference | None, evaluation_digest: str, trust: Trust) -> MeasuredExport | None:
     """Read the evaluation of a registered version under a digest; None if there is none of this export.
 
     Raises EvaluationError if it is damaged, and ConfigError if its place is not trusted.
@@ -145,13 +145,13 @@ def find_measured(reference: Reference | None, evaluation_digest: str, trust: Tr
     trust.require_place(folder)
     if not storage.exists(storage.join(folder, "metrics.json")):
         return None
-    measured = read_measured(folder)
+    measured = read_measured_export(folder)
     if measured.evaluation.export_digest != reference.export_digest:
         return None
     return measured if measured.evaluation.evaluation_digest == evaluation_digest else None
 
 
-def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) -> str:
+def read_why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) -> str:
     """Return the reason why a run's evaluation could not score the champion's export; empty if it noted none."""
     unmeasured = documents.read_if_exists(Unmeasured, paths.unmeasured, EvaluationError)
     if unmeasured is None or (unmeasured.evaluation_digest, unmeasured.export_digest) != (
@@ -162,7 +162,7 @@ def why_unmeasured(paths: RunPaths, evaluation_digest: str, export_digest: str) 
     return unmeasured.reason
 
 
-def improvement(
+def compute_improvement(
     config: Config,
     metrics: Metrics,
     challenger: MeasuredExport,
@@ -177,7 +177,7 @@ def improvement(
     return _compare_paired(config, metrics, challenger.statistics, champion.statistics, confidence)
 
 
-def paired_test(
+def run_paired_test(
     config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
 ) -> PairedTest | None:
     """Run McNemar's test if the metric is the share of units that are right (0 or 1 for a unit, their mean for all).
@@ -195,7 +195,7 @@ def paired_test(
     return mcnemar(ours, theirs)
 
 
-def slice_improvements(
+def compute_slice_improvements(
     config: Config, metrics: Metrics, challenger: MeasuredExport, champion: MeasuredExport
 ) -> dict[str, Interval] | None:
     """Compute how much better the challenger is on every slice with enough groups and a value of the metric.

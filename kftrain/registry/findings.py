@@ -8,7 +8,7 @@ from kftrain.config import Config
 from kftrain.errors import KftrainError, MlflowError, TrackingError
 from kftrain.registry import lineage
 from kftrain.registry.champion_alias import ChampionAlias
-from kftrain.registry.journal import champion_version
+from kftrain.registry.journal import find_champion_version
 from kftrain.registry.reference import require_export
 from kftrain.tracking import model_client
 from kftrain.tracking.model_client import ModelVersion
@@ -44,9 +44,9 @@ def _audit_alias(alias: ChampionAlias) -> list[AuditFinding]:
         return [AuditFinding(None, error.line)]
     findings = []
     if situation != "settled":
-        problem = f"alias champion is {aliased}, the journal says {champion_version(entries)} ({situation})"
+        problem = f"alias champion is {aliased}, the journal says {find_champion_version(entries)} ({situation})"
         findings.append(AuditFinding(None, f"{problem}; the next promotion settles it"))
-    end = champion_version(entries)
+    end = find_champion_version(entries)
     if end is not None and not alias.exists(end):
         findings.append(AuditFinding(end, "the champion was deleted from the registry; run: kftrain models rollback"))
     return findings
@@ -55,8 +55,8 @@ def _audit_alias(alias: ChampionAlias) -> list[AuditFinding]:
 def _audit_version(alias: ChampionAlias, version: ModelVersion, contents: bool) -> list[str]:
     problems = []
     try:
-        reference = lineage.of(alias.uri, version)
-        if differing := lineage.differing_tags(alias.uri, version):
+        reference = lineage.read_reference(alias.uri, version)
+        if differing := lineage.find_differing_tags(alias.uri, version):
             names = ", ".join(differing)
             problems.append(f"tags were changed and differ from its reference.json, which counts: {names}")
         alias.trust.require_place(reference.export_uri)

@@ -72,14 +72,30 @@ class Decision:
         return not self.promote and bool(self.reasons) and all(reason.verdict != "against" for reason in self.reasons)
 
 
-def confidence_at(settings: RegistryConfig, number: int) -> float:
+@dataclass(frozen=True)
+class Judgement:
+    """The gate's decision with the figures that it was made from."""
+
+    decision: Decision
+    rival: int | None
+    """The version that the challenger was compared with; None: there was none."""
+    champion: Interval | None = None
+    improvement: Interval | None = None
+    former: bool = False
+    """True if `rival` is a former champion, because there is no champion now."""
+    number: int = 0
+    """Number of the try, from 1; 0: none was counted."""
+    confidence: float = 0.0
+
+
+def choose_confidence(settings: RegistryConfig, number: int) -> float:
     """Return the confidence level of the interval that decides the `number`-th try against a champion."""
     if not settings.correct_repeated_tries:
         return settings.confidence
     return significance.confidence_of_try(settings.confidence, number)
 
 
-def metric_of(metrics: Mapping[str, Value], name: str) -> Value:
+def find_metric(metrics: Mapping[str, Value], name: str) -> Value:
     """Return the value of a metric by its name. Raises ConfigError, which names the known ones."""
     if name not in metrics:
         known = ", ".join(sorted(metrics))

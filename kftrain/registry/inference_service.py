@@ -20,7 +20,7 @@ PORT = 8080
 MAX_NAME_CHARACTERS = 63
 
 
-def inference_service(config: Config, version: int, reference: Reference, image: str) -> dict[str, Any]:
+def describe_inference_service(config: Config, version: int, reference: Reference, image: str) -> dict[str, Any]:
     """Return the InferenceService that serves a version, as a document for Kubernetes.
 
     `image`: image of the container. Raises ConfigError for a model whose name Kubernetes does not take.

@@ -114,7 +114,7 @@ def _find_version(config: Config, number: int) -> TrainConfig:
     if version is None:
         fix = "kftrain models compare shows those that there are"
         raise ConfigError(f"{config.model_name} has no such version", where="train.from", value=number, fix=fix)
-    reference = lineage.of(config.tracking.uri, version)
+    reference = lineage.read_reference(config.tracking.uri, version)
     return config.train.starting_with(f"version {number}", reference.export_uri, reference.export_digest)
 
 

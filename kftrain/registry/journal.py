@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Any, Literal
 
 from kftrain.core import storage
 from kftrain.core.records import NumberedRecords
@@ -179,46 +179,39 @@ def _beat(uri: str, ended: threading.Event) -> None:
             logging.getLogger(__name__).warning("the mark of a promotion was not renewed: %s", error)
 
 
-def next_entry(
-    entries: list[Entry],
-    kind: Kind,
-    version: int | None,
-    reason: str,
-    evaluation_digest: str = "",
-    improvement: Interval | None = None,
-    export_digest: str = "",
-) -> Entry:
-    """Make the entry that follows these, without writing it: number, previous champion, time and id are filled in."""
+def make_next_entry(entries: list[Entry], kind: Kind, version: int | None, reason: str, **fields: Any) -> Entry:
+    """Make the entry that follows these, without writing it: number, previous champion, time and id are filled in.
+
+    `fields`: further fields of the entry.
+    """
     return Entry(
         number=len(entries) + 1,
         kind=kind,
         version=version,
-        previous=champion_version(entries),
+        previous=find_champion_version(entries),
         reason=reason,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         entry_id=uuid.uuid4().hex,
-        evaluation_digest=evaluation_digest,
-        improvement=improvement,
-        export_digest=export_digest,
+        **fields,
     )
 
 
-def champion_version(entries: list[Entry]) -> int | None:
+def find_champion_version(entries: list[Entry]) -> int | None:
     """Return the champion according to the journal, or None."""
     return entries[-1].version if entries else None
 
 
 def is_champion(entries: list[Entry], version: int, export_digest: str) -> bool:
     """Return True if the version is champion and has the export that the journal names for it."""
-    return champion_version(entries) == version and entered_digest(entries, version) in ("", export_digest)
+    return find_champion_version(entries) == version and find_entered_digest(entries, version) in ("", export_digest)
 
 
-def last_change(entries: list[Entry]) -> Entry:
+def find_last_change(entries: list[Entry]) -> Entry:
     """Return the last entry that is no decline: the one that made the present champion."""
     return next(entry for entry in reversed(entries) if entry.kind != "decline")
 
 
-def taken_back(entries: list[Entry], version: int, export_digest: str) -> str:
+def find_reason_taken_back(entries: list[Entry], version: int, export_digest: str) -> str:
     """Return the reason for which a version is champion no more, if a rollback or a change by hand ended that.
 
     Empty if a promotion ended it, or if the version was not champion with this export.
@@ -229,11 +222,11 @@ def taken_back(entries: list[Entry], version: int, export_digest: str) -> str:
         if entry.previous != entry.version and version in (entry.previous, entry.version)
     )
     last = next(changes, None)
-    is_same = entered_digest(entries, version) in ("", export_digest)
+    is_same = find_entered_digest(entries, version) in ("", export_digest)
     return last.reason if last and is_same and last.previous == version and last.kind != "promote" else ""
 
 
-def predecessors(entries: list[Entry]) -> list[int]:
+def list_predecessors(entries: list[Entry]) -> list[int]:
     """Return the versions that rollbacks would restore, nearest first.
 
     A rollback undoes a promotion, so that the next rollback goes further back instead of forward again.
@@ -248,12 +241,12 @@ def predecessors(entries: list[Entry]) -> list[int]:
     return [version for version in reversed(stack[:-1]) if version is not None]
 
 
-def former_champions(entries: list[Entry]) -> list[Entry]:
+def list_former_champions(entries: list[Entry]) -> list[Entry]:
     """Return the last entry of every version that was champion, newest first."""
     last = {entry.version: entry for entry in entries if entry.version is not None}
     return sorted(last.values(), key=lambda entry: -entry.number)
 
 
-def entered_digest(entries: list[Entry], version: int | None) -> str:
+def find_entered_digest(entries: list[Entry], version: int | None) -> str:
     """Return the digest of the export that a version had when it became champion; empty if the journal has none."""
     return next((entry.export_digest for entry in reversed(entries) if entry.version == version), "")

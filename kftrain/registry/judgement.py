@@ -15,8 +15,8 @@ from kftrain.errors import ConfigError, EvaluationError
 from kftrain.registry import comparison, tries
 from kftrain.registry.champion_alias import ChampionAlias
 from kftrain.registry.comparison import MeasuredExport
-from kftrain.registry.gate import Decision, Evidence, confidence_at, decide, metric_of
-from kftrain.registry.journal import Entry, champion_version, former_champions, last_change
+from kftrain.registry.gate import Decision, Evidence, Judgement, choose_confidence, decide, find_metric
+from kftrain.registry.journal import Entry, find_champion_version, find_last_change, list_former_champions
 from kftrain.registry.registration import RegisteredVersion
 from kftrain.registry.tries import Tries
 from kftrain.run.documents import GateReason, Interval
@@ -46,22 +46,6 @@ class Challenger:
         return self.measured.evaluation.evaluation_digest
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The gate's decision with the figures that it was made from."""
-
-    decision: Decision
-    rival: int | None
-    """The version that the challenger was compared with; None: there was none."""
-    champion: Interval | None = None
-    improvement: Interval | None = None
-    former: bool = False
-    """True if `rival` is a former champion, because there is no champion now."""
-    number: int = 0
-    """Number of the try, from 1; 0: none was counted."""
-    confidence: float = 0.0
-
-
 def judge(
     config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger, metrics: Metrics
 ) -> Judgement:
@@ -70,10 +54,10 @@ def judge(
     Counts a try if the challenger could be promoted. Raises EvaluationError, ConfigError, TrackingError.
     """
     registered = challenger.registered
-    formers = [entry.version for entry in former_champions(entries) if entry.version is not None]
+    formers = [entry.version for entry in list_former_champions(entries) if entry.version is not None]
     if registered.identical and registered.version in formers:
         reason = f"identical to version {registered.version}, which was champion before: nothing was registered"
-        return Judgement(_refusal("identical", reason), champion_version(entries))
+        return Judgement(_make_refusal("identical", reason), find_champion_version(entries))
     rival, measured, obstacle = _find_rival(alias, entries, challenger)
     judgement = (
         _judge_against(
@@ -82,9 +66,12 @@ def judge(
         if measured
         else _judge_alone(config, challenger, rival, obstacle)
     )
-    former = rival is not None and rival != champion_version(entries)
-    prefixes = [f"identical to version {registered.version}, nothing was registered"] * registered.identical
-    prefixes += [f"the champion was deleted or lost its alias, compared with version {rival}, one before"] * former
+    former = rival is not None and rival != find_champion_version(entries)
+    prefixes = []
+    if registered.identical:
+        prefixes.append(f"identical to version {registered.version}, nothing was registered")
+    if former:
+        prefixes.append(f"the champion was deleted or lost its alias, compared with version {rival}, one before")
     notes = [challenger.trained_on] if challenger.trained_on else []
     reason = "; ".join([judgement.decision.reason, *(note.text for note in notes if note.figures.get("value"))])
     reasons = (*judgement.decision.reasons, *notes)
@@ -92,22 +79,22 @@ def judge(
     return replace(judgement, decision=decision, former=former)
 
 
-def overruled(found: Judgement, code: str, text: str) -> Judgement:
+def overrule(judgement: Judgement, code: str, text: str) -> Judgement:
     """Turn a judgement into a refusal because a person has said no before; its figures stay."""
-    reasons = (GateReason(code=code, verdict="against", text=text), *found.decision.reasons)
-    return replace(found, decision=Decision(False, f"not promoted, {text}", reasons))
+    reasons = (GateReason(code=code, verdict="against", text=text), *judgement.decision.reasons)
+    return replace(judgement, decision=Decision(False, f"not promoted, {text}", reasons))
 
 
-def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:
+def recall_judgement(config: Config, alias: ChampionAlias, entries: list[Entry], challenger: Challenger) -> Judgement:
     """Return the judgement on a version that is champion already: the one that made it so.
 
     A run that registered nothing, because its weights are the champion's, is refused as identical instead.
     """
-    entry, registered = last_change(entries), challenger.registered
+    entry, registered = find_last_change(entries), challenger.registered
     if registered.identical:
         reason = f"identical to version {registered.version}, which is champion: nothing was registered"
-        return Judgement(_refusal("identical", reason), registered.version)
-    measured = measured_version(alias, entries, entry.previous, challenger.digest)
+        return Judgement(_make_refusal("identical", reason), registered.version)
+    measured = read_measured_version(alias, entries, entry.previous, challenger.digest)
     return Judgement(
         Decision(True, entry.reason, entry.reasons),
         entry.previous,
@@ -118,18 +105,18 @@ def standing(config: Config, alias: ChampionAlias, entries: list[Entry], challen
     )
 
 
-def measured_version(
+def read_measured_version(
     alias: ChampionAlias, entries: list[Entry], version: int | None, digest: str
 ) -> MeasuredExport | None:
     """Return the evaluation of a version of the journal under a digest; None if missing, damaged or not trusted."""
     try:
         reference = alias.reference(entries, version)
-        return comparison.find_measured(reference, digest, alias.trust)
+        return comparison.find_measured_export(reference, digest, alias.trust)
     except (EvaluationError, ConfigError):
         return None
 
 
-def _refusal(code: str, reason: str) -> Decision:
+def _make_refusal(code: str, reason: str) -> Decision:
     return Decision(False, reason, (GateReason(code=code, verdict="against", text=reason),))
 
 
@@ -137,7 +124,7 @@ def _judge_alone(config: Config, challenger: Challenger, rival: int | None, obst
     """Decide without a comparison: the first model, or a rival without figures (`obstacle` says why)."""
     own = challenger.measured
     evidence = Evidence(
-        metric_of(own.evaluation.metrics, config.registry.metric), own.num_groups, costs=own.costs, obstacle=obstacle
+        find_metric(own.evaluation.metrics, config.registry.metric), own.num_groups, costs=own.costs, obstacle=obstacle
     )
     return Judgement(decide(config.registry, evidence), rival)
 
@@ -147,7 +134,7 @@ def _find_on_reference(
 ) -> MeasuredExport | None:
     """Return the rival's evaluation on the challenger's reference set; None if there is no set, or no evaluation."""
     own = challenger.on_reference
-    return measured_version(alias, entries, rival, own.evaluation.evaluation_digest) if own else None
+    return read_measured_version(alias, entries, rival, own.evaluation.evaluation_digest) if own else None
 
 
 def _judge_against(
@@ -162,39 +149,40 @@ def _judge_against(
     settings, own = config.registry, challenger.measured
     book = Tries.of(config.run.storage_root, config.model_name, theirs.evaluation.export_digest)
     evaluation = own.evaluation
-    identity = tries.identity_of(evaluation.export_digest, evaluation.evaluation_digest, settings.metric, settings.goal)
-    latest = list[Judgement]()
+    identity = tries.digest_identity(
+        evaluation.export_digest, evaluation.evaluation_digest, settings.metric, settings.goal
+    )
     reference = _collect_reference_evidence(config, challenger, on_reference, metrics)
 
-    # The book may ask several times, under another number each, if other challengers are counted meanwhile: only the
-    # judgement under the number that was entered in the end is returned.
-    def decide_try(number: int) -> tuple[Decision, float]:
+    def decide_try(number: int) -> Judgement:
         evidence = replace(_collect_evidence(config, own, theirs, metrics, number), **reference)
-        decision = decide(settings, evidence)
-        figures = (evidence.champion, evidence.improvement, False, number, evidence.confidence)
-        latest[:] = [Judgement(decision, rival, *figures)]
-        return decision, evidence.confidence
+        return Judgement(
+            decide(settings, evidence),
+            rival,
+            champion=evidence.champion,
+            improvement=evidence.improvement,
+            number=number,
+            confidence=evidence.confidence,
+        )
 
     if settings.promotion == "never":  # it cannot promote a model that is no better: no try
-        decide_try(book.number_of(identity)[0])
-        return replace(latest[0], number=0)
-    book.counted(identity, challenger.paths.run_id, challenger.registered.version, decide_try)
-    return latest[0]
+        return replace(decide_try(book.find_number(identity)[0]), number=0)
+    return book.decide_and_count(identity, challenger.paths.run_id, challenger.registered.version, decide_try)
 
 
 def _collect_evidence(
     config: Config, own: MeasuredExport, theirs: MeasuredExport, metrics: Metrics, number: int
 ) -> Evidence:
     settings = config.registry
-    confidence = confidence_at(settings, number)
+    confidence = choose_confidence(settings, number)
     return Evidence(
-        challenger=metric_of(own.evaluation.metrics, settings.metric),
+        challenger=find_metric(own.evaluation.metrics, settings.metric),
         num_groups=own.num_groups,
-        champion=metric_of(theirs.evaluation.metrics, settings.metric),
-        improvement=comparison.improvement(config, metrics, own, theirs, confidence),
+        champion=find_metric(theirs.evaluation.metrics, settings.metric),
+        improvement=comparison.compute_improvement(config, metrics, own, theirs, confidence),
         confidence=confidence,
         number=number,
-        test=comparison.paired_test(config, metrics, own, theirs),
+        test=comparison.run_paired_test(config, metrics, own, theirs),
         slices=_compare_slices(config, own, theirs, metrics),
         costs=own.costs,
     )
@@ -206,10 +194,11 @@ def _collect_reference_evidence(
     """Return the fields of `Evidence` about the reference set: the improvement, or why there is none."""
     own = challenger.on_reference
     if own is None:
-        return {"reference_obstacle": "the run was not measured on the reference set" * challenger.lacks_reference}
+        obstacle = "the run was not measured on the reference set" if challenger.lacks_reference else ""
+        return {"reference_obstacle": obstacle}
     if theirs is None:
         return {"reference_obstacle": f"the champion {NO_EVALUATION.replace('the same data', 'the reference set')}"}
-    return {"reference": comparison.improvement(config, metrics, own, theirs)}
+    return {"reference": comparison.compute_improvement(config, metrics, own, theirs)}
 
 
 def _compare_slices(
@@ -217,7 +206,7 @@ def _compare_slices(
 ) -> Mapping[str, Interval] | None:
     if config.registry.max_slice_regression is None:
         return {}
-    return comparison.slice_improvements(config, metrics, own, theirs)
+    return comparison.compute_slice_improvements(config, metrics, own, theirs)
 
 
 def _find_rival(
@@ -228,14 +217,14 @@ def _find_rival(
     A champion without an evaluation is not passed over: whoever beats the one before it need not be better. If there
     is no champion any more, the last former one with an evaluation is the rival.
     """
-    number = champion_version(entries)
+    number = find_champion_version(entries)
     if number is not None:
-        measured = measured_version(alias, entries, number, challenger.digest)
+        measured = read_measured_version(alias, entries, number, challenger.digest)
         return number, measured, "" if measured else _explain_obstacle(alias, entries, number, challenger)
     own = challenger.registered.version
-    formers = [entry.version for entry in former_champions(entries) if entry.version not in (None, own)]
+    formers = [entry.version for entry in list_former_champions(entries) if entry.version not in (None, own)]
     for former in formers:
-        measured = measured_version(alias, entries, former, challenger.digest)
+        measured = read_measured_version(alias, entries, former, challenger.digest)
         if measured is not None:
             return former, measured, ""
     if not any(entry.version for entry in entries):
@@ -247,5 +236,5 @@ def _explain_obstacle(alias: ChampionAlias, entries: list[Entry], champion: int,
     """Say that the champion has no figures to compare with, and why, if the run's evaluation has noted it."""
     reference, digest = alias.reference(entries, champion), challenger.digest
     export_digest = reference.export_digest if reference else ""
-    reason = comparison.why_unmeasured(challenger.paths, digest, export_digest)
+    reason = comparison.read_why_unmeasured(challenger.paths, digest, export_digest)
     return f"the champion, version {champion}, {NO_EVALUATION}" + (f" ({reason})" if reason else "")

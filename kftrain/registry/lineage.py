@@ -23,17 +23,17 @@ from kftrain.tracking.model_client import LoggedModel, ModelVersion
 _SOURCE = "models:/"
 
 
-def of(uri: str, version: ModelVersion) -> Reference:
+def read_reference(uri: str, version: ModelVersion) -> Reference:
     """Return the reference of a version. Raises TrackingError if kftrain did not register it, or it is damaged."""
-    return _read_reference(uri, version)[1]
+    return _read_model_and_reference(uri, version)[1]
 
 
-def find(uri: str, version: ModelVersion | None) -> Reference | None:
+def find_reference(uri: str, version: ModelVersion | None) -> Reference | None:
     """Return the reference of a version, or None if there is none to be used. Raises TrackingError if MLflow fails."""
-    return of_model(uri, logged_model_id(version)) if version else None
+    return find_model_reference(uri, parse_logged_model_id(version)) if version else None
 
 
-def of_model(uri: str, model_id: str) -> Reference | None:
+def find_model_reference(uri: str, model_id: str) -> Reference | None:
     """Return the reference in a LoggedModel, or None if none can be used. Raises TrackingError if MLflow fails."""
     model = model_client.get_logged_model(uri, model_id) if model_id else None
     text = _read_text(uri, model) if model else None
@@ -43,25 +43,25 @@ def of_model(uri: str, model_id: str) -> Reference | None:
         return None
 
 
-def logged_model_id(version: ModelVersion) -> str:
+def parse_logged_model_id(version: ModelVersion) -> str:
     """Return the id of the LoggedModel that a version was made of; empty if it was made of something else."""
     model_id = version.source.removeprefix(_SOURCE)
     return model_id if version.source.startswith(_SOURCE) and "/" not in model_id and "@" not in model_id else ""
 
 
-def differing_tags(uri: str, version: ModelVersion) -> list[str]:
+def find_differing_tags(uri: str, version: ModelVersion) -> list[str]:
     """Return the names of tags, of a version or its LoggedModel, that contradict the version's reference.
 
     The evaluation's digest is not compared: its tag follows the last evaluation.
     """
-    model, reference = _read_reference(uri, version)
+    model, reference = _read_model_and_reference(uri, version)
     expected = {**reference.tags(), LOGGED_MODEL_TAG: model.model_id}
     expected.pop(EVALUATION_DIGEST_TAG)
     tags = (version.tags, model.tags)
     return sorted(name for name, value in expected.items() if any(own.get(name, value) != value for own in tags))
 
 
-def last_evaluation(uri: str, version: ModelVersion, reference: Reference) -> str:
+def find_last_evaluation(uri: str, version: ModelVersion, reference: Reference) -> str:
     """Return the digest of the evaluation under which a version was registered the last time."""
     if EVALUATION_DIGEST_TAG in version.tags:  # registered by an older kftrain
         return version.tags[EVALUATION_DIGEST_TAG]
@@ -69,7 +69,7 @@ def last_evaluation(uri: str, version: ModelVersion, reference: Reference) -> st
     return model.tags.get(EVALUATION_DIGEST_TAG, reference.evaluation_digest) if model else reference.evaluation_digest
 
 
-def content_digest(export_uri: str, export_digest: str) -> str:
+def read_content_digest(export_uri: str, export_digest: str) -> str:
     """Return the digest of an export's files alone: equal for equal weights and settings, whichever run trained them.
 
     Raises TrackingError if the export is gone, or is another one than `export_digest` names.
@@ -85,13 +85,13 @@ def content_digest(export_uri: str, export_digest: str) -> str:
 
 
 def _get_logged_model(uri: str, version: ModelVersion) -> LoggedModel | None:
-    model_id = logged_model_id(version)
+    model_id = parse_logged_model_id(version)
     return model_client.get_logged_model(uri, model_id) if model_id else None
 
 
-def _read_reference(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
+def _read_model_and_reference(uri: str, version: ModelVersion) -> tuple[LoggedModel, Reference]:
     where = f"version {version.version}"
-    if not logged_model_id(version):
+    if not parse_logged_model_id(version):
         raise TrackingError("not registered by kftrain: not made of a LoggedModel", where=where, value=version.source)
     model = _get_logged_model(uri, version)
     if model is None:

@@ -3,35 +3,43 @@
 The decision is made against the champion of the moment and entered only if that champion still holds the alias;
 otherwise it is made again against the new one. So the champion never gets worse under any interleaving of promotions
 (`champion_alias` has the argument).
+
+A decline is an entry of the journal, so of a decline and a promotion at the same moment one sees the other. It names
+the export, so a step that runs again, and another run with the same weights, are declined, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from kftrain.config import Config
 from kftrain.core import storage
 from kftrain.core.progress import Progress, to_log
 from kftrain.errors import ConfigError, EvaluationError, MlflowError, TrackingError
-from kftrain.registry import comparison, declined, journal, judgement, lineage, recorded
+from kftrain.registry import comparison, journal, judgement, lineage
 from kftrain.registry.champion_alias import ChampionAlias
-from kftrain.registry.comparison import MeasuredExport
+from kftrain.registry.comparison import RESAMPLING_SEED, MeasuredExport
+from kftrain.registry.gate import Judgement
 from kftrain.registry.journal import (
     Declined,
     Entry,
-    champion_version,
-    entered_digest,
-    former_champions,
-    next_entry,
-    predecessors,
+    find_champion_version,
+    find_entered_digest,
+    list_former_champions,
+    list_predecessors,
+    make_next_entry,
 )
-from kftrain.registry.judgement import Challenger, Judgement
+from kftrain.registry.judgement import Challenger
 from kftrain.registry.reference import GATE_TAG, PROMOTED_TAG, require_export
 from kftrain.registry.registration import CONTENT_DIGEST_TAG, RegisteredVersion, require_same_export
+from kftrain.run import documents
 from kftrain.run.documents import Completion, Evaluation, GateReason, Registration
 from kftrain.run.paths import RunPaths
+from kftrain.statistics import bootstrap
 from kftrain.statistics.bootstrap import Metrics
-from kftrain.tracking import client, endpoint, model_client
+from kftrain.tracking import client, endpoint, model_client, runs
 from kftrain.tracking.model_client import ModelVersion
 
 
@@ -53,8 +61,8 @@ def champion(config: Config) -> Champion | None:
     """
     alias = ChampionAlias.of(config)
     entries, aliased, situation = alias.observe()
-    standing = aliased if situation == "external" else champion_version(entries)
-    versions = [entry.version for entry in former_champions(entries)] if standing is None else [standing]
+    standing = aliased if situation == "external" else find_champion_version(entries)
+    versions = [entry.version for entry in list_former_champions(entries)] if standing is None else [standing]
     for version in filter(None, versions):
         reference = alias.reference(entries, version)
         if reference is not None:
@@ -87,35 +95,49 @@ def gate_and_promote(
     require_same_export(completion, evaluation)
     require_export(completion.export_uri, completion.export_digest)
     config.registry.require_metric(evaluation.metrics)
-    measured = (_read_challenger(paths, evaluation), comparison.read_on_reference(paths, evaluation))
-    challenger = Challenger(paths, registered, *measured, trained_on, lacks_reference)
+    challenger = Challenger(
+        paths,
+        registered,
+        measured=_read_challenger(paths, evaluation),
+        on_reference=comparison.read_on_reference(paths, evaluation),
+        trained_on=trained_on,
+        lacks_reference=lacks_reference,
+    )
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Judgement, Entry | None]:
         if journal.is_champion(entries, registered.version, registered.export_digest):
-            return judgement.standing(config, alias, entries, challenger), None
+            return judgement.recall_judgement(config, alias, entries, challenger), None
         result = judgement.judge(config, alias, entries, challenger, metrics)
-        content = lineage.content_digest(registered.export_uri, registered.export_digest)
-        refusal = declined.find(config, entries, registered.export_digest, content)
+        content = lineage.read_content_digest(registered.export_uri, registered.export_digest)
+        refusal = find_decline(config, entries, registered.export_digest, content)
         if refusal is not None:
-            return judgement.overruled(result, "declined", f"declined by hand: {refusal.reason}"), None
-        back = journal.taken_back(entries, registered.version, registered.export_digest)
+            return judgement.overrule(result, "declined", f"declined by hand: {refusal.reason}"), None
+        back = journal.find_reason_taken_back(entries, registered.version, registered.export_digest)
         if back and not registered.identical:
-            return judgement.overruled(result, "taken_back", f"taken back by hand: {back}"), None
+            return judgement.overrule(result, "taken_back", f"taken back by hand: {back}"), None
         if not result.decision.promote:
             return result, None
         require_export(registered.export_uri, registered.export_digest, contents=True)
-        facts = (registered.version, result.decision.reason, evaluation.evaluation_digest, result.improvement)
-        entry = next_entry(entries, "promote", *facts, registered.export_digest)
-        of_gate = {"reasons": result.decision.reasons, "num_tries": result.number, "confidence": result.confidence}
-        return result, entry.model_copy(update=of_gate)
+        return result, make_next_entry(
+            entries,
+            "promote",
+            registered.version,
+            result.decision.reason,
+            export_digest=registered.export_digest,
+            evaluation_digest=evaluation.evaluation_digest,
+            improvement=result.improvement,
+            reasons=result.decision.reasons,
+            num_tries=result.number,
+            confidence=result.confidence,
+        )
 
     registration = _make_registration(config, paths, registered, evaluation, alias.transact(propose))
     # All that follows only shows what is decided. `registration.json` comes last: while it is missing, the step runs
     # again and repeats what a crash has left out.
     alias.point_challenger(registered.version, registration.awaits_person)
     _tag_outcome(config, registration)
-    recorded.record_comparison(config, alias, challenger, registration.champion_version, metrics)
+    _record_comparison(config, alias, challenger, registration.champion_version, metrics)
     storage.publish_json(paths.registration, registration.to_dict())
     return registration
 
@@ -129,13 +151,13 @@ def promote(config: Config, version: int, reason: str) -> Entry:
     export_digest = _require_version(alias, version)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry | None]:
-        if journal.is_champion(entries, version, export_digest) and not declined.find(config, entries, export_digest):
-            return journal.last_change(entries), None
-        entry = next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
+        if journal.is_champion(entries, version, export_digest) and not find_decline(config, entries, export_digest):
+            return journal.find_last_change(entries), None
+        entry = make_next_entry(entries, "promote", version, f"by hand: {reason}", export_digest=export_digest)
         return entry, entry
 
     entry = alias.transact(propose)
-    declined.remove_document(config, export_digest)
+    _remove_old_decline(config, export_digest)
     alias.point_challenger(version, awaits_person=False)
     return entry
 
@@ -147,21 +169,25 @@ def decline(config: Config, version: int, reason: str) -> Declined:
     """
     alias = ChampionAlias.of(config)
     model_version = _require_existing(alias, version)
-    export_digest = lineage.of(alias.uri, model_version).export_digest
+    export_digest = lineage.read_reference(alias.uri, model_version).export_digest
 
     def propose(entries: list[Entry]) -> tuple[Declined, Entry | None]:
-        champion = champion_version(entries)
+        champion = find_champion_version(entries)
         if champion == version:
             what, fix = "the champion cannot be declined", "kftrain models rollback"
             raise TrackingError(what, where=alias.model_name, value=version, fix=fix)
-        earlier = declined.find(config, entries, export_digest)
-        entry = next_entry(entries, "decline", champion, reason, export_digest=entered_digest(entries, champion))
-        facts = {
-            "time": entry.time,
-            "entry_id": entry.entry_id,
-            "content_digest": model_version.tags.get(CONTENT_DIGEST_TAG, ""),
-        }
-        refusal = Declined(version=version, export_digest=export_digest, reason=reason, **facts)
+        earlier = find_decline(config, entries, export_digest)
+        entry = make_next_entry(
+            entries, "decline", champion, reason, export_digest=find_entered_digest(entries, champion)
+        )
+        refusal = Declined(
+            version=version,
+            export_digest=export_digest,
+            reason=reason,
+            time=entry.time,
+            entry_id=entry.entry_id,
+            content_digest=model_version.tags.get(CONTENT_DIGEST_TAG, ""),
+        )
         return (earlier, None) if earlier else (refusal, entry.model_copy(update={"declined": refusal}))
 
     refusal = alias.transact(propose)
@@ -180,11 +206,11 @@ def rollback(config: Config) -> Entry:
     alias = ChampionAlias.of(config)
 
     def propose(entries: list[Entry]) -> tuple[Entry, Entry]:
-        for version in predecessors(entries):
+        for version in list_predecessors(entries):
             export_digest = _check_export(alias, version) if alias.holds(entries, version) else None
-            if export_digest is not None and not declined.find(config, entries, export_digest):
-                reason = f"rolled back from version {champion_version(entries)}"
-                entry = next_entry(entries, "rollback", version, reason, export_digest=export_digest)
+            if export_digest is not None and not find_decline(config, entries, export_digest):
+                reason = f"rolled back from version {find_champion_version(entries)}"
+                entry = make_next_entry(entries, "rollback", version, reason, export_digest=export_digest)
                 return entry, entry
         what = "there is no earlier champion to go back to"
         raise TrackingError(what, where=alias.model_name, fix="promote a version")
@@ -209,7 +235,7 @@ def remove_dead_writers(config: Config, progress: Progress = to_log) -> None:
 
 def _read_challenger(paths: RunPaths, evaluation: Evaluation) -> MeasuredExport:
     folder = paths.evaluation(evaluation.checkpoint_digest, evaluation.evaluation_digest)
-    measured = comparison.read_measured(folder)
+    measured = comparison.read_measured_export(folder)
     if measured.evaluation != evaluation:
         raise EvaluationError("metrics.json changed since the evaluation", where=folder, fix="evaluate again")
     return measured
@@ -265,9 +291,9 @@ def _require_version(alias: ChampionAlias, number: int) -> str:
     Raises TrackingError if the version or its export is gone or damaged, ConfigError if its place is not trusted.
     """
     version = _require_existing(alias, number)
-    if not lineage.logged_model_id(version):
+    if not lineage.parse_logged_model_id(version):
         return ""
-    reference = lineage.of(alias.uri, version)
+    reference = lineage.read_reference(alias.uri, version)
     alias.trust.require_place(reference.export_uri)
     require_export(reference.export_uri, reference.export_digest, contents=True)
     return reference.export_digest
@@ -281,3 +307,86 @@ def _check_export(alias: ChampionAlias, number: int) -> str | None:
         raise
     except (TrackingError, ConfigError):
         return None
+
+
+def find_decline(config: Config, entries: Sequence[Entry], export_digest: str, content: str = "") -> Declined | None:
+    """Return the decline of an export, or of one with the same content; None if there is none.
+
+    Raises TrackingError if the document of an older kftrain is damaged.
+    """
+    # From the newest entry back: a promotion that is met first came later, and lifts the declines before it.
+    promoted = set[str]()
+    for entry in reversed(entries):
+        decline = entry.declined
+        if (
+            decline
+            and not promoted & {decline.export_digest, export_digest}
+            and _is_declined_by(decline, export_digest, content)
+        ):
+            return decline
+        promoted |= {entry.export_digest} if entry.kind == "promote" else set()
+    return documents.read_if_exists(Declined, _old_decline_uri(config, export_digest), TrackingError)
+
+
+def _is_declined_by(decline: Declined, export_digest: str, content: str) -> bool:
+    # Declines of an older kftrain have no content: an empty one must not equal that of a version without the tag.
+    return decline.export_digest == export_digest or "" != decline.content_digest == content
+
+
+def _remove_old_decline(config: Config, export_digest: str) -> None:
+    """Remove the document with which an older kftrain declined an export; newer declines are entries and stay."""
+    storage.remove(_old_decline_uri(config, export_digest))
+
+
+def _old_decline_uri(config: Config, export_digest: str) -> str:
+    """Return the place where an older kftrain kept a decline, by the digest of the declined export."""
+    folder = storage.join(config.run.storage_root, "registry", config.model_name, "declined")
+    return storage.join(folder, f"{export_digest[:16]}.json")
+
+
+def _record_comparison(
+    config: Config, alias: ChampionAlias, challenger: Challenger, rival: int | None, metrics: Metrics
+) -> None:
+    """Record in MLflow the metrics, the rival's, and the difference, on the run's data and on the reference set.
+
+    Versions of a schedule are measured each on a window of its own, so their figures alone do not compare. The points
+    go to the run, and to its LoggedModel unless the version is another run's. May be repeated.
+    """
+    uri, registered, tags = alias.uri, challenger.registered, dict[str, str]()
+    model_id = None if registered.identical else registered.logged_model_id
+    for prefix, own in (("", challenger.measured), ("reference_", challenger.on_reference)):
+        if own is not None:
+            digest = tags[f"kftrain.{prefix}evaluation_digest"] = own.evaluation.evaluation_digest
+            theirs = judgement.read_measured_version(alias, alias.journal.entries(), rival, digest)
+            values = {
+                f"{prefix}{name}": value for name, value in _collect_figures(config, metrics, own, theirs).items()
+            }
+            points = runs.make_evaluation_points(uri, registered.mlflow_run_id, values)
+            dataset = "reference" if prefix else runs.read_dataset_name(uri, registered.mlflow_run_id)
+            client.log_points(uri, registered.mlflow_run_id, points, model_id, (dataset, own.evaluation.dataset_digest))
+    client.set_tags(uri, registered.mlflow_run_id, tags)
+
+
+def _collect_figures(
+    config: Config, metrics: Metrics, own: MeasuredExport, theirs: MeasuredExport | None
+) -> dict[str, float]:
+    """Return name -> value of the metrics, and of the champion's and the differences if there is an evaluation of it.
+
+    What is not finite is left out: MLflow stores NaN as 0.
+    """
+    figures = {name: interval.value for name, interval in own.evaluation.metrics.items()}
+    if theirs is not None:
+        pair, _ = bootstrap.paired_differences(
+            metrics,
+            own.statistics,
+            theirs.statistics,
+            {},
+            config.evaluate.num_bootstrap,
+            config.registry.confidence,
+            RESAMPLING_SEED,
+        )
+        for name in pair.keys() & theirs.evaluation.metrics.keys():
+            bounds = {"": pair[name].value, "_low": pair[name].low, "_high": pair[name].high}
+            figures[f"{name}.champion"] = theirs.evaluation.metrics[name].value
+            figures |= {f"{name}.difference{bound}": value for bound, value in bounds.items()}
+    return {name: value for name, value in figures.items() if isfinite(value)}

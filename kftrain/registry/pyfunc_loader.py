@@ -30,14 +30,14 @@ class ExportedModel:
     def predict(self, model_input: Any) -> pandas.DataFrame:
         """Return one row per input row, with the values that evaluation would compute.
 
-        `model_input`: a data frame, or anything that `as_frame` turns into one. Raises DataError.
+        `model_input`: a data frame, or anything that `make_frame` turns into one. Raises DataError.
         """
-        frame = as_frame(model_input, self._task.input_column)
+        frame = make_frame(model_input, self._task.input_column)
         answer: pandas.DataFrame = self._task.predict(self._model, frame)
         return answer
 
 
-def as_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
+def make_frame(inputs: Any, column: str | None) -> pandas.DataFrame:
     """Turn what people pass to `predict` into a data frame with one row per sample.
 
     They may pass a frame, columns by name, a list of such rows, a table of numbers `[rows, columns]`, one value, or a

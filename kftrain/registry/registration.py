@@ -38,7 +38,7 @@ from kftrain.tracking.session import StoredModel
 from kftrain.trust import Trust
 
 CONTENT_DIGEST_TAG = "kftrain.content_digest"
-"""Tag of a version with the digest of its export's files alone (`lineage.content_digest`)."""
+"""Tag of a version with the digest of its export's files alone (`lineage.read_content_digest`)."""
 
 MAX_OLD_CANDIDATES = 10
 """Number of versions of an older kftrain, which lack that tag, that are searched for equal weights, newest first."""
@@ -92,15 +92,15 @@ def register(
     reference = _make_reference(paths, completion, evaluation)
     pending = _PendingVersion(uri, name, mlflow_run_id, paths.run_id, reference, Trust.of(config))
     registered = pending.find() or pending.create(
-        package(), _describe_run(config, paths, completion, evaluation), runs.kind_tags(config)
+        package(), _describe_run(config, paths, completion, evaluation), runs.make_kind_tags(config)
     )
     if not registered.identical:
         model_client.ensure_output(uri, mlflow_run_id, registered.logged_model_id, completion.step)
         tags = {EVALUATION_DIGEST_TAG: evaluation.evaluation_digest}
         model_client.set_logged_model_tags(uri, registered.logged_model_id, tags)
         metrics = {metric: interval.value for metric, interval in evaluation.metrics.items()}
-        points = runs.evaluation_points(uri, mlflow_run_id, metrics)
-        dataset = (runs.dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
+        points = runs.make_evaluation_points(uri, mlflow_run_id, metrics)
+        dataset = (runs.read_dataset_name(uri, mlflow_run_id), evaluation.dataset_digest)
         client.log_points(uri, mlflow_run_id, points, registered.logged_model_id, dataset)
     return registered
 
@@ -180,14 +180,14 @@ class _PendingVersion:
         return first
 
     def _content_digest(self) -> str:
-        return lineage.content_digest(self.reference.export_uri, self.reference.export_digest)
+        return lineage.read_content_digest(self.reference.export_uri, self.reference.export_digest)
 
     def _find_own(self) -> RegisteredVersion | None:
         return next((self._make_registered(version, self.reference, False) for version in self._search_own()), None)
 
     def _search_own(self) -> Iterator[ModelVersion]:
         for version in model_client.search_versions(self.uri, self.name, run_id=self.mlflow_run_id):
-            theirs = lineage.find(self.uri, version)
+            theirs = lineage.find_reference(self.uri, version)
             if theirs is not None and theirs.export_digest == self.reference.export_digest:
                 yield version
 
@@ -196,7 +196,7 @@ class _PendingVersion:
         tagged = model_client.search_versions(self.uri, self.name, CONTENT_DIGEST_TAG, content)
         old = model_client.search_versions(self.uri, self.name, TRAINING_DIGEST_TAG, self.reference.training_digest)
         for version in [*tagged, *old[-MAX_OLD_CANDIDATES:]]:
-            theirs = lineage.find(self.uri, version)
+            theirs = lineage.find_reference(self.uri, version)
             if theirs is not None and _has_content(theirs, content, self.trust):
                 is_own = theirs.export_digest == self.reference.export_digest
                 return self._make_registered(version, theirs, identical=not is_own)
@@ -207,14 +207,14 @@ class _PendingVersion:
         model_id = model_client.find_logged_model(
             self.uri, experiment_id, EXPORT_DIGEST_TAG, self.reference.export_digest
         )
-        return model_id if model_id and lineage.of_model(self.uri, model_id) == self.reference else None
+        return model_id if model_id and lineage.find_model_reference(self.uri, model_id) == self.reference else None
 
     def _create_logged_model(self, package: ModelPackage, kind_tags: Mapping[str, str]) -> str:
         return model_client.create_logged_model(
             self.uri,
             self.mlflow_run_id,
             self.run_id,
-            {**self.reference.tags(), **runs.code_tags(), **kind_tags, runs.RUN_ID_TAG: self.run_id},
+            {**self.reference.tags(), **runs.make_code_tags(), **kind_tags, runs.RUN_ID_TAG: self.run_id},
             package.params,
             loader_module=LOADER_MODULE,
             data=FILE_NAME,
@@ -229,7 +229,7 @@ class _PendingVersion:
         return RegisteredVersion(
             model_name=self.name,
             version=version.version,
-            logged_model_id=lineage.logged_model_id(version),
+            logged_model_id=lineage.parse_logged_model_id(version),
             mlflow_run_id=self.mlflow_run_id,
             export_uri=reference.export_uri,
             export_digest=reference.export_digest,
@@ -242,7 +242,7 @@ def _has_content(reference: Reference, content: str, trust: Trust) -> bool:
     try:
         trust.require_place(reference.export_uri)
         require_export(reference.export_uri, reference.export_digest)
-        return lineage.content_digest(reference.export_uri, reference.export_digest) == content
+        return lineage.read_content_digest(reference.export_uri, reference.export_digest) == content
     except KftrainError as error:
         if error.retryable:  # storage is away, which says nothing about the export
             raise

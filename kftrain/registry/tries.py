@@ -1,6 +1,6 @@
 """The numbered tries against one champion, in files that are created once and never changed.
 
-The gate widens its interval with the number of the try (`gate.confidence_at`): else, of many equal challengers, one
+The gate widens its interval with the number of the try (`gate.choose_confidence`): else, of many equal challengers, one
 would be promoted in the end.
 
     <root>/registry/<model>/tries/<digest of the champion's export>/<k>.json     the k-th comparison, and its decision
@@ -16,14 +16,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from kftrain.core import storage
 from kftrain.core.records import NumberedRecords
 from kftrain.errors import TrackingError
-from kftrain.registry.gate import Decision
+from kftrain.registry.gate import Judgement
 from kftrain.run import documents
 from kftrain.run.documents import GateReason
 
@@ -36,7 +36,7 @@ class Try(documents.Document):
 
     number: Annotated[int, Field(ge=1, le=MAX_NUMBER)]
     identity: str
-    """Digest of export, evaluation and metric (see `identity_of`): equal digests are the same try."""
+    """Digest of export, evaluation and metric (see `digest_identity`): equal digests are the same try."""
     run_id: str
     version: int
     promote: bool
@@ -64,44 +64,48 @@ class Tries:
     def _records(self) -> NumberedRecords[Try]:
         return NumberedRecords(self.uri, lambda uri: documents.read(Try, uri, TrackingError))
 
-    def read(self) -> list[Try]:
+    def read_all(self) -> list[Try]:
         """Read all tries, by number. Raises TrackingError where one is damaged."""
         return self._records.read_all()
 
-    def number_of(self, identity: str) -> tuple[int, bool]:
+    def find_number(self, identity: str) -> tuple[int, bool]:
         """Return the number of a try and True if it is counted already; else the next free number and False."""
-        tries = self.read()
+        tries = self.read_all()
         own = next((document.number for document in tries if document.identity == identity), None)
         following = min(MAX_NUMBER, max((document.number for document in tries), default=0) + 1)
         return (following, False) if own is None else (own, True)
 
-    def counted(
-        self, identity: str, run_id: str, version: int, decide: Callable[[int], tuple[Decision, float]]
-    ) -> Decision:
-        """Decide a try under its number and count it. May be repeated. Raises TrackingError.
+    def decide_and_count(
+        self, identity: str, run_id: str, version: int, decide: Callable[[int], Judgement]
+    ) -> Judgement:
+        """Judge a try by its number, count it, and return the judgement. May be repeated. Raises TrackingError.
 
-        `decide`: a function from the number to the decision and the confidence level that it used.
+        `decide`: called again with the next number whenever another challenger has taken the number meanwhile.
         """
         # The number must be known before the decision, which depends on it, and must be ours afterwards: the file is
         # created exclusively, and whoever loses the number decides again under the next one.
         for _ in range(MAX_ROUNDS):
-            number, is_counted = self.number_of(identity)
-            decision, confidence = decide(number)
+            number, is_counted = self.find_number(identity)
+            judgement = decide(number)
             if is_counted:
-                return decision
-            result: dict[str, Any] = {
-                "promote": decision.promote,
-                "reasons": decision.reasons,
-                "confidence": confidence,
-            }
-            stamp = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "entry_id": uuid.uuid4().hex}
-            document = Try(number=number, identity=identity, run_id=run_id, version=version, **result, **stamp)
+                return judgement
+            document = Try(
+                number=number,
+                identity=identity,
+                run_id=run_id,
+                version=version,
+                promote=judgement.decision.promote,
+                reasons=judgement.decision.reasons,
+                confidence=judgement.confidence,
+                time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                entry_id=uuid.uuid4().hex,
+            )
             if self._records.append(number, document):
-                return decision
+                return judgement
         raise TrackingError("other challengers are always faster", where=self.uri, fix="try again later")
 
 
-def identity_of(export_digest: str, evaluation_digest: str, metric: str, goal: str) -> str:
+def digest_identity(export_digest: str, evaluation_digest: str, metric: str, goal: str) -> str:
     """Return a digest that is equal for comparisons with one champion that count as the same try."""
     identity = {"export": export_digest, "evaluation": evaluation_digest, "metric": metric, "goal": goal}
     return storage.digest_json(identity)

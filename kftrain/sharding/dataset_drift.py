@@ -22,7 +22,9 @@ from kftrain.trust import Trust
 PREVIOUS, NONE = "previous", "none"
 
 
-def compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task, progress: Progress) -> Drift | None:
+def measure_drift(
+    config: Config, manifest_uri: str, manifest: Manifest, task: Task, progress: Progress
+) -> Drift | None:
     """Measure the drift since the dataset that `data.drift.against` names; None if there is none, or it is unknown.
 
     An error becomes a warning in `progress`.
@@ -31,7 +33,7 @@ def compared(config: Config, manifest_uri: str, manifest: Manifest, task: Task, 
     if against == NONE:
         return None
     try:
-        drift = _measure_drift(config, manifest_uri, manifest, task)
+        drift = _compare_components(config, manifest_uri, manifest, task)
     except KftrainError as error:
         progress(f"warning: how far the data has drifted is not known: {error.line}")
         return None
@@ -48,7 +50,7 @@ def read_drift(paths: RunPaths) -> Drift | None:
         return None
 
 
-def _measure_drift(config: Config, manifest_uri: str, manifest: Manifest, task: Task) -> Drift | None:
+def _compare_components(config: Config, manifest_uri: str, manifest: Manifest, task: Task) -> Drift | None:
     """Profile the dataset and compare it with the one before, component by component; None if nothing is compared."""
     drifts = []
     for name, now, before in _pair_datasets(config, manifest_uri, manifest):

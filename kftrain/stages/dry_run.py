@@ -14,7 +14,7 @@ from kftrain.stages import preflight
 from kftrain.tracking import mlflow_run
 
 
-def jobs_of_new_run(config: Config, run_id: str = "") -> str:
+def describe_jobs_of_new_run(config: Config, run_id: str = "") -> str:
     """Return the jobs of a run that need not exist, as text. Touches no storage.
 
     `run_id`: empty: `<run.name>-dry-run`. Raises ConfigError or LaunchError if the job would be refused.
@@ -23,7 +23,7 @@ def jobs_of_new_run(config: Config, run_id: str = "") -> str:
     return _format_jobs(paths, config, [task for task in JOB_TASKS.values() if task.is_in_every_run])
 
 
-def job_of_run(run_uri: str, task: str) -> str:
+def describe_job_of_run(run_uri: str, task: str) -> str:
     """Return a job of a run that exists, as text; the run is only read. Raises ConfigError or LaunchError."""
     paths = RunPaths(run_uri)
     return _format_jobs(paths, read_config(paths), [JOB_TASKS[task]], mlflow_run.read_mlflow_run_id(paths))

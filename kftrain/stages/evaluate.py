@@ -31,17 +31,17 @@ from kftrain.trust import Trust
 def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
     """Evaluate the run at `run_uri`, which must be complete, and the champion on the same data. Raises KftrainError."""
     paths = RunPaths(run_uri)
-    with failure.announced("evaluate", progress):
-        skipped = firing.skipped_outcome(paths, progress)
+    with failure.announce_failure("evaluate", progress):
+        skipped = firing.find_skipped_outcome(paths, progress)
         if skipped is not None:
             return skipped
-        config = task_pods.apply(read_config(RunPaths(run_uri)), paths, task_config)
-    with failure.reported("evaluate", paths, config, progress):
+        config = task_pods.apply_task_pods(read_config(RunPaths(run_uri)), paths, task_config)
+    with failure.report_failure("evaluate", paths, config, progress):
         config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         digest = evaluation_digest(config, completion.dataset_digest)
         own, champion = _make_own_target(paths, completion, digest), list[Champion]()
-        reference = reference_set.settle(paths, config, digest)
+        reference = reference_set.write_reference_set(paths, config, digest)
 
         def list_others() -> list[EvaluationTarget]:
             champion.extend(_find_rivals(config, completion))
@@ -52,14 +52,14 @@ def evaluate(run_uri: str, progress: Progress = to_log, task_config: TaskPodSett
             ]
             if not all(storage.exists(metrics_uri(target)) for target in (own, *rivals)):
                 require_usable(*read_dataset(paths), config)  # before a job is started for data that is gone
-            return [*rivals, *reference_set.targets(config, reference, [own, *rivals])]
+            return [*rivals, *reference_set.make_targets(config, reference, [own, *rivals])]
 
         storage.remove(paths.unmeasured)
         evaluation = launch.run_evaluation(paths, config, digest, own, list_others)[0]
         if champion and storage.exists(paths.unmeasured):
             reason = documents.read(Unmeasured, paths.unmeasured, EvaluationError).reason
             progress(f"the champion, version {champion[0].version}, is not scored: {reason}")
-        on_reference = reference_set.read_own(paths, completion)
+        on_reference = reference_set.read_own_evaluation(paths, completion)
         _log_metrics(paths, config, {**_list_values(evaluation), **_list_values(on_reference, "reference_")})
         return _make_outcome(paths, config, evaluation, on_reference, progress)
 
@@ -115,14 +115,14 @@ def _find_rivals(config: Config, completion: Completion) -> list[Champion]:
 
 def _is_measurable(paths: RunPaths, config: Config, champion: Champion, digest: str) -> bool:
     """Return True if the champion can be scored on this data; else write the reason into the run's folder."""
-    reason = _obstacle(config, champion, digest)
+    reason = _find_obstacle(config, champion, digest)
     if reason:
         document = Unmeasured(evaluation_digest=digest, export_digest=champion.export_digest, reason=reason)
         storage.publish_json(paths.unmeasured, document.to_dict())
     return not reason
 
 
-def _obstacle(config: Config, champion: Champion, digest: str) -> str:
+def _find_obstacle(config: Config, champion: Champion, digest: str) -> str:
     """Return the reason why the champion cannot be scored on this data; empty if it can."""
     trust = Trust.of(config)
     try:

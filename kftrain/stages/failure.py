@@ -33,13 +33,13 @@ KFP_RUNTIME_ENV = "_KFP_RUNTIME"
 
 
 @contextlib.contextmanager
-def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
+def report_failure(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Iterator[None]:
     """Run a stage of a run: remove an older error.json; on a failure write a new one and raise the error again.
 
     Storage that is away by then hides no failure. The code that the run's own configuration names may be imported.
     """
     permit(config)
-    with _announce_failure(stage, progress), seen_alive(paths, config):
+    with _tell_failure(stage, progress), keep_heartbeat(paths, config):
         storage.remove(paths.error)
         storage.remove(paths.failure)
         try:
@@ -59,20 +59,20 @@ def reported(stage: str, paths: RunPaths, config: Config, progress: Progress) ->
             raise
 
 
-def seen_alive(paths: RunPaths, config: Config) -> contextlib.AbstractContextManager[object]:
+def keep_heartbeat(paths: RunPaths, config: Config) -> contextlib.AbstractContextManager[object]:
     """Return a heartbeat for a scheduled run: without a Workflow and without a sign it would be taken for dead."""
     return Heartbeat(paths) if config.schedule.name else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def announced(stage: str, progress: Progress) -> Iterator[None]:
+def announce_failure(stage: str, progress: Progress) -> Iterator[None]:
     """Run code that needs no run's folder; a failure or a signal reaches the log and the pod's termination message."""
-    with _announce_failure(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_of_disks(""):
+    with _tell_failure(stage, progress), stage_lifetime.signals_as_errors(), storage.telling_of_disks(""):
         yield
 
 
 @contextlib.contextmanager
-def _announce_failure(stage: str, progress: Progress) -> Iterator[None]:
+def _tell_failure(stage: str, progress: Progress) -> Iterator[None]:
     """Tell a failure of the block to the pod's termination message and to the parent process, or else to the log."""
     stage_lifetime.end_with_parent()
     try:

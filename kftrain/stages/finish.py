@@ -61,7 +61,7 @@ def finish(
     except KftrainError as error:  # the first step has failed with the very same one
         return _describe_failure(of_stage("configure", error), run_uri="")
     outcome, failure = _end_run(config, paths, resume_run, job_id, state, progress)
-    firing.end(config, paths, job_id, failure, progress)
+    firing.end_firing(config, paths, job_id, failure, progress)
     return outcome
 
 
@@ -85,7 +85,7 @@ def _end_run(
     is_open = None if error_document is None else _leave_report(paths, error_document, url)
     removed, warnings = _clean_up(config, paths, job_id, progress)
     if error_document is None:
-        return firing.skipped_outcome(paths, progress) or _describe_success(paths, removed, warnings), None
+        return firing.find_skipped_outcome(paths, progress) or _describe_success(paths, removed, warnings), None
     if warnings:
         error_document = error_document.model_copy(update={"warnings": warnings})
         _leave_report(paths, error_document, url)

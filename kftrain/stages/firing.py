@@ -28,7 +28,7 @@ from kftrain.schedule import alert
 from kftrain.schedule.settings import format_instant
 from kftrain.schedule.state import BACKFILL, Firing, FiringEnd, History, Result, key_of, names_below
 from kftrain.stages.outcome import Outcome
-from kftrain.stages.windows import leave_behind, with_scheduled_window
+from kftrain.stages.windows import pass_window, with_scheduled_window
 
 SILENT_SECONDS = 30 * 60.0
 """Seconds without a sign of life after which a run is taken for dead, if no cluster can tell."""
@@ -41,7 +41,7 @@ class Skipped(Document):
 
     why: Why
     line: str
-    """The reason in words."""
+    """The reason in a sentence for people."""
 
 
 class Fired(Document):
@@ -67,7 +67,9 @@ class Begun:
 
 
 def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed: bool, progress: Progress) -> Begun:
-    """Claim the instant that a scheduled run was due at, unless there is nothing to do. Other runs pass unchanged.
+    """Claim the instant that a scheduled run was due at, and find out whether it has anything to do.
+
+    A run that belongs to no schedule passes unchanged; of a schedule that is paused nothing is claimed.
 
     Args:
         config: Configuration of the run; its section `schedule` names the schedule.
@@ -90,32 +92,38 @@ def begin(config: Config, paths: RunPaths, job_id: str, created: str, is_resumed
     )
     line = _explain_pause(history, instant) if trigger == "cron" and key not in history.keys("firings") else ""
     if line:
-        return _skip(config, "", "paused", line, progress)
-    # Claim first, then look for other runs: of two at the same moment at least one sees the claim of the other.
+        return _make_skipped(config, "", "paused", line, progress)
+    # Claim first, then look for other runs: of two at the same moment at least one sees the claim of the other and
+    # skips. Both may, and the next firing trains; that both train at once cannot be.
     claimed = history.claim(key, _make_firing(instant, trigger, job_id, paths, moment))
     if claimed.job_id != job_id:
         line = f"what was due at {claimed.instant} is the work of {RunPaths(claimed.run_uri).run_id}"
-        return _skip(config, "", "done", line, progress)
+        return _make_skipped(config, "", "done", line, progress)
     before = read_skipped(paths)
-    if before is not None and history.ended(key) is not None:  # another run may have begun where this one would
-        return _skip(config, key, before.why, before.line, progress)
+    # A pod that runs again after its firing was ended: the next run may be at work already, where this one would begin.
+    if before is not None and history.ended(key) is not None:
+        return _make_skipped(config, key, before.why, before.line, progress)
     others = {other: firing for other, firing in history.unended(progress).items() if other != key}
     beside = [firing for firing in others.values() if "backfill" not in (trigger, firing.trigger)]
-    alive = next((firing for firing in beside if _lives(firing, moment)), None)
+    alive = next((firing for firing in beside if _is_at_work(firing, moment)), None)
     if alive is not None:
         line = f"the run before, {RunPaths(alive.run_uri).run_id}, is still at work"
-        return _skip(config, key, "overlap", line, progress)
-    for other, firing in others.items():  # what was trained on is in no other window
+        return _make_skipped(config, key, "overlap", line, progress)
+    # Runs that have registered a model and were killed before they said so: their ends are recorded now, which moves
+    # the watermark. Else this run's window would begin where theirs did.
+    for other, firing in others.items():
         if _is_registered(RunPaths(firing.run_uri)):
             _close(history, other, firing, moment, progress)
     progress(f"schedule {schedule.name}: due at {format_instant(instant)}")
     placed = config if is_resumed else with_scheduled_window(original, instant, paths.uri, progress)
     if placed is None:
-        return _skip(config, key, "empty", f"all from before {format_instant(instant)} was trained on", progress)
+        return _make_skipped(
+            config, key, "empty", f"all from before {format_instant(instant)} was trained on", progress
+        )
     return Begun(placed.model_copy(update={"schedule": config.schedule}), key)
 
 
-def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
+def skip_empty_window(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
     """Return that nothing of the source lies in the window of a scheduled run; raise `error` again in any other run."""
     if not begun.key:
         raise error
@@ -123,7 +131,7 @@ def empty(begun: Begun, error: EmptyWindowError, progress: Progress) -> Skipped:
     return Skipped(why="empty", line=error.line)
 
 
-def unchanged(
+def skip_unchanged(
     begun: Begun, config: Config, paths: RunPaths, dataset_digest: str, job_id: str, progress: Progress
 ) -> Skipped | None:
     """Return a reason to skip a scheduled run that would train what was trained last, else None.
@@ -142,18 +150,18 @@ def unchanged(
     if last is None or last.identity != identity or last.run_uri == paths.uri:
         return None
     line = f"nothing has changed since {RunPaths(last.run_uri).run_id}: data, model and settings are the same"
-    return _skip(begun.config, begun.key, "unchanged", line, progress).skipped
+    return _make_skipped(begun.config, begun.key, "unchanged", line, progress).skipped
 
 
 def leave_skipped(paths: RunPaths, begun: Begun, skipped: Skipped, job_id: str, progress: Progress) -> Outcome:
     """Note in a run's folder that it has nothing to do, and end its firing, so that the next one may begin at once."""
     storage.publish_json(paths.skipped, skipped.to_dict())
     if begun.key:
-        end(begun.config, paths, job_id, None, progress)
+        end_firing(begun.config, paths, job_id, None, progress)
     return _make_outcome(paths, skipped)
 
 
-def skipped_outcome(paths: RunPaths, progress: Progress) -> Outcome | None:
+def find_skipped_outcome(paths: RunPaths, progress: Progress) -> Outcome | None:
     """Return the outcome of a later step of a run that has nothing to do; None if the step has work."""
     skipped = read_skipped(paths)
     if skipped is None:
@@ -167,7 +175,7 @@ def read_skipped(paths: RunPaths) -> Skipped | None:
     return documents.read_if_exists(Skipped, paths.skipped)
 
 
-def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | None, progress: Progress) -> None:
+def end_firing(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | None, progress: Progress) -> None:
     """End the firing of a scheduled run: record its result, count failures, pause the schedule and alert.
 
     Nothing fails here: an error becomes a warning.
@@ -185,18 +193,19 @@ def end(config: Config, paths: RunPaths, job_id: str, error: ErrorDocument | Non
             ended = FiringEnd(
                 result=result, line=line, job_id=job_id, run_uri=paths.uri, time=time.time(), identity=identity
             )
-            record(config, history, key, ended, progress)
+            record_end(config, history, key, ended, progress)
 
 
-def record(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
+def record_end(config: Config, history: History, key: str, ended: FiringEnd, progress: Progress) -> None:
     """Record how a firing has ended; only the first process to do so counts failures, pauses and alerts.
 
-    The watermark is moved first: once the end is recorded, nobody comes back to move it.
+    The watermark is moved first, by every process that comes here, which is one move: it is the run's own. Once the end
+    is recorded, nobody comes back to move it.
     """
     schedule, name, paths = config.schedule, history.name, RunPaths(ended.run_uri)
     is_over = ended.result == "trained" or _is_registered(paths)
     if config.data.window.watermark and (is_over or (ended.result == "skipped" and _has_empty_window(config, paths))):
-        leave_behind(config, paths, progress)
+        pass_window(config, paths, progress)
     if not history.end(key, ended) or ended.result != "failed" or BACKFILL in key:  # who has started that follows it
         return
     count = history.failures_in_a_row()
@@ -206,17 +215,19 @@ def record(config: Config, history: History, key: str, ended: FiringEnd, progres
         if history.add("paused", why):
             line = f"{name} is paused after {why}; to go on: kftrain schedule resume"
             progress(line)
-    alert.send(line, link(config, ended), schedule.alert_over_http, progress)
+    alert.send(line, choose_link(config, ended), schedule.alert_over_http, progress)
 
 
 def _has_empty_window(config: Config, paths: RunPaths) -> bool:
     """Return True if a run's window was empty and `max_window_hours` may have cut it short.
 
-    The watermark must pass such a window: else every later run would read it again, and never what comes after it.
+    The watermark must pass such a window: else every later run would read it again, and never what comes after it. One
+    empty source empties the run, and what the others hold there must not be lost: a file that no run has read counts as
+    late in the next window, but records of a column in a file that was read before do not.
     """
     skipped, data = read_skipped(paths), config.data
-    is_one = data.window.by != "column" or len(data.windowed_sources) == 1  # of several one may have records there
-    return skipped is not None and skipped.why == "empty" and config.schedule.max_window_hours > 0 and is_one
+    is_safe = data.window.by != "column" or len(data.windowed_sources) == 1
+    return skipped is not None and skipped.why == "empty" and config.schedule.max_window_hours > 0 and is_safe
 
 
 def close_lost(
@@ -252,7 +263,7 @@ def _close(
         identity = documents.read(Fired, _fired_uri(paths)).identity
         ended = ended.model_copy(update={"result": "trained", "line": "the run succeeded", "identity": identity})
     config = read_config(paths) if is_opened(paths) else Config()
-    record(config, history, key, ended, progress)
+    record_end(config, history, key, ended, progress)
 
 
 def _is_lost(cluster: Cluster, firing: Firing, now: datetime) -> bool:
@@ -262,10 +273,10 @@ def _is_lost(cluster: Cluster, firing: Firing, now: datetime) -> bool:
     """
     if firing.workflow:
         return firing.cluster == cluster_place(cluster) and bool(is_over(cluster, firing.workflow))
-    return not _lives(firing, now)
+    return not _is_at_work(firing, now)
 
 
-def link(config: Config, ended: FiringEnd) -> str:
+def choose_link(config: Config, ended: FiringEnd) -> str:
     """Return the place where people see what has happened: the run in Kubeflow's UI, else its folder."""
     url = config.tracking.kubeflow_url.rstrip("/")
     return f"{url}/#/runs/details/{ended.job_id}" if url else ended.run_uri
@@ -313,7 +324,7 @@ def _make_firing(instant: datetime, trigger: str, job_id: str, paths: RunPaths, 
     )
 
 
-def _lives(firing: Firing, now: datetime) -> bool:
+def _is_at_work(firing: Firing, now: datetime) -> bool:
     """Return True if a run is at work, by its Workflow or, where that is not known, by its last sign of life."""
     if firing.workflow:
         is_over = launch.is_pipeline_over(firing.workflow, firing.cluster)
@@ -331,7 +342,7 @@ def _parse_moment(created: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
 
 
-def _skip(config: Config, key: str, why: Why, line: str, progress: Progress) -> Begun:
+def _make_skipped(config: Config, key: str, why: Why, line: str, progress: Progress) -> Begun:
     progress(f"nothing to do: {line}")
     return Begun(config, key, Skipped(why=why, line=line))
 

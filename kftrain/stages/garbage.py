@@ -22,7 +22,7 @@ class Orphan:
 
     mlflow_run_id: str
     run_id: str
-    """Id of the training."""
+    """Id of the training run, in the storage root."""
     why: str
 
 
@@ -32,7 +32,7 @@ def close_orphans(clusters: Sequence[JobClient], tracking_uri: str, dry_run: boo
     Raises LaunchError or TrackingError.
     """
     orphans = []
-    for mlflow_run_id, tags in tracking.running(tracking_uri, PLACE_TAG, cluster_place(clusters[0])).items():
+    for mlflow_run_id, tags in tracking.find_running(tracking_uri, PLACE_TAG, cluster_place(clusters[0])).items():
         why = _explain_end(clusters, tags)
         if why:
             orphans.append(Orphan(mlflow_run_id, tags.get(RUN_ID_TAG, ""), why))

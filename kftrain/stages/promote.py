@@ -28,12 +28,12 @@ def promote_version(
         decline: True to decline the version instead of promoting it.
         progress: Takes a line at a time.
     """
-    with failure.announced("promote", progress):
+    with failure.announce_failure("promote", progress):
         if not reason.strip():
             raise ConfigError("a decision by hand needs a reason", where="reason", fix="say why; it is kept")
-        content, where = parameters.text_of(config)
+        content, where = parameters.read_text(config)
         overrides = [f"registry.model_name={json.dumps(model)}"] if model else []
-        resolved = resolve.anchored(configuration.parse_kept(content, where, overrides), ".")
+        resolved = resolve.anchor_paths(configuration.parse_kept(content, where, overrides), ".")
         decision = (
             registry.decline(resolved, version, reason) if decline else registry.promote(resolved, version, reason)
         )

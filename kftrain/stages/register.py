@@ -20,8 +20,7 @@ from kftrain.data.schema import SPLITS
 from kftrain.data.shards.manifest import Manifest, shard_uri
 from kftrain.errors import ConfigError, DataError, KftrainError, TrackingError
 from kftrain.evaluate import reference_set
-from kftrain.registry.package import STORES, ModelPackage, requirements
-from kftrain.registry.wheel import own_wheel
+from kftrain.registry.package import STORES, ModelPackage, list_requirements, make_own_wheel
 from kftrain.report import content
 from kftrain.run import documents
 from kftrain.run.best_effort import best_effort
@@ -42,7 +41,7 @@ from kftrain.tasks.overview import read_overview
 from kftrain.tasks.run_dataset import read_dataset
 from kftrain.tasks.user_metrics import task_metrics, with_goal
 from kftrain.tracking import mlflow_run
-from kftrain.tracking.runs import model_parameters
+from kftrain.tracking.runs import list_model_parameters
 from kftrain.trust import Trust, permit, read_shards
 
 REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
@@ -50,8 +49,8 @@ REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 
 def register(run_uri: str, progress: Progress = to_log) -> Outcome:
     """Register the evaluated model of a run, and promote it if gate and policy say so. Raises KftrainError."""
-    with failure.announced("register", progress):
-        skipped = firing.skipped_outcome(RunPaths(run_uri), progress)
+    with failure.announce_failure("register", progress):
+        skipped = firing.find_skipped_outcome(RunPaths(run_uri), progress)
         if skipped is not None:
             return skipped
         config = read_config(RunPaths(run_uri))
@@ -61,7 +60,7 @@ def register(run_uri: str, progress: Progress = to_log) -> Outcome:
 def gate(run_uri: str, overrides: tuple[str, ...] = (), progress: Progress = to_log) -> Outcome:
     """Let the gate decide again on the registered model of a run, with other settings. Raises KftrainError."""
     paths = RunPaths(run_uri)
-    with failure.announced("gate", progress):
+    with failure.announce_failure("gate", progress):
         saved = with_goal(permit(read_config(RunPaths(run_uri))), is_kept=True)
         config = with_goal(configuration.parse_kept(saved.to_yaml(), paths.config, overrides))
         require_only_registry(saved, config)
@@ -77,7 +76,7 @@ def require_only_registry(saved: Config, config: Config) -> None:
 
 
 def _register(stage: str, paths: RunPaths, config: Config, progress: Progress) -> Outcome:
-    with failure.reported(stage, paths, config, progress):
+    with failure.report_failure(stage, paths, config, progress):
         config = with_goal(config, is_kept=True)
         completion = read_complete(paths, config)
         evaluation = read_evaluation(paths, config, completion)
@@ -140,7 +139,7 @@ def _write_report(
         registration=registration,
         performance=read_performance(paths, evaluation),
         drift=read_drift(paths),
-        reference=reference_set.read_own(paths, completion),
+        reference=reference_set.read_own_evaluation(paths, completion),
         written=[*report.describe_environment(), *others],
     )
     page = report.render_page(sections)
@@ -200,9 +199,9 @@ def package_of(
     )
     return ModelPackage(
         card=card,
-        params=model_parameters(config),
-        requirements=requirements(completion.packages, _list_installed(), completion.export_uri),
-        wheel=make_or_warn("wheel of kftrain", own_wheel, None),
+        params=list_model_parameters(config),
+        requirements=list_requirements(completion.packages, _list_installed(), completion.export_uri),
+        wheel=make_or_warn("wheel of kftrain", make_own_wheel, None),
         input_example=example,
         answer_types=types,
     )

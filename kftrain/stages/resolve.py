@@ -84,27 +84,27 @@ def resolve_run(
     Raises ConfigError, and RetryableError if a file cannot be read now.
     """
     overrides = [f"{KNOBS[knob]}={json.dumps(value)}" for knob, value in knobs.items() if value]
-    above = parameters.received(values)
+    above = parameters.restore_object(values)
     if above:
         parameters.require_small(text, above)
     layers = {parameters.OBJECT: above} if above else {}
-    content, where = parameters.text_of(text)
+    content, where = parameters.read_text(text)
     if resume_run and not text.strip():
         place = {where: {"run": values["run"]} for where, values in layers.items() if "run" in values}
-        config = anchored(configuration.parse("", of_place(overrides), where, place), base)
-        return resumed(config, overrides, resume_run, base, keep=True, above=layers)
-    config = anchored(configuration.parse(content, overrides, where, layers), base)
+        config = anchor_paths(configuration.parse("", select_place_overrides(overrides), where, place), base)
+        return resume_config(config, overrides, resume_run, base, keep=True, above=layers)
+    config = anchor_paths(configuration.parse(content, overrides, where, layers), base)
     if not resume_run:
         return config, ""
-    return resumed(config, overrides, resume_run, base, keep=False, above=layers)
+    return resume_config(config, overrides, resume_run, base, keep=False, above=layers)
 
 
-def of_place(overrides: Sequence[str]) -> list[str]:
+def select_place_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that say where runs are; others may fit only the configuration of the run to resume."""
     return [override for override in overrides if override.startswith("run.")]
 
 
-def resumed(
+def resume_config(
     config: Config,
     overrides: Sequence[str],
     run: str,
@@ -124,16 +124,16 @@ def resumed(
 
     Raises ConfigError.
     """
-    uri = run if "/" in run else RunPaths.of(config.run.storage_root, valid_run_id(run)).uri
-    paths = _run_folder(storage.absolute(uri, base))
+    uri = run if "/" in run else RunPaths.of(config.run.storage_root, require_run_id(run)).uri
+    paths = _find_run_folder(storage.absolute(uri, base))
     if keep:
         saved = read_config(paths).to_yaml()
-        config = anchored(permit(configuration.parse_kept(saved, paths.config, overrides, above)), base)
+        config = anchor_paths(permit(configuration.parse_kept(saved, paths.config, overrides, above)), base)
     section = config.run.model_copy(update={"storage_root": paths.storage_root})
     return config.model_copy(update={"run": section}), paths.run_id
 
 
-def anchored(config: Config, base: str | Path) -> Config:
+def anchor_paths(config: Config, base: str | Path) -> Config:
     """Return the configuration with its paths made absolute against `base`.
 
     For jobs that inherit our environment, user and password of MLflow move from the URI into it, so that nothing
@@ -166,12 +166,12 @@ def _names_a_path(source: str, base: str | Path) -> bool:
     return "/" in source or is_shard_pattern(source) or storage.exists(storage.absolute(source, base))
 
 
-def _run_folder(uri: str) -> RunPaths:
+def _find_run_folder(uri: str) -> RunPaths:
     """Return a run by the URI of its folder. Raises ConfigError for any other place: a run there may be a copy."""
     paths = RunPaths(uri)
     if RunPaths.of(paths.storage_root, paths.run_id).uri != uri.rstrip("/"):
         raise ConfigError("not a run's folder", where="run", value=uri, fix="it lies below runs/ in the storage root")
-    valid_run_id(paths.run_id)
+    require_run_id(paths.run_id)
     return paths
 
 
@@ -182,14 +182,14 @@ def make_run_id(resume_run: str, job_id: str, name: str) -> str:
     unusable name.
     """
     if resume_run:
-        return valid_run_id(resume_run)
+        return require_run_id(resume_run)
     characters = re.sub(r"[^a-z0-9]", "", job_id.lower())
     if not characters or "{{" in job_id:
         raise ConfigError("no job id to name the run by", where="job_id", value=job_id, fix="run it as a pipeline")
-    return valid_run_id(f"{name}-{characters[:JOB_ID_CHARACTERS]}")
+    return require_run_id(f"{name}-{characters[:JOB_ID_CHARACTERS]}")
 
 
-def valid_run_id(run_id: str) -> str:
+def require_run_id(run_id: str) -> str:
     """Return the id. Raises ConfigError unless it is a plain name."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
@@ -209,7 +209,7 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     paths = RunPaths.of(config.run.storage_root, run_id)
     previous = read_config(paths) if is_opened(paths) else None
     if previous is None and must_exist:
-        raise _no_such_run(config, run_id)
+        raise _describe_missing_run(config, run_id)
     if previous is not None and has_trained(paths):
         identity = _read_checkpoint_identity(paths)
         if identity and not storage.exists(paths.complete):  # a complete run takes no further step
@@ -219,17 +219,17 @@ def find_run(config: Config, run_id: str, must_exist: bool = False) -> OpenedRun
     return OpenedRun(config, paths, previous, must_exist)
 
 
-def keep(run: OpenedRun, job_id: str = "") -> None:
+def keep_run(run: OpenedRun, job_id: str = "") -> None:
     """Open a run: write its configuration into its folder, and the pipeline run that works on it from now on.
 
     A run that was opened before may be opened again only when nothing can refuse it any more.
     """
     if job_id:
-        storage.publish_json(_opener(run.paths, job_id), {"job_id": job_id, "time": time.time()})
+        storage.publish_json(_opener_uri(run.paths, job_id), {"job_id": job_id, "time": time.time()})
     keep_config(run.paths, run.config, run.previous)
 
 
-def openings(paths: RunPaths) -> list[float]:
+def read_openings(paths: RunPaths) -> list[float]:
     """Return the times at which pipeline runs have opened a run, in seconds since 1970; damaged ones are left out."""
     folder, times = storage.join(paths.uri, "pipelines"), []
     for name in storage.list_names(folder):
@@ -240,10 +240,10 @@ def openings(paths: RunPaths) -> list[float]:
 
 def is_opened_by(paths: RunPaths, job_id: str) -> bool:
     """Return True if the pipeline run has opened the run; one that was refused must leave the run as it was."""
-    return storage.exists(_opener(paths, job_id))
+    return storage.exists(_opener_uri(paths, job_id))
 
 
-def _opener(paths: RunPaths, job_id: str) -> str:
+def _opener_uri(paths: RunPaths, job_id: str) -> str:
     return storage.join(paths.uri, "pipelines", f"{re.sub(r'[^A-Za-z0-9-]', '', job_id)}.json")
 
 
@@ -276,7 +276,7 @@ def require_same_training(previous: Config, config: Config, where: str) -> None:
         )
 
 
-def _no_such_run(config: Config, run_id: str) -> ConfigError:
+def _describe_missing_run(config: Config, run_id: str) -> ConfigError:
     runs = storage.list_names(storage.join(config.run.storage_root, "runs"))
     return ConfigError(
         "no such run",

@@ -49,7 +49,7 @@ def shard_from_pipeline(
     `text`, `values` and `knobs` are the pipeline's parameters; `created`: time at which the pipeline run was created.
     Settings that the steps after this one cannot use are refused here, whoever has started the pipeline.
     """
-    with failure.announced("shard", progress):
+    with failure.announce_failure("shard", progress):
         config, resumed = resolve.resolve_run(text, knobs, resume_run, values=values)
         preflight.require_from_here(config)
         run_id = resolve.make_run_id(resumed, job_id, config.run.name)
@@ -83,21 +83,21 @@ def shard(
     Raises ConfigError, DataError, OtherTrainingError (the run is another training) or TrackingError.
     """
     paths = RunPaths.of(config.run.storage_root, run_id)
-    with failure.announced("shard", progress):
+    with failure.announce_failure("shard", progress):
         preflight.check_credentials(config)
         preflight.check_writable(config)
         begun = begun or Begun(config)
-        with failure.seen_alive(paths, config) if is_opened(paths) else contextlib.nullcontext():
+        with failure.keep_heartbeat(paths, config) if is_opened(paths) else contextlib.nullcontext():
             if begun.skipped is None:
                 config = windows.with_replay(config, paths, progress)
                 config = initial_weights.with_initial_weights(config, paths, progress)
             run = resolve.find_run(config, run_id, must_exist)
             is_old = run.previous is not None and not (job_id and resolve.is_opened_by(paths, job_id))
             prepared = _prepare(run, progress) if is_old and begun.skipped is None else None
-            resolve.keep(prepared.run if prepared else run, job_id)
+            resolve.keep_run(prepared.run if prepared else run, job_id)
     if not channel.tell(channel.RUN, paths.uri):
         progress(f"run {paths.uri}")
-    with failure.reported("shard", paths, config, progress):
+    with failure.report_failure("shard", paths, config, progress):
         return _skip_or_open(run, begun, prepared, job_id, progress)
 
 
@@ -132,7 +132,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         shards = RunShards(manifest_uri=result.manifest_uri, dataset_digest=result.dataset_digest)
         described, reused = result.manifest, result.reused
         _require_same_dataset(paths, shards)
-        files = windows.new_files(config.data.window, result.listings, progress)
+        files = windows.find_new_files(config.data.window, result.listings, progress)
     else:
         (shards, described), reused = existing, True
     task = build_task_of(config.task, shards.manifest_uri, described.task_settings)
@@ -141,7 +141,7 @@ def _prepare(run: OpenedRun, progress: Progress) -> Prepared:
         initial_weights.require_fit(config, task)
     validation.require_decodable(config, task, shards.manifest_uri, described, progress)
     overview = write_overview(task, shards.manifest_uri, described)
-    measured = dataset_drift.compared(config, shards.manifest_uri, described, task, progress)
+    measured = dataset_drift.measure_drift(config, shards.manifest_uri, described, task, progress)
     return Prepared(run, shards, described, reused, time.monotonic() - start, overview, measured, files)
 
 
@@ -150,13 +150,13 @@ def _skip_or_open(run: OpenedRun, begun: Begun, prepared: Prepared | None, job_i
     try:
         prepared = prepared or (_prepare(run, progress) if skipped is None else None)
     except EmptyWindowError as error:
-        skipped = firing.empty(begun, error, progress)
+        skipped = firing.skip_empty_window(begun, error, progress)
     if skipped is None and prepared is not None:
-        skipped = firing.unchanged(begun, run.config, run.paths, prepared.shards.dataset_digest, job_id, progress)
+        skipped = firing.skip_unchanged(begun, run.config, run.paths, prepared.shards.dataset_digest, job_id, progress)
     if skipped is not None:
         return firing.leave_skipped(run.paths, begun, skipped, job_id, progress)
     assert prepared is not None
-    resolve.keep(prepared.run, job_id)
+    resolve.keep_run(prepared.run, job_id)
     storage.remove(run.paths.skipped)  # of a run that somebody goes on with
     return _write_dataset(run.paths, prepared, progress)
 
@@ -195,21 +195,16 @@ def _find_own_shards(run: OpenedRun) -> tuple[RunShards, Manifest] | None:
 
 
 def _require_same_dataset(paths: RunPaths, shards: RunShards) -> None:
-    before = _known_dataset(paths)
-    if before not in ("", shards.dataset_digest) and resolve.has_trained(paths):
+    try:
+        before = read_shards(paths).dataset_digest
+    except DataError:  # unknown or damaged: checkpoints refuse another dataset
+        return
+    if before != shards.dataset_digest and resolve.has_trained(paths):
         raise OtherTrainingError(
             f"this run is another training: dataset {before} -> {shards.dataset_digest}",
             where=paths.uri,
             fix="start a new run for the new data",
         )
-
-
-def _known_dataset(paths: RunPaths) -> str:
-    """Return the digest of the run's dataset; empty if it is unknown or damaged: checkpoints refuse another dataset."""
-    try:
-        return read_shards(paths).dataset_digest
-    except DataError:
-        return ""
 
 
 def _summarize(paths: RunPaths, shards: RunShards, described: Manifest, reused: bool) -> dict[str, Any]:

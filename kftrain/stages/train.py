@@ -27,15 +27,15 @@ from kftrain.tracking import mlflow_run
 def train(run_uri: str, progress: Progress = to_log, task_config: TaskPodSettings | None = None) -> Outcome:
     """Train the run at `run_uri` to its end, from its last checkpoint if it has one. Raises KftrainError."""
     paths = RunPaths(run_uri)
-    with failure.announced("train", progress):
-        nothing_to_do = firing.skipped_outcome(paths, progress)
+    with failure.announce_failure("train", progress):
+        nothing_to_do = firing.find_skipped_outcome(paths, progress)
         if nothing_to_do is not None:
             return nothing_to_do
         kept = read_config(paths)
-        config = task_pods.apply(kept, paths, task_config)
+        config = task_pods.apply_task_pods(kept, paths, task_config)
         with _restored_if_refused(paths, kept, progress):  # what is complete stays as it is, too
             completion = find_completion(paths, config)
-    with failure.reported("train", paths, config, progress):
+    with failure.report_failure("train", paths, config, progress):
         shards, manifest = read_dataset(paths)
         skipped = completion is not None
         if completion is None:

@@ -97,7 +97,7 @@ def with_scheduled_window(config: Config, instant: datetime, run_uri: str, progr
     return with_window(config, window, watermark=uri, late_from=utc_text(schedule.first))
 
 
-def new_files(
+def find_new_files(
     window: WindowConfig, listings: Mapping[str, list[dict[str, Any]]], progress: Progress
 ) -> WindowFiles | None:
     """Return the files in the listings of sources that no run before has read, and tell how many of them came late.
@@ -117,7 +117,7 @@ def new_files(
     return WindowFiles(files=files)
 
 
-def leave_behind(config: Config, paths: RunPaths, progress: Progress) -> None:
+def pass_window(config: Config, paths: RunPaths, progress: Progress) -> None:
     """Move the watermark to the end of a run's window, unless another run has moved it. Raises DataError."""
     window = config.data.window
     document = documents.read_if_exists(WindowFiles, paths.window_files)

@@ -42,7 +42,7 @@ class Tracker(Protocol):
         ...
 
 
-def metric_name(name: str) -> str:
+def clean_metric_name(name: str) -> str:
     """Return the name under which MLflow takes a metric: a name that it refuses would hold up the queue."""
     cleaned = posixpath.normpath(_NOT_ALLOWED.sub("_", name).replace("..", "__")).strip("/")
     return "_" if cleaned in ("", ".") else cleaned[:MAX_NAME_LENGTH]

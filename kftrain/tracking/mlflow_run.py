@@ -31,7 +31,7 @@ class Tracked(Document):
 
 
 def tracked_uri(paths: RunPaths) -> str:
-    """Return the URI of `tracking.json`."""
+    """Return the URI of `tracking.json` in a run's folder."""
     return storage.join(paths.uri, "tracking.json")
 
 
@@ -83,7 +83,7 @@ def restore_status_if_refused(paths: RunPaths, config: Config, progress: Progres
     """
     known, before = read_mlflow_run_id(paths), ""
     with contextlib.suppress(TrackingError):
-        before = tracking.status_of(config.tracking.uri, known) if known else ""
+        before = tracking.read_status(config.tracking.uri, known) if known else ""
     try:
         yield
     except OtherJobError:
@@ -123,7 +123,7 @@ def mark_failed(
     with best_effort("the MLflow run to mark as failed is not known"):
         mlflow_run_id = read_mlflow_run_id(paths)
     try:
-        if mlflow_run_id and tracking.status_of(config.tracking.uri, mlflow_run_id) != "FINISHED":
+        if mlflow_run_id and tracking.read_status(config.tracking.uri, mlflow_run_id) != "FINISHED":
             tracking.finish_run(config.tracking.uri, mlflow_run_id, choose_end_status(error), tags)
     except KftrainError as second:
         progress(f"the MLflow run could not be marked as failed: {second.line}")

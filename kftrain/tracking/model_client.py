@@ -1,4 +1,4 @@
-"""All calls to MLflow about models and their versions, under the rules that `client` states for its functions."""
+"""Calls to MLflow about models and their versions, under the rules that `client` states for its functions."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class ModelVersion:
 
 def ensure_registered_model(uri: str, name: str, tags: Mapping[str, str], description: str = "") -> None:
     """Create the registered model of this name, with these tags, if it is missing; an existing one stays as it is."""
-    with session.connected(uri, f"cannot create the registered model {name}", session.TAKEN) as client:
+    with session.connect(uri, f"cannot create the registered model {name}", session.TAKEN) as client:
         client.create_registered_model(name, tags=dict(tags), description=description or None)
 
 
 def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
     """Return the registered model of this name, or None."""
-    with session.connected(uri, f"cannot read the registered model {name}", session.ABSENT) as client:
+    with session.connect(uri, f"cannot read the registered model {name}", session.ABSENT) as client:
         model = client.get_registered_model(name)
         return RegisteredModel({alias: int(v) for alias, v in model.aliases.items()}, dict(model.tags))
     return None
@@ -56,7 +56,7 @@ def get_registered_model(uri: str, name: str) -> RegisteredModel | None:
 
 def set_registered_model_tag(uri: str, name: str, key: str, value: str) -> None:
     """Set a tag of a registered model. The last writer wins."""
-    with session.connected(uri, f"cannot tag the registered model {name}") as client:
+    with session.connect(uri, f"cannot tag the registered model {name}") as client:
         session.upsert(client.set_registered_model_tag, name, key, value)
 
 
@@ -65,8 +65,8 @@ def find_logged_model(uri: str, experiment_id: str, tag: str, value: str) -> str
 
     Incomplete ones of the same run are deleted if there is a complete one: they are what lost answers left behind.
     """
-    with session.connected(uri, "cannot search models") as client:
-        models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.quotable(value)}'")
+    with session.connect(uri, "cannot search models") as client:
+        models = client.search_logged_models([experiment_id], f"tags.`{tag}` = '{session.require_quotable(value)}'")
         ready = [model for model in models if model.status == "READY"]
         for pending in [model for model in models if ready and model.status == "PENDING"]:
             if pending.source_run_id == ready[0].source_run_id:
@@ -90,7 +90,7 @@ def create_logged_model(
     `loader_module`: the module that loads the model from the file named `data`. The model becomes READY only after all
     its files are stored.
     """
-    with session.connected(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
+    with session.connect(uri, f"cannot store the model {name}") as client, tempfile.TemporaryDirectory() as folder:
         experiment_id = client.get_run(run_id).info.experiment_id
         known = {key: value[: session.MAX_VALUE_LENGTH] for key, value in params.items()}
         model = client.create_logged_model(
@@ -107,7 +107,7 @@ def ensure_output(uri: str, run_id: str, model_id: str, step: int) -> None:
 
     MLflow refuses a link that is there, and repeats requests by itself: the refusal may answer its own repetition.
     """
-    with session.connected(uri, f"cannot link the model {model_id}") as client:
+    with session.connect(uri, f"cannot link the model {model_id}") as client:
         try:
             if model_id not in _list_outputs(client, run_id):
                 client.log_outputs(run_id, [session.mlflow().entities.LoggedModelOutput(model_id, step)])
@@ -118,7 +118,7 @@ def ensure_output(uri: str, run_id: str, model_id: str, step: int) -> None:
 
 def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
     """Return a LoggedModel by its id, or None."""
-    with session.connected(uri, f"cannot read the model {model_id}", session.ABSENT) as client:
+    with session.connect(uri, f"cannot read the model {model_id}", session.ABSENT) as client:
         model = client.get_logged_model(model_id)
         return LoggedModel(str(model.model_id), str(model.artifact_location), dict(model.tags))
     return None
@@ -126,13 +126,13 @@ def get_logged_model(uri: str, model_id: str) -> LoggedModel | None:
 
 def read_model_file(uri: str, model: LoggedModel, name: str) -> str | None:
     """Return the text of a file of a LoggedModel; None if it has no such file."""
-    with session.connected(uri, f"cannot read {name} of the model {model.model_id}"):
+    with session.connect(uri, f"cannot read {name} of the model {model.model_id}"):
         return session.read_artifact(uri, model.artifact_uri.rstrip("/"), name)
 
 
 def set_logged_model_tags(uri: str, model_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of a LoggedModel in one request."""
-    with session.connected(uri, f"cannot tag the model {model_id}") as client:
+    with session.connect(uri, f"cannot tag the model {model_id}") as client:
         client.set_logged_model_tags(model_id, dict(tags))
 
 
@@ -140,7 +140,7 @@ def create_version(
     uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str], description: str = ""
 ) -> int:
     """Create a version of a registered model from a LoggedModel and return its number."""
-    with session.connected(uri, f"cannot create a version of {name}") as client, session.as_default_uri(uri):
+    with session.connect(uri, f"cannot create a version of {name}") as client, session.use_as_default_uri(uri):
         version = client.create_model_version(
             name,
             f"models:/{model_id}",
@@ -155,23 +155,25 @@ def create_version(
 
 def delete_version(uri: str, name: str, version: int) -> None:
     """Delete a version; nothing happens if there is none."""
-    with session.connected(uri, f"cannot delete version {version} of {name}", session.ABSENT) as client:
+    with session.connect(uri, f"cannot delete version {version} of {name}", session.ABSENT) as client:
         client.delete_model_version(name, str(version))
 
 
 def get_version(uri: str, name: str, version: int) -> ModelVersion | None:
     """Return a version by its number, or None."""
-    with session.connected(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
+    with session.connect(uri, f"cannot read version {version} of {name}", session.ABSENT) as client:
         return _make_version(client.get_model_version(name, str(version)))
     return None
 
 
 def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id: str = "") -> list[ModelVersion]:
     """Return the versions of a model, all or those with a tag or of an MLflow run, lowest number first."""
-    query = f"name = '{session.quotable(name)}'" + (f" and tags.`{tag}` = '{session.quotable(value)}'" if tag else "")
-    query += f" and run_id = '{session.quotable(run_id)}'" if run_id else ""
+    query = f"name = '{session.require_quotable(name)}'" + (
+        f" and tags.`{tag}` = '{session.require_quotable(value)}'" if tag else ""
+    )
+    query += f" and run_id = '{session.require_quotable(run_id)}'" if run_id else ""
     versions: list[ModelVersion] = []
-    with session.connected(uri, f"cannot search versions of {name}") as client:
+    with session.connect(uri, f"cannot search versions of {name}") as client:
         token: str | None = None
         while True:
             page = client.search_model_versions(query, page_token=token)
@@ -183,7 +185,7 @@ def search_versions(uri: str, name: str, tag: str = "", value: str = "", run_id:
 
 def set_version_tags(uri: str, name: str, version: int, tags: Mapping[str, str]) -> None:
     """Set tags of a version, one request per tag."""
-    with session.connected(uri, f"cannot tag version {version} of {name}") as client:
+    with session.connect(uri, f"cannot tag version {version} of {name}") as client:
         for key, value in tags.items():
             session.upsert(client.set_model_version_tag, name, str(version), key, value)
 
@@ -196,7 +198,7 @@ def get_aliases(uri: str, name: str) -> dict[str, int]:
 
 def set_alias(uri: str, name: str, alias: str, version: int | None) -> None:
     """Point an alias to a version, or remove it if `version` is None. The last writer wins."""
-    with session.connected(uri, f"cannot set the alias {alias} of {name}") as client:
+    with session.connect(uri, f"cannot set the alias {alias} of {name}") as client:
         if version is None:
             client.delete_registered_model_alias(name, alias)
         else:

@@ -1,4 +1,4 @@
-"""One MLflow run per training, whatever number of attempts it takes.
+"""Runs in MLflow: a training has one, whatever number of attempts it takes.
 
 The run is found by its tag `kftrain.run_id`, so a launcher that starts again, or whose request was answered
 into the void, goes on with the run it made. Where Kubeflow Pipelines injects a run of its own
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from kftrain.config import Config
 from kftrain.errors import TrackingError
 from kftrain.tracking import client, endpoint, session
-from kftrain.tracking.base import MAX_NAME_LENGTH, Point, metric_name, now_ms
+from kftrain.tracking.base import MAX_NAME_LENGTH, Point, clean_metric_name, now_ms
 
 RUN_ID_TAG = "kftrain.run_id"
 TRAINING_DIGEST_TAG = "kftrain.training_digest"
@@ -43,7 +43,7 @@ class DatasetLineage:
     name: str
     digest: str
     uri: str
-    """URI of its manifest."""
+    """URI of the dataset's manifest."""
     num_samples: Mapping[str, int] = field(default_factory=dict)
     """Split -> number of its samples."""
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def start_run(
     uri = config.tracking.uri
     endpoint.require_private_credentials(config.tracking)
     check(uri)
-    tags = run_tags(config, run_id, lineage)
+    tags = make_run_tags(config, run_id, lineage)
     experiment_id = client.ensure_experiment(uri, config.experiment, _choose_artifact_location(uri, config.experiment))
     mlflow_run_id = _find_run(uri, experiment_id, tags) or session.create_and_find(
         lambda: client.create_run(uri, experiment_id, run_id, tags), lambda: _find_run(uri, experiment_id, tags)
@@ -85,7 +85,7 @@ def start_run(
     client.set_status(uri, mlflow_run_id, "RUNNING")
     further = {key: value for key, value in (further_tags or {}).items() if value or key in record.tags}
     client.set_tags(uri, mlflow_run_id, {**tags, **further})
-    params = parameters(config)
+    params = list_parameters(config)
     client.log_params(uri, mlflow_run_id, {k: v for k, v in params.items() if k not in record.params})
     profile = {f"num_{split}_samples": number for split, number in lineage.num_samples.items()}
     client.log_dataset(uri, mlflow_run_id, lineage.name, lineage.digest, lineage.uri, profile, lineage.fields)
@@ -108,7 +108,7 @@ def _find_run(uri: str, experiment_id: str, tags: Mapping[str, str]) -> str | No
     return None
 
 
-def status_of(uri: str, mlflow_run_id: str) -> str:
+def read_status(uri: str, mlflow_run_id: str) -> str:
     """Return the status of a run as MLflow shows it. Raises TrackingError."""
     return client.read_run(uri, mlflow_run_id).status
 
@@ -117,11 +117,11 @@ def finish_run(uri: str, mlflow_run_id: str, status: Status, tags: Mapping[str, 
     """End a run as FINISHED, FAILED or KILLED; one that has this status keeps its time of end. Raises TrackingError."""
     if tags:
         client.set_tags(uri, mlflow_run_id, {key: endpoint.redacted(value) for key, value in tags.items()})
-    if status_of(uri, mlflow_run_id) != status:
+    if read_status(uri, mlflow_run_id) != status:
         client.set_status(uri, mlflow_run_id, status)
 
 
-def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
+def find_running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
     """Return the runs of all experiments with this tag that are shown as RUNNING, id -> tags. Raises TrackingError."""
     check(uri)
     return client.search_running(uri, tag, value)
@@ -129,18 +129,18 @@ def running(uri: str, tag: str, value: str) -> dict[str, dict[str, str]]:
 
 def log_evaluation(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> None:
     """Record the metrics of the finished model as `evaluation/<name>`. May be repeated."""
-    client.log_points(uri, mlflow_run_id, evaluation_points(uri, mlflow_run_id, metrics))
+    client.log_points(uri, mlflow_run_id, make_evaluation_points(uri, mlflow_run_id, metrics))
 
 
 def log_missing(uri: str, mlflow_run_id: str, history: Sequence[Mapping[str, float]]) -> None:
     """Record the points of a training curve that the run lacks. May be repeated. Raises TrackingError."""
     latest = client.read_run(uri, mlflow_run_id).latest
-    points = missing_points(history, {key: point.step for key, point in latest.items()}, now_ms())
+    points = find_missing_points(history, {key: point.step for key, point in latest.items()}, now_ms())
     if points:
         client.log_points(uri, mlflow_run_id, points)
 
 
-def missing_points(
+def find_missing_points(
     history: Sequence[Mapping[str, float]], highest_steps: Mapping[str, int], timestamp_ms: int
 ) -> list[Point]:
     """Return the points of a curve beyond the highest step that is recorded of their metric.
@@ -151,7 +151,7 @@ def missing_points(
     for values in history:
         step = int(values["step"])
         for name, value in values.items():
-            key = metric_name(name)
+            key = clean_metric_name(name)
             if name != "step" and step > highest_steps.get(key, -1):
                 points.append(Point(key, float(value), step, timestamp_ms))
     return points
@@ -162,7 +162,7 @@ def log_text(uri: str, mlflow_run_id: str, text: str, artifact_name: str) -> Non
     client.write_text(uri, mlflow_run_id, text, artifact_name)
 
 
-def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> list[Point]:
+def make_evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]) -> list[Point]:
     """Make the points of an evaluation; a value that the run has already keeps its time, and so is the same point.
 
     They stand at step 0: a metric with no other step is drawn by MLflow as bars, run beside run, not as lone dots.
@@ -172,7 +172,7 @@ def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]
     latest = client.read_run(uri, mlflow_run_id).latest
     points = []
     for name, value in metrics.items():
-        key = metric_name(EVALUATION_PREFIX + name)
+        key = clean_metric_name(EVALUATION_PREFIX + name)
         known = latest.get(key)
         if known is not None and known.value == value:
             points.append(known)
@@ -181,28 +181,28 @@ def evaluation_points(uri: str, mlflow_run_id: str, metrics: Mapping[str, float]
     return points
 
 
-def run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, str]:
+def make_run_tags(config: Config, run_id: str, lineage: DatasetLineage) -> dict[str, str]:
     """Return the tags of a run: the training's identity, its code, and who started it."""
     tags = {
         RUN_ID_TAG: run_id,
         TRAINING_DIGEST_TAG: config.training_digest(lineage.digest),
         "kftrain.dataset_digest": lineage.digest,
         "kftrain.config_digest": config.digest(),
-        **kind_tags(config),
-        **code_tags(),
-        **source_tags(),
+        **make_kind_tags(config),
+        **make_code_tags(),
+        **make_source_tags(),
         "mlflow.note.content": _describe_training(config, lineage),
     }
     parent = os.environ.get("MLFLOW_RUN_ID")
     return {**tags, "mlflow.parentRunId": parent} if parent else tags
 
 
-def kind_tags(config: Config) -> dict[str, str]:
+def make_kind_tags(config: Config) -> dict[str, str]:
     """Return the tags with the kinds of task and model, by which people filter runs, LoggedModels and versions."""
     return {"kftrain.task": config.task.kind, "kftrain.model": config.model.kind}
 
 
-def parameters(config: Config) -> dict[str, str]:
+def list_parameters(config: Config) -> dict[str, str]:
     """Return the configuration as MLflow's parameters, without settings that are not set.
 
     A setting that a later version adds and nobody uses must not stand as a difference between old runs and new ones.
@@ -214,35 +214,35 @@ def parameters(config: Config) -> dict[str, str]:
     return {key: value for key, value in params.items() if not key.startswith("launch.kubernetes")}
 
 
-def model_parameters(config: Config) -> dict[str, str]:
+def list_model_parameters(config: Config) -> dict[str, str]:
     """Return the parameters of the model and its training alone, for MLflow's table of models."""
-    params = parameters(config).items()
+    params = list_parameters(config).items()
     return {k: v for k, v in params if k.partition(".")[0] in MODEL_SECTIONS or k in MODEL_SETTINGS}
 
 
-def dataset_name(uri: str, mlflow_run_id: str) -> str:
+def read_dataset_name(uri: str, mlflow_run_id: str) -> str:
     """Return the name of the dataset that was recorded with a run; empty if there is none."""
     return client.read_run(uri, mlflow_run_id).dataset_name
 
 
-def code_tags() -> dict[str, str]:
-    """Return the tags that name the running code, the commit (`git_commit`) and KFTRAIN_IMAGE, as far as known."""
-    tags = {"kftrain.git_commit": git_commit(), "kftrain.image": os.environ.get("KFTRAIN_IMAGE", "")}
+def make_code_tags() -> dict[str, str]:
+    """Return the tags that name the running code, the commit (`find_git_commit`) and KFTRAIN_IMAGE, as far as known."""
+    tags = {"kftrain.git_commit": find_git_commit(), "kftrain.image": os.environ.get("KFTRAIN_IMAGE", "")}
     return {tag: value for tag, value in tags.items() if value}
 
 
-def source_tags() -> dict[str, str]:
+def make_source_tags() -> dict[str, str]:
     """Return the tags that MLflow shows as Created by, Source and Git commit."""
     tags = {
         "mlflow.user": _get_user(),
         "mlflow.source.name": os.environ.get("KFTRAIN_STARTED_BY") or os.environ.get("KFP_POD_NAME") or "kftrain",
         "mlflow.source.type": "JOB" if os.environ.get("KFP_POD_NAME") else "LOCAL",
-        "mlflow.source.git.commit": git_commit().removesuffix("-dirty"),
+        "mlflow.source.git.commit": find_git_commit().removesuffix("-dirty"),
     }
     return {tag: endpoint.redacted(value) for tag, value in tags.items() if value}
 
 
-def git_commit() -> str:
+def find_git_commit() -> str:
     """Return KFTRAIN_GIT_COMMIT, else the commit of the current folder, else ''; `-dirty` marks changed files."""
     return os.environ.get("KFTRAIN_GIT_COMMIT") or _ask_git(os.getcwd())
 

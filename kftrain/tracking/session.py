@@ -3,8 +3,9 @@
 MLflow is imported by the first call, which takes about a second. Every failure is a TrackingError that shows no
 credentials.
 
-MLflow's own defaults hold a caller for four minutes when the server is away (7 retries of 120 s). Here a
-call gives up in well under a minute; environment variables that a user has set win.
+MLflow's own defaults hold a caller for four minutes when the server refuses (7 retries, each after twice the pause of
+the one before), and longer when it is silent (120 s a request). Here a call gives up in well under a minute;
+environment variables that a user has set win.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def mlflow() -> Any:
 
     Raises TrackingError if it is not installed.
     """
-    # Before the import: MLflow reads some of its settings only then.
+    # Before the import, at which MLflow starts its telemetry unless it is told not to; the others it reads at each use.
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -84,7 +85,7 @@ def mlflow() -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _client(uri: str) -> Any:
+def _open_client(uri: str) -> Any:
     """Return MLflow's client of a URI, one per URI; makes the tables of an sqlite database if they are missing."""
     endpoint.require_supported(uri)
     with endpoint.database_lock(uri):
@@ -100,14 +101,14 @@ def _client(uri: str) -> Any:
 
 
 @contextlib.contextmanager
-def connected(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
+def connect(uri: str, failure: str, harmless: str = "") -> Iterator[Any]:
     """Yield the client; errors of MLflow, or of the driver of its artifacts, inside the block become MlflowError.
 
     `harmless`: MLflow's code of an error that is swallowed: it ends the block, and the caller goes on behind it.
     """
     expected = (mlflow().MlflowException, OSError, ImportError, *_list_database_errors())
     try:
-        yield _client(uri)
+        yield _open_client(uri)
     except KftrainError:
         raise
     except Exception as error:  # drivers of artifact stores raise what they like; bugs pass
@@ -169,7 +170,7 @@ def upsert(call: Callable[..., Any], *arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def as_default_uri(uri: str) -> Iterator[None]:
+def use_as_default_uri(uri: str) -> Iterator[None]:
     """Make the URI the process's default inside the block: the SQL registry looks up LoggedModels there.
 
     The default is process-wide, so a lock keeps threads apart; a value that the environment variable had is restored.
@@ -252,7 +253,7 @@ def read_artifact(uri: str, folder_uri: str, name: str) -> str | None:
         raise mlflow().MlflowException(outages.one_line(error)) from error
 
 
-def quotable(value: str) -> str:
+def require_quotable(value: str) -> str:
     """Return a value that may stand in a filter of MLflow. Raises TrackingError for one with quotes."""
     if set(value) & set("'\"`\\"):
         raise TrackingError("a name with quotes cannot be searched for", value=value, fix="use letters and digits")

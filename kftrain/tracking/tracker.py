@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kftrain.errors import TrackingError
 from kftrain.tracking import client
-from kftrain.tracking.base import Point, metric_name, now_ms
+from kftrain.tracking.base import Point, clean_metric_name, now_ms
 from kftrain.tracking.spool import Spool
 
 NONFINITE_TAG = "nonfinite"
@@ -126,7 +126,7 @@ class MlflowTracker:
         points = []
         for name, value in metrics.items():
             try:
-                points.append(Point(metric_name(name), float(value), step, timestamp_ms))
+                points.append(Point(clean_metric_name(name), float(value), step, timestamp_ms))
             except (TypeError, ValueError):
                 self.num_dropped += 1
         return points

@@ -28,9 +28,9 @@ def work(folder: str, seconds: float) -> str:
     from kftrain.config import Config
     from kftrain.core.progress import to_log
     from kftrain.run.paths import RunPaths
-    from kftrain.stages.failure import reported
+    from kftrain.stages.failure import report_failure
 
-    with reported("work", RunPaths(folder), Config(), to_log):
+    with report_failure("work", RunPaths(folder), Config(), to_log):
         Path(folder, "seen").write_text(folder)
         to_log("ready")
         time.sleep(seconds)
@@ -88,7 +88,7 @@ def test_an_object_arrives_as_it_was_meant(tmp_path, values):
     PipelineProcess(tmp_path / "spec.yaml", tmp_path / "arguments.json", tmp_path / "root", tmp_path, {}).follow(
         [].append
     )
-    found = parameters.received(json.loads((tmp_path / "found.json").read_text()))
+    found = parameters.restore_object(json.loads((tmp_path / "found.json").read_text()))
     assert json.dumps(found, sort_keys=True) == json.dumps(values, sort_keys=True)
 
 

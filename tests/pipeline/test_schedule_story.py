@@ -16,7 +16,7 @@ from kftrain.core import storage
 from kftrain.errors import DataError
 from kftrain.kubeflow.client import TOKEN_ENV, Connection
 from kftrain.kubeflow.recurring import RecurringPipelines
-from kftrain.registry.journal import Journal, champion_version
+from kftrain.registry.journal import Journal, find_champion_version
 from kftrain.registry.promotion import rollback
 from kftrain.run import documents
 from kftrain.run.documents import Registration
@@ -128,7 +128,7 @@ class Story:
         return {shard.sha256 for split in described.splits.values() for shard in split.shards}
 
     def champion(self):
-        return champion_version(Journal.of(self.config.run.storage_root, "story").entries())
+        return find_champion_version(Journal.of(self.config.run.storage_root, "story").entries())
 
     def modes(self):
         return {each["recurring_run_id"]: each["mode"] for each in self.server.recurring}

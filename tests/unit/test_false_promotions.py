@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from kftrain.registry.gate import Evidence, confidence_at, decide
+from kftrain.registry.gate import Evidence, choose_confidence, decide
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import Interval
 from kftrain.statistics import bootstrap
@@ -37,7 +37,7 @@ def statistics(losses):
 
 def gate(ours, theirs, number):
     """What the gate decides on two models by their losses, `[groups]` each."""
-    confidence = confidence_at(SETTINGS, number)
+    confidence = choose_confidence(SETTINGS, number)
     arguments = (mean, "loss", "minimize", statistics(ours), statistics(theirs), RESAMPLES, confidence, 0)
     one, found = Interval(value=1.0, low=0.9, high=1.1), bootstrap.paired_improvement(*arguments)
     return decide(SETTINGS, Evidence(one, len(ours), one, found, confidence, number))
@@ -50,7 +50,7 @@ def promotions(ours, theirs, numbers):
     """
     difference = theirs - ours
     num_groups = difference.shape[2]
-    levels = np.array([(1.0 - confidence_at(SETTINGS, number)) / 2.0 for number in numbers])
+    levels = np.array([(1.0 - choose_confidence(SETTINGS, number)) / 2.0 for number in numbers])
     quantiles = np.array([t_quantile(num_groups - 1, level) for level in levels])
     errors = difference.std(axis=2, ddof=1) / math.sqrt(num_groups)
     promoted = difference.mean(axis=2) > (1.0 - 1e-9) * quantiles * errors

@@ -8,7 +8,7 @@ import yaml
 
 from kftrain import config
 from kftrain.models.registry import build_model
-from kftrain.stages.dry_run import jobs_of_new_run
+from kftrain.stages.dry_run import describe_jobs_of_new_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -19,7 +19,7 @@ def load(name):
 
 @pytest.mark.parametrize(("name", "nodes"), [("llama-1b", 1), ("llama-8b", 4), ("vit-base", 2)])
 def test_the_jobs_of_an_example_take_whole_nodes(name, nodes):
-    jobs = [job for job in yaml.safe_load_all(jobs_of_new_run(load(name))) if job]
+    jobs = [job for job in yaml.safe_load_all(describe_jobs_of_new_run(load(name))) if job]
     assert [job["metadata"]["name"] for job in jobs] == [f"{name}-dry-run-train", f"{name}-dry-run-evaluate"]
     for job in jobs:
         worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]

@@ -40,7 +40,7 @@ IMPORTERS = {
     "sharding/parts/encoder.py": "unpickles a temporary file that this process itself has written",
     "checkpoint/reader.py": "an unpickler that knows what torch's own header consists of, and nothing else",
     "models/signature.py": "looks for a file after asking trust, and evaluates annotations of our own source",
-    "registry/wheel.py": "looks for our own packages, and copies their list of entry points",
+    "registry/package.py": "looks for our own packages, and copies their list of entry points",
     "cli/run.py": "looks whether kfp is there",
     "cli/init.py": "looks whether the name of a folder is free",
     "tracking/client.py": "looks whether mlflow is there",

@@ -40,7 +40,7 @@ def with_task_config(config: Config, task_config: TaskPodSettings | None) -> Con
     return config.model_copy(update={"launch": config.launch.model_copy(update={"kubernetes": settings})})
 
 
-def apply(config: Config, paths: RunPaths, task_config: TaskPodSettings | None) -> Config:
+def apply_task_pods(config: Config, paths: RunPaths, task_config: TaskPodSettings | None) -> Config:
     """Return `with_task_config`, and save it in the run's folder if it changes anything: workers read it there."""
     changed = with_task_config(config, task_config)
     if changed != config:

@@ -48,7 +48,7 @@ def test_a_password_in_the_configuration_is_in_no_file_and_no_line(tmp_path: Pat
 
 
 def test_a_laptops_password_moves_to_the_environment(tmp_path: Path) -> None:
-    resolved = resolve.anchored(config.parse("", [f"tracking.uri=https://me:{QUOTED}@host"]), tmp_path)
+    resolved = resolve.anchor_paths(config.parse("", [f"tracking.uri=https://me:{QUOTED}@host"]), tmp_path)
     assert resolved.tracking.uri == "https://host" and "caNAry" not in resolved.to_yaml()
     assert [os.environ.get(name) for name in VARIABLES] == ["me", CANARY, None]
 
@@ -56,7 +56,7 @@ def test_a_laptops_password_moves_to_the_environment(tmp_path: Path) -> None:
 def test_a_cluster_takes_no_credentials_in_a_uri(tmp_path: Path) -> None:
     for uri in (f"http://me:{QUOTED}@host", "https://TOKEN@host"):
         text = f"launch: {{backend: pytorchjob}}\nrun: {{storage_root: 's3://b'}}\ntracking: {{uri: '{uri}'}}"
-        resolved = resolve.anchored(config.parse(text, ["data.source=digits"]), tmp_path)
+        resolved = resolve.anchor_paths(config.parse(text, ["data.source=digits"]), tmp_path)
         with pytest.raises(LaunchError, match="Kubeflow would show the password or token") as caught:
             preflight.require_remote(resolved)
         assert "caNAry" not in caught.value.line and "TOKEN" not in caught.value.line

@@ -57,7 +57,7 @@ def call(here, capfd, tmp_path):
 
 def saved_run(folder, text):
     """A run that was opened and has an MLflow run."""
-    resolved = resolve.anchored(config.parse(text), folder)
+    resolved = resolve.anchor_paths(config.parse(text), folder)
     paths = opened_run(resolved, "lm-1").paths
     (folder / "store/runs/lm-1/tracking.json").write_text(json.dumps({"schema_version": 1, "mlflow_run_id": "m-7"}))
     assert mlflow_run.read_mlflow_run_id(paths) == "m-7"
@@ -92,7 +92,7 @@ def test_a_dry_run_writes_nothing_into_the_storage_root(call, here):
 def test_a_local_job_is_shown_as_the_command_of_its_worker(call, here):
     _, out, _ = call("run", "--dry-run", text=LOCAL)
     commands = [shlex.split(line) for line in out.splitlines() if not line.startswith("#")]
-    resolved = resolve.anchored(config.parse(LOCAL), here)
+    resolved = resolve.anchor_paths(config.parse(LOCAL), here)
     paths = RunPaths.of(resolved.run.storage_root, "lm-dry-run")
     specs = [make_job(task, paths, resolved) for task in (TRAINING, EVALUATION)]
     assert commands == [["kftrain", *spec.workers.arguments] for spec in specs]

@@ -166,7 +166,7 @@ def test_a_second_signal_leaves_no_running_mlflow_run(tmp_path, monkeypatch, cap
     resolved = config.parse("run: {name: a}", [f"run.storage_root={tmp_path}"])
     paths = opened_run(resolved, "a-1").paths
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "finish_run", lambda uri, name, status, tags=None: ended.append((name, status)))
     watched = watching()
     watched.run_uri = paths.uri
@@ -312,7 +312,7 @@ def test_a_stage_tells_its_parent_what_it_must_know(tmp_path, capsys):
     with channel.opened(tmp_path) as told:
         watched = local_run.PipelineOutput(Recorded(), io.StringIO(), told)
         assert channel.tell(channel.RUN, "/w/runs/b-2")
-        with pytest.raises(CheckpointError), failure.announced("train", to_log):
+        with pytest.raises(CheckpointError), failure.announce_failure("train", to_log):
             raise CheckpointError("no usable checkpoint")
         with (tmp_path / "channel").open("a") as stream:
             stream.write('[1]\n{"error": 3}\n{"run": {}}\nno json\n\xff\n{"run": "/torn')

@@ -14,7 +14,7 @@ from kftrain.cli.jobs import status_command
 from kftrain.cli.runs import runs_command
 from kftrain.core import storage
 from kftrain.errors import DataError, Preempted
-from kftrain.registry.journal import Journal, next_entry
+from kftrain.registry.journal import Journal, make_next_entry
 from kftrain.run import attempts
 from kftrain.run.error import of_stage
 
@@ -48,10 +48,10 @@ def test_a_registered_run_shows_its_metric_and_whether_it_is_champion(tmp_path):
     assert (found["state"], found["step"], found["num_steps"], found["version"]) == ("registered", 20, 20, 3)
     assert (found["metric"], found["value"], found["is_champion"]) == ("accuracy", 0.9, False)
     journal = Journal.of(paths.storage_root, config.model_name)
-    journal.append(next_entry([], "promote", 3, "better"))
+    journal.append(make_next_entry([], "promote", 3, "better"))
     assert one(tmp_path)["is_champion"]
     assert "tiny 3, champion" in listed(tmp_path)
-    journal.append(next_entry(journal.entries(), "promote", 4, "better still"))
+    journal.append(make_next_entry(journal.entries(), "promote", 4, "better still"))
     assert not one(tmp_path)["is_champion"]
     assert {path: path.read_bytes() for path in Path(paths.uri).rglob("*") if path.is_file()} == before
 

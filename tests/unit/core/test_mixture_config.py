@@ -79,7 +79,7 @@ def test_each_component_is_a_source_of_its_own():
 
 
 def test_the_sources_of_a_mixture_are_anchored_and_checked_as_one_is(tmp_path):
-    anchored = resolve.anchored(parsed(TWO), tmp_path)
+    anchored = resolve.anchor_paths(parsed(TWO), tmp_path)
     assert [each.source for each in anchored.data.mixture] == [f"{tmp_path}/web", "digits"]
     with_password = parsed(TWO.replace("./web", "'https://me:secret@host/web'"))
     with pytest.raises(ConfigError, match=r"data\.mixture\[0\]\.source") as caught:

@@ -70,7 +70,7 @@ def test_only_what_changes_the_meaning_of_the_metrics_makes_it_another_task(monk
         monkeypatch.setattr(evaluate, "read_recipe", lambda *_: Recipe)
         Recipe.task = TaskConfig.model_validate({"kind": "language_modeling", **theirs})
         config = Config.model_validate({"task": {"kind": "language_modeling", **ours}})
-        return evaluate._obstacle(config, Champion, "0" * 64)
+        return evaluate._find_obstacle(config, Champion, "0" * 64)
 
     class Recipe:
         task = None

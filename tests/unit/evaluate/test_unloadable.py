@@ -108,4 +108,4 @@ def test_storage_that_is_away_is_no_obstacle_of_the_champion(tmp_path, monkeypat
     champion = Champion(1, folder, "d" * 64, f"{folder}/export", "f" * 64)
     monkeypatch.setattr(storage, "read_bytes", lambda uri: raised(StorageError("storage cannot be reached")))
     with pytest.raises(StorageError):
-        stage._obstacle(digits_config(tmp_path), champion, "e" * 64)
+        stage._find_obstacle(digits_config(tmp_path), champion, "e" * 64)

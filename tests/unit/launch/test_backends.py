@@ -60,8 +60,8 @@ def test_a_backend_may_be_remote_without_pods(slurm, monkeypatch):
     base.require_remote_jobs(slurm, "the steps")
     assert base.build_launcher(slurm) == base.find_jobs(slurm) == "the launcher of slurm"
     assert (spec.processes_per_node(slurm), slurm.launch.gpus_per_node) == (spec.DEFAULT_CPU_PROCESSES, 0)
-    assert resolve.anchored(slurm, "/").tracking.uri == slurm.tracking.uri
-    assert not [name for name in runs.parameters(slurm) if name.startswith("launch.kubernetes")]
+    assert resolve.anchor_paths(slurm, "/").tracking.uri == slurm.tracking.uri
+    assert not [name for name in runs.list_parameters(slurm) if name.startswith("launch.kubernetes")]
 
 
 def test_jobs_that_are_pods_are_remote():

@@ -9,7 +9,7 @@ import pytest
 
 from kftrain.core import storage
 from kftrain.errors import EvaluationError
-from kftrain.registry.comparison import read_measured
+from kftrain.registry.comparison import read_measured_export
 
 
 def packed(**arrays):
@@ -69,12 +69,12 @@ def damage(run, content, name="statistics"):
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_they_are_refused_in_one_line(finished, content):
     with pytest.raises(EvaluationError, match=r"the statistics cannot be read: ['\w]"):
-        read_measured(damage(finished("one", 0.6), content))
+        read_measured_export(damage(finished("one", 0.6), content))
 
 
 def test_so_are_those_by_slice_without_their_slices(finished):
     with pytest.raises(EvaluationError, match=r"the statistics cannot be read: ['\w]"):
-        read_measured(damage(finished("one", 0.6), packed(keys=KEYS, count=ONES), "slices"))
+        read_measured_export(damage(finished("one", 0.6), packed(keys=KEYS, count=ONES), "slices"))
 
 
 def test_a_person_decides_about_a_challenger_of_such_a_champion(finished):

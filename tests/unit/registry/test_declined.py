@@ -4,8 +4,8 @@ import pytest
 
 from kftrain import registry
 from kftrain.errors import TrackingError
-from kftrain.registry import declined
 from kftrain.registry.journal import Journal
+from kftrain.registry.promotion import find_decline
 from kftrain.registry.tries import Tries
 from kftrain.tracking import model_client
 
@@ -38,7 +38,7 @@ def test_the_gate_leaves_a_declined_one_alone_and_counts_no_try_more(config, fin
     assert again.reason == "not promoted, declined by hand: worse on names" and again.improvement.low > 0
     assert [each.code for each in again.reasons][:2] == ["declined", "better"]
     assert [
-        each.number for each in Tries.of(config.run.storage_root, "toy", first.completion.export_digest).read()
+        each.number for each in Tries.of(config.run.storage_root, "toy", first.completion.export_digest).read_all()
     ] == [1]
     assert finished("three", 0.7).submit().promoted  # what the others are
 
@@ -51,7 +51,7 @@ def test_a_person_may_promote_it_after_all(config, finished, aliases):
     registry.promote(config, 2, "names were wrong")
     assert aliases()["champion"] == 2 and run.submit().promoted
     entries = Journal.of(config.run.storage_root, "toy").entries()
-    assert declined.find(config, entries, run.completion.export_digest) is None
+    assert find_decline(config, entries, run.completion.export_digest) is None
 
 
 def test_neither_the_champion_nor_what_is_not_there_is_declined(config, finished):

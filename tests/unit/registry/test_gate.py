@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kftrain.errors import ConfigError
-from kftrain.registry.gate import Evidence, decide, metric_of
+from kftrain.registry.gate import Evidence, decide, find_metric
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import GateReason, Interval
 from kftrain.statistics.significance import PairedTest
@@ -178,7 +178,7 @@ def test_slices_that_cannot_be_compared_leave_the_decision_to_a_person():
 
 def test_an_unknown_metric_names_the_known_ones():
     with pytest.raises(ConfigError, match="known: accuracy, loss"):
-        metric_of({"loss": 1.0, "accuracy": 0.5}, "f1")
+        find_metric({"loss": 1.0, "accuracy": 0.5}, "f1")
 
 
 def test_every_code_is_in_the_docs():

@@ -124,9 +124,9 @@ def test_a_slice_where_only_the_champion_has_a_value_is_a_loss_and_not_left_out(
         return MeasuredExport(types.SimpleNamespace(slices=["a"]), {}, slices)
 
     ours, theirs = measured(some, none, none), measured(some, some, none)
-    found = comparison.slice_improvements(looked, precision, ours, theirs)
+    found = comparison.compute_slice_improvements(looked, precision, ours, theirs)
     assert sorted(found) == ["a", "b"] and math.isnan(found["b"].high) and found["a"].value == 0
-    assert sorted(comparison.slice_improvements(looked, precision, theirs, ours)) == ["a"]
+    assert sorted(comparison.compute_slice_improvements(looked, precision, theirs, ours)) == ["a"]
 
 
 def test_the_more_slices_are_looked_at_the_wider_are_their_intervals(config):
@@ -142,7 +142,7 @@ def test_the_more_slices_are_looked_at_the_wider_are_their_intervals(config):
     ours, theirs = rng.random(40), rng.random(40)
     difference = ours - theirs
     for count in (1, 2, 10):
-        found = comparison.slice_improvements(looked, precision, measured(ours, count), measured(theirs, count))
+        found = comparison.compute_slice_improvements(looked, precision, measured(ours, count), measured(theirs, count))
         tail = (1 - config.registry.confidence) / count / 2
         margin = scipy.stats.t.isf(tail, 39) * difference.std(ddof=1) / math.sqrt(40)
         for each in found.values():

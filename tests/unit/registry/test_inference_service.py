@@ -11,7 +11,7 @@ from kftrain import registry
 from kftrain.cli import cli
 from kftrain.config import parse
 from kftrain.errors import ConfigError
-from kftrain.registry.inference_service import inference_service
+from kftrain.registry.inference_service import describe_inference_service
 from kftrain.registry.reference import Reference
 from kftrain.stages import preflight
 
@@ -33,7 +33,7 @@ def container_of(document):
 
 
 def test_the_document_names_the_version_and_gives_the_server_what_it_needs():
-    document = inference_service(parse(CONFIG), 3, REFERENCE, "registry/tiny:3")
+    document = describe_inference_service(parse(CONFIG), 3, REFERENCE, "registry/tiny:3")
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert document["metadata"]["name"] == "tiny-lm" and document["metadata"]["namespace"] == "ml"
     assert document["metadata"]["annotations"] == {
@@ -53,7 +53,7 @@ def test_own_classes_are_allowed_by_name_and_folders_are_mounted():
     own = "task: {kind: 'wine.task:Quality'}\nmodel: {kind: 'wine.model:Net'}\n"
     volumes = "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: data}}]"
     mounts = "launch.kubernetes.volume_mounts=[{name: data, mountPath: /data}]"
-    document = inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
+    document = describe_inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
     container = container_of(document)
     assert container["env"] == [{"name": "KFTRAIN_TRUSTED_KINDS", "value": "wine.task:Quality,wine.model:Net"}]
     assert container["volumeMounts"][1:] == [{"name": "data", "mountPath": "/data"}]
@@ -61,7 +61,7 @@ def test_own_classes_are_allowed_by_name_and_folders_are_mounted():
 
 
 def test_the_server_has_no_more_rights_than_a_restricted_namespace_gives_and_no_token():
-    document = inference_service(parse(CONFIG, ["launch.kubernetes.scratch=7Gi"]), 3, REFERENCE, "i")
+    document = describe_inference_service(parse(CONFIG, ["launch.kubernetes.scratch=7Gi"]), 3, REFERENCE, "i")
     predictor, container = document["spec"]["predictor"], container_of(document)
     assert predictor["automountServiceAccountToken"] is False
     assert predictor["securityContext"]["runAsNonRoot"] is True
@@ -102,7 +102,7 @@ def test_every_key_is_one_of_kserve_or_of_kubernetes():
     volumes = "launch.kubernetes.volumes=[{name: data, persistentVolumeClaim: {claimName: data}}]"
     mounts = "launch.kubernetes.volume_mounts=[{name: data, mountPath: /data}]"
     own = "task: {kind: 'wine.task:Quality'}\n"
-    document = inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
+    document = describe_inference_service(parse(CONFIG + own, [volumes, mounts]), 3, REFERENCE, "i")
     require_inference_service(document)
     predictor = document["spec"]["predictor"]
     for wrong in ({"min_replicas": 1}, {"volumes": "data"}, {"minReplicas": "1"}):
@@ -113,7 +113,7 @@ def test_every_key_is_one_of_kserve_or_of_kubernetes():
 @pytest.mark.parametrize("name", ["7up", "-", "x" * 64])
 def test_a_name_that_no_service_can_have_is_refused(name):
     with pytest.raises(ConfigError, match=r"registry\.model_name"):
-        inference_service(parse(CONFIG, [f"registry.model_name={name}"]), 3, REFERENCE, "i")
+        describe_inference_service(parse(CONFIG, [f"registry.model_name={name}"]), 3, REFERENCE, "i")
 
 
 def test_the_command_prints_a_document_that_kubectl_takes(tmp_path, monkeypatch):

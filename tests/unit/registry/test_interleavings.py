@@ -7,7 +7,7 @@ import pytest
 
 from kftrain.registry import champion_alias, journal, lineage
 from kftrain.registry.champion_alias import ChampionAlias
-from kftrain.registry.journal import Journal, champion_version, next_entry
+from kftrain.registry.journal import Journal, find_champion_version, make_next_entry
 from kftrain.tracking.model_client import ModelVersion, RegisteredModel
 from kftrain.trust import Trust
 
@@ -105,17 +105,17 @@ class Process(threading.Thread):
     def propose(self, entries):
         """Better than the champion, or than the last one that is left."""
         present = [e.version for e in reversed(entries) if e.version in self.world.versions]
-        rival = champion_version(entries) or next(iter(present), None)
+        rival = find_champion_version(entries) or next(iter(present), None)
         if self.version not in self.world.versions or (rival is not None and rival >= self.version):
             return False, None
-        return True, next_entry(entries, "promote", self.version, "better")
+        return True, make_next_entry(entries, "promote", self.version, "better")
 
 
 def play(tmp_path, monkeypatch, seed, edits, kills):
     world = World(seed, edits, kills)
     for name in ("get_registered_model", "get_version", "set_alias"):
         monkeypatch.setattr(champion_alias.model_client, name, getattr(world, name))
-    monkeypatch.setattr(lineage, "find", lambda uri, version: None)
+    monkeypatch.setattr(lineage, "find_reference", lambda uri, version: None)
     monkeypatch.setattr(journal, "BEAT_SECONDS", 1000.0)
     for name in ("entries", "writers", "append"):
         original = getattr(Journal, name)
@@ -146,7 +146,7 @@ def test_without_edits_the_champion_never_gets_worse_and_nothing_is_taken_for_an
             assert {entry.kind for entry in entries} <= {"promote"}, seed
             versions = [entry.version for entry in entries]
             assert versions == sorted(versions), seed
-            assert world.aliases.get("champion") == champion_version(entries), seed
+            assert world.aliases.get("champion") == find_champion_version(entries), seed
             if not kills:
                 assert versions[-1] == NUM_VERSIONS and book.journal.writers() == [], seed
 
@@ -157,6 +157,6 @@ def test_with_edits_alias_and_journal_agree_in_the_end_and_only_edits_make_it_wo
         with monkeypatch.context() as patch:
             world, book = play(tmp_path / str(kills), patch, 1000 + seed, edits=0.05, kills=kills)
             entries = book.settle()
-            assert world.aliases.get("champion") == champion_version(entries), seed
+            assert world.aliases.get("champion") == find_champion_version(entries), seed
             external = [entry for entry in entries if entry.kind == "external"]
             assert len(external) <= world.num_edits, seed

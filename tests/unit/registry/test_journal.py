@@ -7,28 +7,34 @@ from hypothesis import strategies as st
 from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import journal
-from kftrain.registry.journal import Journal, champion_version, former_champions, next_entry, predecessors
+from kftrain.registry.journal import (
+    Journal,
+    find_champion_version,
+    list_former_champions,
+    list_predecessors,
+    make_next_entry,
+)
 
 
 def entries_of(*changes):
     entries = []
     for kind, version in changes:
-        entries.append(next_entry(entries, kind, version, "because"))
+        entries.append(make_next_entry(entries, kind, version, "because"))
     return entries
 
 
 def test_an_entry_is_appended_by_one_writer_only(tmp_path):
     book = Journal.of(str(tmp_path), "toy")
-    first = next_entry(book.entries(), "promote", 1, "first")
+    first = make_next_entry(book.entries(), "promote", 1, "first")
     assert book.append(first)
-    assert not book.append(next_entry([], "promote", 2, "late"))
-    assert book.append(next_entry([first], "promote", 3, "better"))
+    assert not book.append(make_next_entry([], "promote", 2, "late"))
+    assert book.append(make_next_entry([first], "promote", 3, "better"))
     assert [(e.number, e.version, e.previous) for e in book.entries()] == [(1, 1, None), (2, 3, 1)]
     assert (tmp_path / "registry" / "toy" / "promotions" / "1.json").exists()
 
 
 def test_equal_entries_of_two_processes_are_told_apart_and_old_ones_are_still_read(tmp_path):
-    first, second = (next_entry([], "promote", 1, "same").to_dict() for _ in range(2))
+    first, second = (make_next_entry([], "promote", 1, "same").to_dict() for _ in range(2))
     assert storage.dump_json(first) != storage.dump_json(second)
     book = Journal.of(str(tmp_path), "toy")
     old = {name: value for name, value in first.items() if name != "entry_id"}
@@ -47,14 +53,14 @@ def test_a_journal_with_a_hole_is_refused(tmp_path):
 
 def test_rollbacks_go_further_back_each_time_and_a_promotion_starts_anew():
     history = [("promote", 1), ("promote", 2), ("promote", 3)]
-    assert predecessors(entries_of(*history)) == [2, 1]
+    assert list_predecessors(entries_of(*history)) == [2, 1]
     history.append(("rollback", 2))
-    assert predecessors(entries_of(*history)) == [1]
+    assert list_predecessors(entries_of(*history)) == [1]
     history.append(("promote", 4))
-    assert predecessors(entries_of(*history)) == [2, 1]
+    assert list_predecessors(entries_of(*history)) == [2, 1]
     history.append(("external", None))
-    assert predecessors(entries_of(*history)) == [4, 2, 1]
-    assert champion_version(entries_of(*history)) is None
+    assert list_predecessors(entries_of(*history)) == [4, 2, 1]
+    assert find_champion_version(entries_of(*history)) is None
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
@@ -68,15 +74,15 @@ def test_rollback_is_the_inverse_of_promotion(kinds):
             stack.pop()
         else:
             continue
-        entries.append(next_entry(entries, kind, stack[-1], ""))
-    assert predecessors(entries) == stack[:-1][::-1]
-    assert champion_version(entries) == (stack[-1] if stack else None)
+        entries.append(make_next_entry(entries, kind, stack[-1], ""))
+    assert list_predecessors(entries) == stack[:-1][::-1]
+    assert find_champion_version(entries) == (stack[-1] if stack else None)
 
 
 def test_former_champions_are_named_once_newest_first():
     history = entries_of(("promote", 1), ("promote", 2), ("rollback", 1), ("external", None))
-    assert [(entry.number, entry.version) for entry in former_champions(history)] == [(3, 1), (2, 2)]
-    assert former_champions([]) == []
+    assert [(entry.number, entry.version) for entry in list_former_champions(history)] == [(3, 1), (2, 2)]
+    assert list_former_champions([]) == []
 
 
 @pytest.fixture

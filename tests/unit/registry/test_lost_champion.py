@@ -59,7 +59,7 @@ def test_fault_71_with_no_former_champion_left_a_person_decides(config, finished
 def test_a_former_champion_that_was_measured_otherwise_is_passed_over(config, finished):
     finished("one", 0.6).submit()
     finished("two", 0.7).submit()
-    reference = lineage.find(config.tracking.uri, model_client.get_version(config.tracking.uri, "toy", 2))
+    reference = lineage.find_reference(config.tracking.uri, model_client.get_version(config.tracking.uri, "toy", 2))
     remove_alias(config)
     storage.remove(f"{reference.run_uri}/evaluation")
     registration = finished("three", 0.65).submit()
@@ -201,7 +201,10 @@ def test_tags_of_a_logged_model_do_not_make_another_export_of_a_version(config, 
     model_client.set_version_tags(uri, "toy", 1, {"kftrain.export_digest": two.completion.export_digest})
     second = two.register()
     assert second.version == 2 and second.logged_model_id != first.logged_model_id
-    assert lineage.of(uri, model_client.get_version(uri, "toy", 2)).export_digest == two.completion.export_digest
+    assert (
+        lineage.read_reference(uri, model_client.get_version(uri, "toy", 2)).export_digest
+        == two.completion.export_digest
+    )
 
 
 def test_a_champion_whose_kind_is_not_allowed_leaves_the_decision_to_a_person(config, finished, aliases):

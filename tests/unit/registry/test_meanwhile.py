@@ -4,7 +4,7 @@ import pytest
 
 from kftrain import registry
 from kftrain.errors import TrackingError
-from kftrain.registry import declined, promotion
+from kftrain.registry import promotion
 from kftrain.registry.journal import Journal
 from kftrain.tracking import model_client
 
@@ -93,7 +93,7 @@ def test_a_decline_of_before_in_a_document_of_its_own_counts_until_somebody_prom
     storage.publish_json(f"{config.run.storage_root}/registry/toy/declined/{digest[:16]}.json", said)
     assert run.gate(registered).reason == "not promoted, declined by hand: old"
     registry.promote(config, 2, "after all")
-    assert declined.find(config, Journal.of(config.run.storage_root, "toy").entries(), digest) is None
+    assert promotion.find_decline(config, Journal.of(config.run.storage_root, "toy").entries(), digest) is None
 
 
 def test_a_rollback_is_not_undone_when_the_same_step_runs_again(config, finished, aliases):

@@ -22,8 +22,7 @@ from kftrain import registry
 from kftrain.models import build_model
 from kftrain.models.settings import ModelConfig
 from kftrain.registry import pyfunc_loader
-from kftrain.registry.package import ModelPackage, requirements
-from kftrain.registry.wheel import own_wheel
+from kftrain.registry.package import ModelPackage, list_requirements, make_own_wheel
 from kftrain.tasks.image_classification import ImageClassification
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tracking.session import StoredModel, write_model
@@ -34,7 +33,7 @@ TYPES = {"bits_per_byte": "double", "num_bytes": "long"}
 
 @pytest.fixture(scope="module")
 def wheel():
-    return own_wheel()
+    return make_own_wheel()
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def package(wheel):
 
 
 def test_the_wheel_holds_every_module_and_its_record_is_right(wheel):
-    assert own_wheel().content == wheel.content
+    assert make_own_wheel().content == wheel.content
     archive = zipfile.ZipFile(io.BytesIO(wheel.content))
     names = set(archive.namelist())
     assert {"kftrain/__init__.py", "kftrain/components/train.py", "kftrain/pipelines/train.py"} <= names
@@ -104,9 +103,11 @@ def test_the_environment_pins_what_was_trained_with_and_names_the_wheel_in_every
 
 
 def test_requirements_are_pins_of_the_training_with_what_reads_the_storage():
-    found = requirements({"torch": "2.13.0+cpu", "numpy": "2.4.6"}, {"mlflow": "3.17.2", "s3fs": "2026.1"}, "s3://b/e")
+    found = list_requirements(
+        {"torch": "2.13.0+cpu", "numpy": "2.4.6"}, {"mlflow": "3.17.2", "s3fs": "2026.1"}, "s3://b/e"
+    )
     assert found == ("botocore", "mlflow==3.17.2", "numpy==2.4.6", "s3fs==2026.1", "torch==2.13.0")
-    assert requirements({}, {}, "/a/folder") == (
+    assert list_requirements({}, {}, "/a/folder") == (
         "mlflow",
         "numpy>=1.26",
         "safetensors>=0.5",

@@ -9,7 +9,7 @@ from kftrain import registry
 from kftrain.core import storage
 from kftrain.errors import TrackingError
 from kftrain.registry import tries
-from kftrain.registry.gate import Decision
+from kftrain.registry.gate import Decision, Judgement
 from kftrain.registry.tries import Tries
 
 NUM_GROUPS = 60
@@ -20,7 +20,7 @@ def changed(config, **registry_options):
 
 
 def tries_of(config, run):
-    return Tries.of(config.run.storage_root, "toy", run.completion.export_digest).read()
+    return Tries.of(config.run.storage_root, "toy", run.completion.export_digest).read_all()
 
 
 def near(num_errors):
@@ -56,7 +56,7 @@ def test_the_same_difference_is_enough_at_the_first_try_and_not_at_the_hundredth
     first = close.submit(changed(config, promotion="never"))
     assert first.reasons[0].code == "better" and not first.promoted and not first.awaits_person
     for number in range(1, 100):
-        book.counted(str(number), "run", 9, lambda number: (Decision(False, ""), 0.95))
+        book.decide_and_count(str(number), "run", 9, lambda number: Judgement(Decision(False, ""), None))
     late = close.submit()
     assert (late.num_tries, late.promoted, late.reasons[0].code) == (100, False, "not_significant")
     uncorrected = close.submit(changed(config, correct_repeated_tries=False))
@@ -105,43 +105,44 @@ def test_challengers_at_once_have_different_numbers(tmp_path):
     def contend(name):
         barrier.wait(240)
         for _ in range(2):
-            book.counted(name, name, 1, lambda number: (Decision(False, str(number)), 0.95))
-        found.append(int(book.counted(name, name, 1, lambda number: (Decision(False, str(number)), 0.95)).reason))
+            book.decide_and_count(name, name, 1, lambda number: Judgement(Decision(False, str(number)), None))
+        judgement = book.decide_and_count(name, name, 1, lambda number: Judgement(Decision(False, str(number)), None))
+        found.append(int(judgement.decision.reason))
 
     threads = [threading.Thread(target=contend, args=(f"run-{i}",)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(240)
-    assert sorted(found) == list(range(1, 9)) == [each.number for each in book.read()]
+    assert sorted(found) == list(range(1, 9)) == [each.number for each in book.read_all()]
 
 
 def test_a_damaged_try_is_told_by_its_file(tmp_path):
     (tmp_path / "1.json").write_text("{")
     with pytest.raises(TrackingError, match=r"1\.json is not valid JSON"):
-        Tries(str(tmp_path)).number_of("mine")
+        Tries(str(tmp_path)).find_number("mine")
 
 
 def test_what_is_the_same_try():
-    one = tries.identity_of("x", "e", "accuracy", "maximize")
-    assert one == tries.identity_of("x", "e", "accuracy", "maximize")
-    assert len({one, *(tries.identity_of(*each) for each in ("yeam", "xfam", "xebm", "xean"))}) == 5
+    one = tries.digest_identity("x", "e", "accuracy", "maximize")
+    assert one == tries.digest_identity("x", "e", "accuracy", "maximize")
+    assert len({one, *(tries.digest_identity(*each) for each in ("yeam", "xfam", "xebm", "xean"))}) == 5
 
 
 @pytest.mark.parametrize("number", [0, -1, tries.MAX_NUMBER + 1, 10**200])
 def test_a_try_with_a_number_that_none_has_is_damaged(tmp_path, number):
     book = Tries.of(str(tmp_path), "toy", "c" * 64)
-    book.counted("first", "run", 1, lambda number: (Decision(False, ""), 0.95))
+    book.decide_and_count("first", "run", 1, lambda number: Judgement(Decision(False, ""), None))
     document = storage.read_json(f"{book.uri}/1.json")
     storage.publish_json(f"{book.uri}/1.json", {**document, "number": number})
     with pytest.raises(TrackingError, match=r"1\.json is damaged: number"):
-        book.counted("second", "run", 2, lambda number: (Decision(False, ""), 0.95))
+        book.decide_and_count("second", "run", 2, lambda number: Judgement(Decision(False, ""), None))
 
 
 def test_after_the_last_number_there_is_none(tmp_path):
     book = Tries.of(str(tmp_path), "toy", "c" * 64)
-    book.counted("first", "run", 1, lambda number: (Decision(False, ""), 0.95))
+    book.decide_and_count("first", "run", 1, lambda number: Judgement(Decision(False, ""), None))
     document = {**storage.read_json(f"{book.uri}/1.json"), "number": tries.MAX_NUMBER}
     storage.publish_json(f"{book.uri}/{tries.MAX_NUMBER}.json", document)
     with pytest.raises(TrackingError, match="always faster"):
-        book.counted("second", "run", 2, lambda number: (Decision(False, ""), 0.95))
+        book.decide_and_count("second", "run", 2, lambda number: Judgement(Decision(False, ""), None))

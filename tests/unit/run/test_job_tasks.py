@@ -63,8 +63,8 @@ def test_its_job_is_described_and_shown(task, run):
     paths, config = run
     spec = make_job(task, paths, config, "m-7")
     assert spec.workers.arguments[:3] == ("worker", "--task", "measure") and MLFLOW_RUN_ID_ENV not in spec.environment
-    assert "--task measure" in dry_run.job_of_run(paths.uri, "measure")
-    assert "measure" not in dry_run.jobs_of_new_run(config)
+    assert "--task measure" in dry_run.describe_job_of_run(paths.uri, "measure")
+    assert "measure" not in dry_run.describe_jobs_of_new_run(config)
 
 
 def test_its_logs_have_a_folder(task, run):

@@ -62,11 +62,11 @@ def test_a_damaged_curve_is_named(tmp_path, content):
 )
 def test_finish_explains_a_run_whose_error_json_is_broken(tmp_path, monkeypatch, content):
     ended = []
-    monkeypatch.setattr(tracking, "status_of", lambda uri, run: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, run: "RUNNING")
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: ended.append((status, tags)))
     config = digits_config(tmp_path)
     paths = RunPaths.of(config.run.storage_root, "tiny-8f11")
-    resolve.keep(resolve.OpenedRun(config, paths), "8F-11")
+    resolve.keep_run(resolve.OpenedRun(config, paths), "8F-11")
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
     storage.publish(paths.error, content)
     outcome = finish(config.to_yaml(), "", "", "8F-11", "FAILED", [].append)

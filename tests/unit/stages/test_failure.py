@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
 
     paths, lines, ended = RunPaths(f"{tmp_path}/runs/r"), [], []
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: ended.append(arguments))
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(termination, "TERMINATION_LOG", str(tmp_path / "termination-log"))
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m1").to_dict())
     return paths, digits_config(tmp_path), lines, ended
@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
 
 def fail(run, error):
     paths, config, lines, _ = run
-    with pytest.raises(type(error)) as caught, failure.reported("train", paths, config, lines.append):
+    with pytest.raises(type(error)) as caught, failure.report_failure("train", paths, config, lines.append):
         raise error
     assert caught.value is error
 
@@ -61,7 +61,10 @@ def test_fault_48_a_full_disk_is_retryable_and_hides_behind_nothing(run, monkeyp
     """error.json cannot be written either: the line says it, and the exit code."""
     paths, config, lines, ended = run
     monkeypatch.setattr(storage, "publish_json", full)
-    for place in (failure.reported("shard", paths, config, lines.append), failure.announced("shard", lines.append)):
+    for place in (
+        failure.report_failure("shard", paths, config, lines.append),
+        failure.announce_failure("shard", lines.append),
+    ):
         with pytest.raises(RetryableError) as caught, place:
             full("x.tar")
         assert caught.value.exit_code == 138
@@ -95,14 +98,14 @@ def test_a_run_that_was_stopped_is_killed_in_mlflow_not_failed(run, error):
 
 def test_a_finished_mlflow_run_stays_finished(run, monkeypatch):
     """Its training is complete and registered: setting it to FAILED would stretch its duration, too."""
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "FINISHED")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "FINISHED")
     fail(run, InterruptedByUser("stopped"))
     assert run[3] == []
 
 
 def test_a_signal_is_announced_also_where_no_run_is_open_yet():
     lines = []
-    with pytest.raises(Preempted), failure.announced("shard", lines.append):
+    with pytest.raises(Preempted), failure.announce_failure("shard", lines.append):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
     assert json.loads(lines[-1].removeprefix("error "))["exit_code"] == 143
@@ -120,7 +123,10 @@ def test_that_mlflow_is_down_does_not_hide_the_first_error(run, monkeypatch):
 
 def test_that_storage_is_away_does_not_hide_the_first_error(run, storage_is_away, capsys):
     paths, config, lines, ended = run
-    with pytest.raises(DataError, match="a shard is damaged"), failure.reported("train", paths, config, lines.append):
+    with (
+        pytest.raises(DataError, match="a shard is damaged"),
+        failure.report_failure("train", paths, config, lines.append),
+    ):
         storage_is_away()
         raise DataError("a shard is damaged")
     announced = json.loads(lines[-1].removeprefix("error "))
@@ -144,7 +150,7 @@ def test_what_could_be_read_before_storage_went_away_is_used(run, monkeypatch, c
 def test_a_stage_that_starts_removes_the_error_of_the_one_before(run):
     paths, config, lines, _ = run
     fail(run, DataError("first"))
-    with failure.reported("train", paths, config, lines.append):
+    with failure.report_failure("train", paths, config, lines.append):
         assert read_error(paths.error) is None
     assert read_error(paths.error) is None
 
@@ -160,7 +166,7 @@ def test_the_reason_reaches_the_pods_termination_message_where_there_is_one(run,
 
 def test_sigterm_becomes_an_error_that_is_reported(run):
     paths, config, lines, _ = run
-    with pytest.raises(Preempted), failure.reported("shard", paths, config, lines.append):
+    with pytest.raises(Preempted), failure.report_failure("shard", paths, config, lines.append):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
     assert read_error(paths.error).exit_code == 143
@@ -169,7 +175,7 @@ def test_sigterm_becomes_an_error_that_is_reported(run):
 
 def test_ctrl_c_becomes_an_error_that_is_reported(run):
     paths, config, lines, _ = run
-    with pytest.raises(InterruptedByUser), failure.reported("shard", paths, config, lines.append):
+    with pytest.raises(InterruptedByUser), failure.report_failure("shard", paths, config, lines.append):
         raise KeyboardInterrupt
     assert read_error(paths.error).exit_code == 130
 
@@ -177,7 +183,7 @@ def test_ctrl_c_becomes_an_error_that_is_reported(run):
 def test_a_stage_that_starts_after_the_stop_was_asked_for_does_no_work(run, monkeypatch):
     paths, config, lines, _ = run
     monkeypatch.setenv(stage_lifetime.STOP_VARIABLE, "1")
-    with pytest.raises(Preempted), failure.reported("evaluate", paths, config, lines.append):
+    with pytest.raises(Preempted), failure.report_failure("evaluate", paths, config, lines.append):
         pytest.fail("the stage ran")
     assert read_error(paths.error).exit_code == errors.Preempted.exit_code
 
@@ -208,7 +214,7 @@ def test_credentials_that_are_missing_are_one_line(code, environment):
 
 
 def test_a_bug_in_a_step_keeps_its_traceback():
-    code = "from kftrain.stages.failure import *\nwith announced('shard', print): {}['missing']"
+    code = "from kftrain.stages.failure import *\nwith announce_failure('shard', print): {}['missing']"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "_KFP_RUNTIME": "true"}, capture_output=True, text=True
     )

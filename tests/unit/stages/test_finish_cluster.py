@@ -63,7 +63,7 @@ def config_of(tmp_path, *overrides):
 
 @pytest.fixture(autouse=True)
 def _open_mlflow_run(monkeypatch):
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "RUNNING")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def start_job(namespace, tmp_path):
 
     def start(*overrides, kfp_run_id="", owner=None):
         resolved, paths = config_of(tmp_path, *overrides), RunPaths.of(str(tmp_path), RUN)
-        resolve.keep(resolve.OpenedRun(resolved, paths), kfp_run_id or JOB_ID)
+        resolve.keep_run(resolve.OpenedRun(resolved, paths), kfp_run_id or JOB_ID)
         namespace.create(
             "pytorchjobs", KIND.build(spec.make_job(TRAINING, paths, resolved), resolved, kfp_run_id, owner)
         )

@@ -7,7 +7,7 @@ from kftrain.errors import ConfigError, LaunchError, Preempted
 from kftrain.run.paths import RunPaths
 from kftrain.schedule.state import History
 from kftrain.stages import fire as fire_stage
-from kftrain.stages.firing import skipped_outcome
+from kftrain.stages.firing import find_skipped_outcome
 from kftrain.stages.outcome import Outcome
 
 
@@ -23,7 +23,7 @@ def stages(monkeypatch):
             called.append((name, run_uri))
             if does[name]:
                 raise does[name].pop(0)
-            return skipped_outcome(RunPaths(run_uri), progress) or Outcome(run_uri, {"result": name})
+            return find_skipped_outcome(RunPaths(run_uri), progress) or Outcome(run_uri, {"result": name})
 
         return run
 

@@ -25,7 +25,7 @@ from kftrain.stages import failure, firing
 from kftrain.stages.evaluate import evaluate
 from kftrain.stages.finish import finish
 from kftrain.stages.register import register
-from kftrain.stages.runs import read as read_run
+from kftrain.stages.runs import read_run_overview as read_run
 from kftrain.stages.shard import shard_from_pipeline
 from kftrain.stages.train import train
 

@@ -52,11 +52,11 @@ def collect(uri, *arguments):
 def test_the_mlflow_run_of_a_deleted_pipeline_run_is_ended(server, start, uri):
     deleted, other = start("r-1"), start("r-2", place="another-cluster/train")
     assert "would end the MLflow run of r-1: its pipeline run flow was deleted" in collect(uri, "--dry-run")
-    assert tracking.status_of(uri, deleted) == "RUNNING"
+    assert tracking.read_status(uri, deleted) == "RUNNING"
     assert "ended the MLflow run of r-1" in collect(uri)
     run = mlflow.MlflowClient(tracking_uri=uri).get_run(deleted)
     assert run.info.status == "KILLED" and "was deleted" in run.data.tags["kftrain.error"] and run.info.end_time
-    assert tracking.status_of(uri, other) == "RUNNING"
+    assert tracking.read_status(uri, other) == "RUNNING"
 
 
 @pytest.mark.parametrize(("phase", "ended"), [("Failed", True), ("Succeeded", True), ("Running", False), ("", False)])

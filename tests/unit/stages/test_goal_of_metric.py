@@ -37,7 +37,7 @@ class Errors(OwnTask):
 @pytest.fixture(autouse=True)
 def no_mlflow(monkeypatch):
     monkeypatch.setattr(tracking, "check", lambda uri: None)
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "start_run", lambda *arguments: "m-1")
     for name in ("finish_run", "log_text", "log_missing"):
         monkeypatch.setattr(tracking, name, lambda *arguments, **more: None)

@@ -21,14 +21,14 @@ launch: {backend: pytorchjob, kubernetes: {node_selector: {pool: a100}, memory: 
 
 def test_what_is_sent_is_what_differs_from_the_defaults_and_means_the_same():
     resolved = config.parse(CONFIG)
-    sent = parameters.to_send(resolved, "")
+    sent = parameters.make_parameters(resolved, "")
     assert config.parse(sent["config"]) == resolved
     assert config.parse(sent["config"]).training_digest("d") == resolved.training_digest("d")  # 1.0 is not 1
     assert yaml.safe_load(sent["config"]) == yaml.safe_load(CONFIG)
 
 
 def test_the_defaults_are_an_empty_text():
-    assert parameters.to_send(config.parse(""), "r") == {"config": "", "resume_run": "r"}
+    assert parameters.make_parameters(config.parse(""), "r") == {"config": "", "resume_run": "r"}
 
 
 @pytest.mark.parametrize("text", ["", "model: {kind: vision_transformer, dim: 8}", "launch: {kubernetes: {cpu: 3}}"])
@@ -40,7 +40,7 @@ def test_the_difference_merged_over_the_defaults_is_the_whole(text):
 def test_a_configuration_larger_than_a_step_can_be_given_is_one_line():
     """200 kB end as "Argument list too long" in kfp's local runner."""
     large = config.parse(f"task: {{kind: 'a:b', words: {'x' * 70_000}}}")
-    for send in (lambda: parameters.to_send(large, ""), lambda: parameters.for_form(large)):
+    for send in (lambda: parameters.make_parameters(large, ""), lambda: parameters.format_for_form(large)):
         with pytest.raises(ConfigError, match="65,536") as caught:
             send()
         assert len(caught.value.line) < 300
@@ -62,7 +62,7 @@ def test_the_object_wins_over_the_text_and_the_knobs_over_both():
 def test_a_resumed_run_keeps_its_configuration_under_the_object(tmp_path):
     text = f"run: {{storage_root: {tmp_path}}}\ntrain: {{steps: 5}}"
     before, _ = resolve.resolve_run(text, {}, "")
-    resolve.keep(resolve.find_run(before, "r"))
+    resolve.keep_run(resolve.find_run(before, "r"))
     found, run_id = resolve.resolve_run("", {}, f"{tmp_path}/runs/r", values={})
     assert (found.train.steps, run_id) == (5, "r")
     found, _ = resolve.resolve_run("", {}, f"{tmp_path}/runs/r", values={"checkpoint": {"keep_last": 5}})
@@ -72,13 +72,13 @@ def test_a_resumed_run_keeps_its_configuration_under_the_object(tmp_path):
 @pytest.mark.parametrize("number", [3, 3.0, 2**53 - 1, float(2**53 - 1), -4.0])
 def test_a_whole_number_arrives_as_an_integer(number):
     """Kubeflow's objects know doubles only."""
-    found = parameters.received({"task": {"rows": [number]}})["task"]["rows"][0]
+    found = parameters.restore_object({"task": {"rows": [number]}})["task"]["rows"][0]
     assert type(found) is int and found == number
 
 
 @pytest.mark.parametrize("value", [True, False, 0.5, "3", [], {}])
 def test_other_values_stay_as_they_are(value):
-    assert parameters.received({"a": value}) == {"a": value}
+    assert parameters.restore_object({"a": value}) == {"a": value}
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_what_config_show_prints_for_kubeflow_can_be_pasted(tmp_path):
     pasted = json.loads(done.stdout)
     assert pasted["train"] == {"steps": 9} and "optimizer" not in pasted
     found, _ = resolve.resolve_run("", {}, "", values=pasted)
-    assert found == resolve.anchored(config.load([f"{tmp_path}/c.yaml"], ["train.steps=9"]), ".")
+    assert found == resolve.anchor_paths(config.load([f"{tmp_path}/c.yaml"], ["train.steps=9"]), ".")

@@ -38,8 +38,10 @@ def test_what_is_set_on_the_task_joins_the_configuration():
 def test_it_is_saved_for_the_workers_once_and_a_retry_changes_nothing(tmp_path):
     paths = RunPaths.of(str(tmp_path), "r")
     storage.publish(paths.config, config.parse("").to_yaml())
-    first = task_pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
-    again = task_pods.apply(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    first = task_pods.apply_task_pods(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
+    again = task_pods.apply_task_pods(read_config(paths), paths, task_config(tolerations=[TOLERATION]))
     assert first == again == read_config(paths)
     assert first.launch.kubernetes.tolerations == (TOLERATION,)
-    assert task_pods.apply(first, paths, task_config()) == task_pods.apply(first, paths, None) == first
+    assert (
+        task_pods.apply_task_pods(first, paths, task_config()) == task_pods.apply_task_pods(first, paths, None) == first
+    )

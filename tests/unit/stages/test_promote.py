@@ -6,7 +6,7 @@ pytest.importorskip("mlflow")
 
 from kftrain import registry
 from kftrain.errors import ConfigError
-from kftrain.registry.journal import Declined, next_entry
+from kftrain.registry.journal import Declined, make_next_entry
 from kftrain.stages.promote import promote_version
 
 CONFIG = "run: {name: digits, storage_root: /data}\nregistry: {model_name: named}\n"
@@ -18,7 +18,7 @@ def asked(monkeypatch):
 
     def promote(config, version, reason):
         found.append((config.model_name, config.run.storage_root, version, reason))
-        return next_entry([], "promote", version, f"by hand: {reason}")
+        return make_next_entry([], "promote", version, f"by hand: {reason}")
 
     monkeypatch.setattr(registry, "promote", promote)
     return found

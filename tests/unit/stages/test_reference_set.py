@@ -74,9 +74,9 @@ def test_the_runs_own_data_are_no_reference_set(tmp_path, monkeypatch):
 
 def test_without_one_what_was_left_before_is_forgotten(tmp_path, monkeypatch, dataset):
     *_, paths, completion = evaluated(tmp_path, monkeypatch, dataset[0].uri)
-    assert reference_set.read_own(paths, completion) is not None
+    assert reference_set.read_own_evaluation(paths, completion) is not None
     *_, paths, completion = evaluated(tmp_path, monkeypatch, "")
-    assert reference_set.read_own(paths, completion) is None
+    assert reference_set.read_own_evaluation(paths, completion) is None
 
 
 def test_one_that_is_not_there_is_an_error_before_a_job_is_started(tmp_path, monkeypatch):

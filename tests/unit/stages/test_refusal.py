@@ -21,7 +21,7 @@ def ended(monkeypatch):
     """What MLflow was told of the end of a run."""
     told = []
     monkeypatch.setattr(tracking, "check", lambda uri: None)
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "FAILED")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "FAILED")
     monkeypatch.setattr(tracking, "finish_run", lambda *arguments: told.append(arguments))
     return told
 

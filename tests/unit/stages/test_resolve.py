@@ -105,7 +105,7 @@ def test_a_run_is_named_after_the_job_and_the_same_job_is_the_same_run():
 @given(st.uuids(), st.from_regex(r"\A[a-z]([-a-z0-9]{0,38}[a-z0-9])?\Z"))
 def test_any_job_id_and_run_name_make_a_valid_run_id(job, name):
     run_id = resolve.make_run_id("", str(job), name)
-    assert resolve.valid_run_id(run_id) == run_id
+    assert resolve.require_run_id(run_id) == run_id
     assert len(run_id) <= 63
 
 
@@ -118,7 +118,7 @@ def test_a_job_id_that_names_nothing_is_refused(job_id):
 @pytest.mark.parametrize("run_id", ["", "../x", "a/b", "Upper", "-a", "a" * 64, "a_b"])
 def test_a_run_id_that_is_no_plain_name_is_refused(run_id):
     with pytest.raises(ConfigError, match="not a run id"):
-        resolve.valid_run_id(run_id)
+        resolve.require_run_id(run_id)
 
 
 def test_a_new_run_keeps_its_resolved_configuration(tmp_path):

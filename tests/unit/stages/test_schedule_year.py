@@ -81,7 +81,7 @@ class Year:
             storage.publish_json(self.paths(self.living[0]).launcher, {"sequence": 1, "time": self.now.timestamp()})
         begun = firing.begin(self.config, self.paths(job), job, format_instant(self.now), False, self.lines.append)
         if begun.skipped is None:
-            resolve.keep(OpenedRun(begun.config, self.paths(job)), job)
+            resolve.keep_run(OpenedRun(begun.config, self.paths(job)), job)
             begun = self.sharded(job, begun)
         if begun.skipped is not None:
             firing.leave_skipped(self.paths(job), begun, begun.skipped, job, self.lines.append)
@@ -104,15 +104,15 @@ class Year:
         try:
             listing = resolve_source.open_kind(resolve_source.TEXT.name, data).listing()
         except EmptyWindowError as error:
-            return firing.Begun(begun.config, begun.key, firing.empty(begun, error, self.lines.append))
+            return firing.Begun(begun.config, begun.key, firing.skip_empty_window(begun, error, self.lines.append))
         self.read = [each["name"] for each in listing]
-        files = windows.new_files(data.window, {data.source: listing}, self.lines.append)
+        files = windows.find_new_files(data.window, {data.source: listing}, self.lines.append)
         storage.publish_json(self.paths(job).window_files, files.to_dict())
-        assert firing.unchanged(begun, begun.config, self.paths(job), "same", job, self.lines.append) is None
+        assert firing.skip_unchanged(begun, begun.config, self.paths(job), "same", job, self.lines.append) is None
         return begun
 
     def end(self, job, config, read, error=None):
-        firing.end(config, self.paths(job), job, error and of_stage("train", error), self.lines.append)
+        firing.end_firing(config, self.paths(job), job, error and of_stage("train", error), self.lines.append)
         if error is None:
             self.trained.update(read)
 

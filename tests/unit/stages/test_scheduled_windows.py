@@ -112,7 +112,7 @@ def begun(job, created, more="", **changes):
 
 
 def end(job, config, error=None):
-    firing.end(config, RunPaths.of(config.run.storage_root, f"tiny-{job}"), job, error, lambda line: None)
+    firing.end_firing(config, RunPaths.of(config.run.storage_root, f"tiny-{job}"), job, error, lambda line: None)
 
 
 def test_what_people_run_for_an_instant_of_theirs_moves_nothing():
@@ -223,7 +223,7 @@ def test_records_by_column_are_read_once_and_late_ones_in_new_files_with_the_nex
         data = own.model_copy(update={"window": placed})
         source = resolve_source.open_kind(resolve_source.source_kind(data), data, f"{tmp_path}/times")
         listing, lines = source.listing(), []
-        files = windows.new_files(placed, {data.source: listing}, lines.append)
+        files = windows.find_new_files(placed, {data.source: listing}, lines.append)
         seen.append(sorted(record.fields["text"].decode() for record in source.records()))
         assert move_watermark(uri, {data.source: end_of_window}, files.files, f"run-{number}")
         uri, start = f"{tmp_path}/root/watermarks/{number + 1}.json", end_of_window

@@ -71,7 +71,7 @@ def test_the_first_step_refuses_it_in_one_line(tmp_path, no_data, case):
     assert caught.value.line.startswith(line) and "\n" not in caught.value.line
     assert storage.read_json(f"{tmp_path}/runs/r-1/error.json")["exit_code"] == 10
     with pytest.raises(ConfigError) as again:
-        dry_run.jobs_of_new_run(resolved)
+        dry_run.describe_jobs_of_new_run(resolved)
     assert again.value.line == caught.value.line
 
 
@@ -91,7 +91,7 @@ def test_sizes_that_cannot_be_split_are_refused_before_any_job_as_in_the_worker(
     with pytest.raises(
         ConfigError, match=f"^model {name}: has no 2 equal parts, as parallel.tensor asks for"
     ) as caught:
-        dry_run.jobs_of_new_run(resolved)
+        dry_run.describe_jobs_of_new_run(resolved)
     with pytest.raises(ConfigError) as again:
         plan_of(build_model(resolved.model, build_task(resolved.task).model_arguments()), 2, True)
     assert again.value.line == caught.value.line and caught.value.exit_code == 10
@@ -101,7 +101,7 @@ def test_sizes_that_cannot_be_split_are_refused_before_any_job_as_in_the_worker(
 def test_sizes_that_can_be_split_or_are_not_known_pass(kind):
     more = "\nparallel: {tensor: 2, sequence_parallel: false}\nlaunch: {processes_per_node: 2}"
     text = f"task: {{kind: language_modeling, sequence_length: 33}}\nmodel: {{kind: '{kind}'}}"
-    assert "train" in dry_run.jobs_of_new_run(config.parse(text + more))
+    assert "train" in dry_run.describe_jobs_of_new_run(config.parse(text + more))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_sizes_that_can_be_split_or_are_not_known_pass(kind):
     ],
 )
 def test_what_fits_or_cannot_be_known_yet_passes(text):
-    assert "train" in dry_run.jobs_of_new_run(config.parse(text))
+    assert "train" in dry_run.describe_jobs_of_new_run(config.parse(text))
 
 
 def test_a_users_model_is_told_what_the_task_gives_it(tmp_path, monkeypatch):
@@ -137,9 +137,9 @@ def test_a_users_model_is_told_what_the_task_gives_it(tmp_path, monkeypatch):
         kind, _, rest = options.partition(",")
         resolved = config.parse(IMAGES + f"model: {{kind: 'own_sized:{kind}', {rest}}}")
         with pytest.raises(ConfigError) as caught:
-            dry_run.jobs_of_new_run(resolved)
+            dry_run.describe_jobs_of_new_run(resolved)
         assert caught.value.line.startswith(line)
-    assert dry_run.jobs_of_new_run(config.parse(IMAGES + "model: {kind: 'own_sized:Takes', width: 3}"))
+    assert dry_run.describe_jobs_of_new_run(config.parse(IMAGES + "model: {kind: 'own_sized:Takes', width: 3}"))
 
 
 def test_the_check_imports_no_torch():

@@ -59,7 +59,7 @@ def calls(monkeypatch):
         return "m-1"
 
     monkeypatch.setattr(tracking, "check", lambda uri: None)
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: "RUNNING")
     monkeypatch.setattr(tracking, "start_run", start_run)
     monkeypatch.setattr(tracking, "finish_run", lambda uri, run, status, tags=None: made.finished.append((run, status)))
     monkeypatch.setattr(tracking, "log_evaluation", lambda uri, run, metrics: made.evaluated.append((run, metrics)))
@@ -214,7 +214,7 @@ def test_a_launch_that_is_refused_leaves_mlflow_as_it_was(tmp_path, calls, monke
     """The job that holds the run may have lost its launcher; one that another launcher follows is at work."""
     paths, _, _ = sharded_run(tmp_path)
     storage.publish_json(mlflow_run.tracked_uri(paths), mlflow_run.Tracked(mlflow_run_id="m-1").to_dict())
-    monkeypatch.setattr(tracking, "status_of", lambda uri, mlflow_run_id: before)
+    monkeypatch.setattr(tracking, "read_status", lambda uri, mlflow_run_id: before)
 
     def refuse(paths, config):
         raise kind("a job with another specification holds this run")
@@ -364,7 +364,7 @@ def test_a_completion_that_names_a_foreign_place_is_refused(tmp_path, calls, mon
     completion = documents.read(documents.Completion, paths.complete)
     foreign = completion.model_copy(update={"export_uri": "http://169.254.169.254/export"})
     storage.publish_json(paths.complete, foreign.to_dict())
-    monkeypatch.setattr(tracking, "status_of", lambda uri, run: "RUNNING")
+    monkeypatch.setattr(tracking, "read_status", lambda uri, run: "RUNNING")
     monkeypatch.setattr(registry, "champion", lambda config: pytest.fail("went on"))
     monkeypatch.setattr(registry, "register", lambda *arguments: pytest.fail("went on"))
     with pytest.raises(ConfigError, match=r"169\.254\.169\.254.*registry\.trusted_roots"):

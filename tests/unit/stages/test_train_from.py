@@ -112,7 +112,7 @@ def test_a_version_is_found_through_its_reference(tmp_path, champions, monkeypat
     )
     reference = Reference(export_uri=export.export_uri, export_digest=export.export_digest, **fields)
     monkeypatch.setattr(model_client, "get_version", lambda uri, name, number: version if number == 7 else None)
-    monkeypatch.setattr(lineage, "of", lambda uri, found: reference)
+    monkeypatch.setattr(lineage, "read_reference", lambda uri, found: reference)
     for text in ("7", "v7"):
         kept = opened(tmp_path, f"r-{text}", f"train.from={text}")
         assert kept.train.initial_weights.origin == "version 7"

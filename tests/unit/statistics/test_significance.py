@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kftrain.registry.gate import Evidence, confidence_at, decide
+from kftrain.registry.gate import Evidence, choose_confidence, decide
 from kftrain.registry.settings import RegistryConfig
 from kftrain.run.documents import Interval
 from kftrain.statistics import bootstrap, significance
@@ -107,7 +107,7 @@ def false_promotions(corrected):
     promoted = np.zeros(REIGNS, bool)
     for night in range(NIGHTS):
         number = night + 1
-        confidence = confidence_at(settings, number)
+        confidence = choose_confidence(settings, number)
         margins = t_quantile(UNITS - 1, (1 - confidence) / 2) * errors[:, night]
         for reign in np.flatnonzero(~promoted & (values[:, night] > margins)):
             value, margin = float(values[reign, night]), float(margins[reign])

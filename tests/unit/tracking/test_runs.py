@@ -45,7 +45,7 @@ def test_a_run_is_recorded_with_its_configuration_digests_and_data(uri, monkeypa
 def test_starting_again_goes_on_with_the_same_run_and_never_trips_over_parameters(uri):
     first = tracking.start_run(config_at(uri), "run-1", LINEAGE)
     tracking.finish_run(uri, first, "FAILED", {"error": "at http://user:canary@host"})
-    assert tracking.status_of(uri, first) == "FAILED"
+    assert tracking.read_status(uri, first) == "FAILED"
     again = tracking.start_run(config_at(uri, **{"launch.nodes": 4}), "run-1", LINEAGE)
     record = client.read_run(uri, again)
     assert again == first and number_of_runs(uri) == 1
@@ -156,11 +156,11 @@ def test_an_alias_that_two_set_for_the_first_time_at_once_is_set_by_the_second_c
                 raise mlflow.MlflowException(self.message)
 
     colliding = Colliding("(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.alias")
-    monkeypatch.setattr(session, "_client", lambda uri: colliding)
+    monkeypatch.setattr(session, "_open_client", lambda uri: colliding)
     model_client.set_alias(uri, "toy", "champion", 1)
     assert colliding.calls == [("toy", "champion", "1")] * 2
     other = Colliding("permission denied")
-    monkeypatch.setattr(session, "_client", lambda uri: other)
+    monkeypatch.setattr(session, "_open_client", lambda uri: other)
     with pytest.raises(TrackingError, match="permission denied"):
         model_client.set_alias(uri, "toy", "champion", 1)
 
@@ -176,13 +176,13 @@ def test_the_points_that_mlflow_lacks_are_those_beyond_what_it_has_of_each_metri
     history = [
         {"step": step, "loss": step / 2, **({"validation/loss": 9.0} if step == 4 else {})} for step in (2, 4, 6)
     ]
-    found = runs.missing_points(history, {"loss": 2}, timestamp_ms=7)
+    found = runs.find_missing_points(history, {"loss": 2}, timestamp_ms=7)
     assert [(point.key, point.step, point.value, point.timestamp_ms) for point in found] == [
         ("loss", 4, 2.0, 7),
         ("validation/loss", 4, 9.0, 7),
         ("loss", 6, 3.0, 7),
     ]
-    assert runs.missing_points(history, {"loss": 6, "validation/loss": 4}, 7) == []
+    assert runs.find_missing_points(history, {"loss": 6, "validation/loss": 4}, 7) == []
 
 
 def test_mlflow_shows_who_made_a_run_from_what_and_with_how_much_data(uri, monkeypatch, tmp_path):
@@ -217,16 +217,16 @@ def test_a_local_run_has_no_parameters_of_pods_and_one_on_a_cluster_has(uri):
     local = client.read_run(uri, tracking.start_run(config_at(uri), "run-1", LINEAGE)).params
     assert local["launch.backend"] == "local" and not [key for key in local if key.startswith("launch.kubernetes")]
     cluster = config_at(uri, **{"launch.backend": "pytorchjob"})
-    assert "launch.kubernetes.gpus_per_node" in runs.parameters(cluster)
+    assert "launch.kubernetes.gpus_per_node" in runs.list_parameters(cluster)
 
 
 def test_parameters_are_the_settings_that_are_set_and_a_models_are_those_that_make_it(uri):
     config = parse("run: {seed: 7}\ndata: {source: stdlib}\n", [f"tracking.uri={uri}"])
-    known = runs.parameters(config)
+    known = runs.list_parameters(config)
     assert known["run.seed"] == "7" and known["train.steps"]
     assert "data.mixture" not in known and "tracking.experiment" not in known  # [] and ''
     assert not [name for name in known if name.startswith("launch.kubernetes")]
-    of_model = runs.model_parameters(config)
+    of_model = runs.list_model_parameters(config)
     assert {"data.source", "run.seed", "model.kind", "train.steps"} <= set(of_model) < set(known)
     assert not [name for name in of_model if name.startswith(("launch", "tracking", "checkpoint", "registry"))]
 
@@ -237,8 +237,8 @@ def test_metrics_of_a_dataset_name_it_on_the_logged_model_and_may_be_repeated(ur
     reader = mlflow.MlflowClient(tracking_uri=uri)
     run_id = tracking.start_run(config_at(uri), "run-1", LINEAGE)
     model = reader.create_logged_model("1", name="m", source_run_id=run_id)
-    assert runs.dataset_name(uri, run_id) == "stdlib"
-    points = runs.evaluation_points(uri, run_id, {"loss": 0.5})
+    assert runs.read_dataset_name(uri, run_id) == "stdlib"
+    points = runs.make_evaluation_points(uri, run_id, {"loss": 0.5})
     for _ in range(2):
         client.log_points(uri, run_id, points, model.model_id, ("stdlib", LINEAGE.digest))
     [metric] = reader.get_logged_model(model.model_id).metrics

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kftrain.errors import TrackingError
 from kftrain.tracking import client, tracker
-from kftrain.tracking.base import Point, metric_name
+from kftrain.tracking.base import Point, clean_metric_name
 from kftrain.tracking.spool import Spool
 from kftrain.tracking.tracker import MlflowTracker, open_tracker
 
@@ -165,7 +165,7 @@ def test_points_come_out_of_the_spool_in_order_and_only_once(tmp_path):
     [("accuracy@5", "accuracy_5"), ("a/../b", "a/__/b"), ("/loss//x/", "loss/x"), ("x" * 300, "x" * 250), ("", "_")],
 )
 def test_names_become_ones_that_mlflow_takes(name, accepted):
-    assert metric_name(name) == accepted
+    assert clean_metric_name(name) == accepted
 
 
 def test_history_in_mlflow_equals_what_was_logged(uri, tmp_path):

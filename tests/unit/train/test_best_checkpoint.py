@@ -340,6 +340,6 @@ def test_a_run_says_which_step_and_why(whole):
         resolved.run.name,
         resolved.to_yaml(),
     ).replace("Best", "best")
-    overview = runs.read(paths)
+    overview = runs.read_run_overview(paths)
     assert (overview.step, overview.chosen) == (found.step, line)
     assert any(line in row for row in table([overview]))

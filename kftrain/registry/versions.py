@@ -70,7 +70,7 @@ def compare(
     numbers = _choose_numbers(alias.model_name, names, aliases, existing, at_most)
     champion = aliases.get(CHAMPION)
     baseline = champion if champion in numbers else numbers[0]
-    references = {number: lineage.find(alias.uri, existing[number]) for number in numbers}
+    references = {number: lineage.find_reference(alias.uri, existing[number]) for number in numbers}
     measured = _read_evaluations(
         alias.uri, {number: (existing[number], references[number]) for number in numbers}, alias.trust
     )
@@ -103,7 +103,7 @@ def find_version(config: Config, name: str) -> tuple[int, Reference]:
     version = model_client.get_version(alias.uri, alias.model_name, number)
     if version is None:
         raise TrackingError("there is no such version", where=alias.model_name, value=name)
-    return number, lineage.of(alias.uri, version)
+    return number, lineage.read_reference(alias.uri, version)
 
 
 def _choose_numbers(
@@ -145,7 +145,7 @@ def _read_evaluations(
     on their data as a champion.
     """
     own = {
-        number: lineage.last_evaluation(uri, version, reference) if reference else ""
+        number: lineage.find_last_evaluation(uri, version, reference) if reference else ""
         for number, (version, reference) in versions.items()
     }
     return {
@@ -161,7 +161,7 @@ def _read_evaluations(
 def _find_evaluation(reference: Reference | None, digest: str, trust: Trust) -> MeasuredExport | None:
     """Return the evaluation under a digest, or None; a damaged or untrusted one spoils only its own version."""
     try:
-        return comparison.find_measured(reference, digest, trust)
+        return comparison.find_measured_export(reference, digest, trust)
     except (EvaluationError, ConfigError):
         return None
 
