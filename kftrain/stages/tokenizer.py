@@ -41,7 +41,8 @@ def train_tokenizer(config: Config, out: str, vocab_size: int | None = None) -> 
     uri, tokenizer = storage.absolute(out), task.tokenizer
     storage.publish(uri, tokenizer.content)
     texts = [
-        language_modeling.text_of(record) for record in islice(training_records(config, task, source, parts), NUM_SHOWN)
+        language_modeling.get_text(record)
+        for record in islice(training_records(config, task, source, parts), NUM_SHOWN)
     ]
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     return {

@@ -1,4 +1,4 @@
-"""What is random about an image in training: which part of it is seen, and from which side. Numpy alone."""
+"""Random changes of training images: which part of an image is seen, and from which side. Imports numpy only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 TRIES = 10
-"""Before the middle is taken instead, for images so long and narrow that hardly any part has a wanted shape."""
+"""Number of tries before the middle is taken: images may be so narrow that hardly any part has a wanted shape."""
 
 
 class Augment(Section):
@@ -26,7 +26,7 @@ class Augment(Section):
     crop_ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
     """Least and largest ratio of width to height of what is cut out."""
     flip: bool = False
-    """Whether every other image is mirrored, left to right."""
+    """Mirror every other image left to right, chosen at random."""
 
     @model_validator(mode="after")
     def _check(self) -> Augment:
@@ -36,7 +36,7 @@ class Augment(Section):
         return self
 
     def choose(self, generator: np.random.Generator, width: int, height: int) -> Box:
-        """The part of an image that is seen: of a random area and shape, anywhere. With Inception's distributions."""
+        """Choose the part of an image to show: of random area, shape and place, with Inception's distributions."""
         if self.crop_scale is None:
             return middle_square(width, height)
         low, high = (math.log(ratio) for ratio in self.crop_ratio)
@@ -52,12 +52,12 @@ class Augment(Section):
         return middle_part(width, height, *self.crop_ratio)
 
     def flips(self, generator: np.random.Generator) -> bool:
-        """Whether this image is mirrored."""
+        """Draw a random number and return True if this image is to be mirrored."""
         return self.flip and bool(generator.random() < 0.5)
 
 
 def middle_part(width: int, height: int, low: float, high: float) -> Box:
-    """The largest part in the middle whose ratio of width to height lies between `low` and `high`."""
+    """Return the largest part in the middle whose ratio of width to height lies between `low` and `high`."""
     across, down = min(width, height * high), min(height, width / low)
     left, top = (width - across) / 2, (height - down) / 2
     return left, top, left + across, top + down

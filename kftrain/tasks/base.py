@@ -27,7 +27,7 @@ import numpy as np
 
 from kftrain.data.schema import CLUSTER, Arrays, Block, Field, Record, SampleSchema, Window
 from kftrain.tasks.fields import as_field, extensions_of
-from kftrain.tasks.shown import shown_fields
+from kftrain.tasks.shown import show_fields
 
 if TYPE_CHECKING:
     import pandas
@@ -147,7 +147,7 @@ class EncodingTask(SampleTask):
         schema = (
             self.schema() if all(field.name in block for field in self.schema().fields) else self.validation_schema()
         )
-        return shown_fields(schema, block)
+        return show_fields(schema, block)
 
     @property
     def names_clusters(self) -> bool:

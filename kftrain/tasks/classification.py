@@ -1,4 +1,4 @@
-"""One class for each sample: derive from it and say what a sample is.
+"""Base class of tasks that predict one class for each sample: derive from it and say what a sample is.
 
 Labels and predictions are among the per-group statistics, so that slices by class and the confusion table need no
 second pass over the data.
@@ -53,21 +53,21 @@ class Classification(Task):
 
     @functools.cached_property
     def labels(self) -> list[str]:
-        """Names of the classes. Made where they are asked for: who describes a task may claim any number of classes."""
+        """Names of the classes; made on demand, since a foreign document may claim any number of classes."""
         return self._names or [str(number) for number in range(self.num_classes)]
 
     def settings(self) -> dict[str, Any]:
-        """All options but the names of the classes."""
+        """Return all options but the names of the classes."""
         return {name: value for name, value in self.options.items() if name != "labels"}
 
     def encode_field(self, record: Record, field: Field) -> np.ndarray:
-        """As any task does; a label must be one of the classes."""
+        """Make one field as any task does. Raises DataError for a label that is none of the classes."""
         if field.name == "label":
             return np.array(self.label_of(record), dtype=field.dtype)
         return super().encode_field(record, field)
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
-        """Always answering the most frequent class, and answering the share of each class as its probability."""
+        """Score two trivial answers: always the most frequent class, and each class's share as its probability."""
         counts = np.zeros(self.num_classes, np.int64)
         for arrays in samples:
             counts += np.bincount(arrays["label"].astype(np.int64), minlength=self.num_classes)
@@ -80,17 +80,17 @@ class Classification(Task):
         }
 
     def model_arguments(self) -> dict[str, Any]:
-        """The number of classes."""
+        """Return the number of classes as `num_classes`."""
         return {"num_classes": self.num_classes}
 
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy in nats of rows whose weight is not 0."""
+        """Sum the cross-entropy in nats over rows whose weight is not 0."""
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
         return (F.cross_entropy(output.float(), batch["label"].long(), reduction="none") * weight).sum()
 
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per row: `correct`, `cross_entropy` in nats, `count` (1), `label` and `prediction`."""
+        """Return per row `correct`, `cross_entropy` in nats, `count` (1), `label` and `prediction`."""
         import torch
 
         labels = batch["label"].long()
@@ -105,19 +105,19 @@ class Classification(Task):
         }
 
     def tallies(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Histograms of confidence and of each class's scores; none of a task whose output is something else."""
+        """Return histograms of confidence and of each class's scores; none if a subclass has its own `statistics`."""
         if type(self).statistics is not Classification.statistics:
             return {}
         from kftrain.tasks import histograms
 
         labels, log_probabilities = batch["label"].long(), output.double().log_softmax(dim=-1)
-        found = {"reliability": histograms.reliability(log_probabilities, labels)}
+        tallies = {"reliability": histograms.reliability(log_probabilities, labels)}
         if self.num_classes <= histograms.MAX_CLASSES:
-            found["scores"] = histograms.scores(log_probabilities, labels)
-        return found
+            tallies["scores"] = histograms.scores(log_probabilities, labels)
+        return tallies
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Accuracy and mean cross-entropy; not a number where there are no samples."""
+        """Compute accuracy and mean cross-entropy; NaN without samples."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
                 "accuracy": np.asarray(sums["correct"]) / sums["count"],
@@ -125,11 +125,11 @@ class Classification(Task):
             }
 
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
-        """The class of each sample."""
+        """Name the class of each sample as its slice."""
         return [self.labels[int(label)] for label in statistics["label"]]
 
     def confusion(self, statistics: Mapping[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
-        """Counts of true class (row) against predicted class (column)."""
+        """Count true classes (rows) against predicted ones (columns)."""
         matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
         pairs = (
             np.asarray(statistics["label"], dtype=np.int64),
@@ -139,7 +139,7 @@ class Classification(Task):
         return self.labels, matrix
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """The class, the predicted one and the probability that the model gives to each of the two."""
+        """Show the class, the predicted one, and the probability that the model gives to each of the two."""
         probabilities = output_of(model, self.inputs(batch)).float().softmax(dim=-1).cpu().numpy()
         return [
             {
@@ -150,15 +150,15 @@ class Classification(Task):
         ]
 
     def answer(self, output: Any) -> dict[str, torch.Tensor]:
-        """The probability of each class, by its name."""
+        """Return the probability of each class, by its name."""
         return dict(zip(self.labels, output.float().softmax(dim=-1).T, strict=True))
 
     def answer_types(self) -> dict[str, str]:
-        """Those of `answer`."""
+        """Return `float` for each column of `answer`."""
         return dict.fromkeys(self.labels, "float")
 
     def label_of(self, record: Record) -> int:
-        """The label of a record. Raises DataError where it is none of the classes, or the source has others."""
+        """Return the label of a record. Raises DataError if it is none of the classes, or the source has others."""
         names, label = record.fields.get("class_names"), record.fields.get("label")
         if names is not None and len(names) != self.num_classes:
             raise DataError(

@@ -1,4 +1,4 @@
-"""From what a record or a data frame holds to the fields of a sample: checked, never silently changed."""
+"""Conversion of what a record or a data frame holds to the fields of a sample: checked, never silently changed."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ if TYPE_CHECKING:
 
 
 def as_field(record: Record, field: Field) -> np.ndarray:
-    """What the record has under the field's name, in the field's shape and format.
+    """Convert what the record has under the field's name to the field's shape and format.
 
-    Raises DataError where it is missing, no number, of another shape or not finite, and where the format would change
-    it beyond rounding.
+    Raises DataError if it is missing, no number, of another shape or not finite, or if the format would change it
+    beyond rounding.
     """
     if field.is_encoded:
-        return as_object(_file_of(record, field))
+        return as_object(_get_file(record, field))
     if record.fields.get(field.name) is None:
-        raise _missing(record, field)
-    found = as_array(record.fields[field.name])
-    if found is None or found.dtype.kind not in "biuf":
-        raise DataError(f"field '{field.name}' is not made of numbers", where=record.key, value=f"{found!r:.80}")
-    if found.shape != field.shape:
+        raise _missing_error(record, field)
+    array = as_array(record.fields[field.name])
+    if array is None or array.dtype.kind not in "biuf":
+        raise DataError(f"field '{field.name}' is not made of numbers", where=record.key, value=f"{array!r:.80}")
+    if array.shape != field.shape:
         raise DataError(
-            f"field '{field.name}' is not of shape {list(field.shape)}", where=record.key, value=list(found.shape)
+            f"field '{field.name}' is not of shape {list(field.shape)}", where=record.key, value=list(array.shape)
         )
-    with np.errstate(over="ignore", invalid="ignore"):
-        converted = found.astype(field.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found below, and refused by name
+        converted = array.astype(field.dtype)
     exact = converted.dtype.kind != "f"
-    if not (np.array_equal(converted, found) if exact else np.isfinite(converted).all()):
+    if not (np.array_equal(converted, array) if exact else np.isfinite(converted).all()):
         wanted = field.dtype if exact else f"finite as {field.dtype}"
-        raise DataError(f"field '{field.name}' is not {wanted}", where=record.key, value=f"{found!r:.80}")
+        raise DataError(f"field '{field.name}' is not {wanted}", where=record.key, value=f"{array!r:.80}")
     return converted
 
 
 def extensions_of(record: Record, fields: Iterable[Field]) -> dict[str, str]:
-    """Of the encoded fields for which the record has a file: the file's extension."""
-    found = {field.name: extension_of(record, field) for field in fields if field.is_encoded}
-    return {name: extension for name, extension in found.items() if extension}
+    """Map the encoded fields for which the record has a file to the file's extension."""
+    extensions = {field.name: extension_of(record, field) for field in fields if field.is_encoded}
+    return {name: extension for name, extension in extensions.items() if extension}
 
 
 def extension_of(record: Record, field: Field) -> str:
-    """The first of the field's extensions that the record has a file for; '' where it has none."""
+    """Return the first of the field's extensions for which the record has a file; '' if there is none."""
     return next((extension for extension in field.extensions if extension in record.files), "")
 
 
 def as_object(value: Any) -> np.ndarray:
-    """An array without dims of `object` that holds the value."""
-    found = np.empty((), object)
-    found[()] = value
-    return found
+    """Wrap a value in an array of `object` without dims."""
+    array = np.empty((), object)
+    array[()] = value
+    return array
 
 
-def _file_of(record: Record, field: Field) -> bytes:
+def _get_file(record: Record, field: Field) -> bytes:
     extension = extension_of(record, field)
     if extension:
         return record.files[extension]
     content = record.fields.get(field.name)
     if content is None:
-        raise _missing(record, field)
+        raise _missing_error(record, field)
     if not isinstance(content, bytes):
         raise DataError(f"field '{field.name}' is not the bytes of a file", where=record.key, value=f"{content!r:.80}")
     return content
 
 
-def _missing(record: Record, field: Field) -> DataError:
+def _missing_error(record: Record, field: Field) -> DataError:
     return DataError(f"the record has no field '{field.name}'", where=record.key, value=sorted(record.fields))
 
 
 def as_array(value: Any) -> np.ndarray | None:
-    """A value as an array, also where a data frame holds arrays of arrays; None where it is not rectangular."""
+    """Convert a value, or arrays of arrays as data frames hold them, to one array; None if it is not rectangular."""
     try:
         return np.asarray(_as_lists(value))
     except ValueError:
@@ -85,31 +85,29 @@ def as_array(value: Any) -> np.ndarray | None:
 
 
 def rows_of(task: Task, frame: pandas.DataFrame) -> Arrays:
-    """The samples of a data frame, encoded as records are; zeros in the place of targets, and one row if it is empty.
+    """Encode the rows of a data frame as records are encoded, with zeros for the targets; one row if it is empty.
 
-    An encoded field without a file has None.
-
-    Raises DataError where columns are missing, or a row cannot be encoded.
+    An encoded field without a file has None. Raises DataError if columns are missing, or a row cannot be encoded.
     """
     fields = task.schema().fields
-    rows = {field.name: _blank(field, max(1, len(frame))) for field in fields}
+    rows = {field.name: _make_blank(field, max(1, len(frame))) for field in fields}
     given = [field for field in fields if field.name not in task.targets]
-    columns = _columns(given, frame.drop(columns=[name for name in task.targets if name in frame]))
+    columns = _split_columns(given, frame.drop(columns=[name for name in task.targets if name in frame]))
     for number, index in enumerate(frame.index):
         record = Record(f"row {index}", {name: column[number] for name, column in columns.items()})
         for field in given:
-            rows[field.name][number] = task.encode_field(record, field)[()]  # of an encoded field: what it holds
+            rows[field.name][number] = task.encode_field(record, field)[()]  # [()] unwraps the object of a file
     return rows
 
 
-def _blank(field: Field, num_rows: int) -> np.ndarray:
+def _make_blank(field: Field, num_rows: int) -> np.ndarray:
     if field.is_encoded:
         return np.full(num_rows, None, object)
     return np.zeros((num_rows, *field.shape), field.dtype)
 
 
-def _columns(fields: list[Field], frame: pandas.DataFrame) -> dict[str, Any]:
-    """Field name -> its value in each row. Raises DataError."""
+def _split_columns(fields: list[Field], frame: pandas.DataFrame) -> dict[str, Any]:
+    """Return the values of each field, one per row. Raises DataError."""
     missing = [field.name for field in fields if field.name not in frame]
     if not missing:
         return {field.name: frame[field.name].tolist() for field in fields}
@@ -126,7 +124,7 @@ def _columns(fields: list[Field], frame: pandas.DataFrame) -> dict[str, Any]:
 
 
 def _as_lists(value: Any) -> Any:
-    """Arrays of arrays, as data frames hold them, as nested lists; anything else as it is."""
+    """Turn arrays of arrays, as data frames hold them, into nested lists; return anything else as it is."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         return [_as_lists(part) for part in value]
     return value

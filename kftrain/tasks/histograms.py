@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 NUM_CONFIDENCE_BINS = 15
-"""Of equal width in 0 to 1, as is usual (Guo et al., "On calibration of modern neural networks", 2017)."""
+"""Number of bins of equal width in 0 to 1, as is usual (Guo et al., "On calibration of modern neural networks",
+2017)."""
 
 CONFIDENCE_UNIT = 2**32
 """Confidences are added up as whole numbers of 1 / CONFIDENCE_UNIT: the same sum in any order, off by 1e-10 at most."""
@@ -21,11 +22,11 @@ NUM_SCORE_BINS, MAX_LOG_ODDS = 1024, 16.0
 """Bins of a class's scores, of equal width in log-odds; what lies beyond is in the outermost ones."""
 
 MAX_CLASSES = 100
-"""Of more classes no curves are made."""
+"""Largest number of classes for which curves are made."""
 
 
 def reliability(log_probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """By confidence of the prediction: samples, right ones, and the sum of confidences, `[3, bins]` int64.
+    """Count samples, right ones, and the sum of confidences by confidence of the prediction, `[3, bins]` int64.
 
     Args:
         log_probabilities: `[rows, classes]`.
@@ -44,7 +45,7 @@ def reliability(log_probabilities: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def scores(log_probabilities: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each class a histogram of the scores that other samples and its own were given, `[classes, 2, bins]` int64."""
+    """Make two histograms of each class's scores, of other samples' and its own, `[classes, 2, bins]` int64."""
     import torch
 
     wide = log_probabilities.double()

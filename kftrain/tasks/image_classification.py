@@ -1,4 +1,4 @@
-"""One label for each image. Pixels are normalised with figures from the configuration, never from the data of a batch.
+"""Classification of images. Pixels are normalised with figures from the configuration, never from a batch's data.
 
 Each image is a block and thus a group of its own, in either split. Shards hold its pixels, all images in one size, or
 its file as it came, which is decoded each time that it is read: then a training image may be cut out anew every epoch.
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import Batch
 
 MAX_EXAMPLE_PIXELS = 4096
-"""Of the example that is registered with a model."""
+"""Largest example that is registered with a model."""
 
 _CHANNELS = (1, 3)
-"""Of an image whose colours are made to fit."""
+"""Numbers of channels to which an image's colours can be converted."""
 
 Figures = float | list[float]
 """One number for all channels, or one for each."""
@@ -46,16 +46,16 @@ class ImageClassification(Classification):
         num_channels: Channels; 1 also accepts images without a channel dim.
         num_classes: Classes; labels are 0 to `num_classes` - 1.
         max_value: Pixel value that becomes 1.0.
-        mean: Subtracted from pixels after scaling to 0 … 1; one number, or one for each channel.
-        std: Divides them after that; likewise.
+        mean: Number to subtract from pixels after scaling to 0 … 1; one number, or one for each channel.
+        std: Number to divide them by after that; one number, or one for each channel.
         labels: Names of the classes; empty: their numbers.
         resize: `none` refuses images of another shape. `crop` fits them: colours become grey or RGB as
             `num_channels` (1 or 3) says, transparency is dropped, the middle square is kept and scaled
             bilinearly.
-        storage: What shards hold: `pixels`, or `files`, each as it came (JPEG, PNG, WebP, BMP, PPM, TIFF, GIF) and
-            decoded when it is read, upright and in the colours that `num_channels` says. Another size needs no new
-            shards then.
-        augment: What is random in training: `crop_scale`, `crop_ratio`, `flip`; see `tasks/augment.py`.
+        storage: Content of the shards: `pixels`, or `files`, each as it came (JPEG, PNG, WebP, BMP, PPM, TIFF, GIF) and
+            decoded when it is read, upright and in the colours that `num_channels` says. With files another size needs
+            no new shards.
+        augment: Random changes in training: `crop_scale`, `crop_ratio`, `flip`; see `tasks/augment.py`.
     """
 
     input_column = "image"
@@ -110,22 +110,22 @@ class ImageClassification(Classification):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Height, width, channels: the layout in which images are kept."""
+        """Height, width and channels: the layout of stored images."""
         return (self.image_size, self.image_size, self.num_channels)
 
     def schema(self) -> SampleSchema:
-        """`image`, `[height, width, channels]` uint8 or a file, and `label`."""
+        """Return the fields `image`, `[height, width, channels]` uint8 or a file, and `label`."""
         files = Field("image", BYTES, extensions=images.EXTENSIONS)
         image = files if self.storage == "files" else Field("image", "uint8", self.image_shape)
         return SampleSchema((image, Field("label", "int64")))
 
     def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The pixels of a small image; of a large one, or a file, nobody could read them."""
+        """Return the pixels of a small image; empty for a large one or a file, whose numbers nobody would read."""
         image = np.asarray(sample["image"])
         return {"image": image.tolist()} if 0 < image.size <= MAX_EXAMPLE_PIXELS and image.ndim else {}
 
     def settings(self) -> dict[str, Any]:
-        """What the encoded bytes depend on; normalisation happens later, and so does decoding of files."""
+        """Return what the encoded bytes depend on; normalising and decoding of files happen later."""
         if self.storage == "files":
             return {"task": "image_classification", "storage": "files", "num_classes": self.num_classes}
         return {
@@ -136,47 +136,47 @@ class ImageClassification(Classification):
         }
 
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
-        """Each image with its label. Raises DataError for what is no image, as far as a file's header shows."""
-        return super().encode(map(self._with_file, records) if self.storage == "files" else records, split)
+        """Yield each image with its label. Raises DataError for what is no image, as far as a file's header shows."""
+        return super().encode(map(self._add_file, records) if self.storage == "files" else records, split)
 
     def encode_field(self, record: Record, field: Field) -> np.ndarray:
-        """The image and its label. Raises DataError for a wrong shape, pixel or label."""
+        """Make the image or the label of a record. Raises DataError for a wrong shape, pixel or label."""
         if field.name != "image":
             return super().encode_field(record, field)
         if self.storage == "files" and (extension_of(record, field) or isinstance(record.fields.get("image"), bytes)):
             file = as_field(record, field)
             images.check_image(file.item(), record.key)
             return file
-        pixels = self._image(record)
+        pixels = self._read_pixels(record)
         return as_object(pixels) if self.storage == "files" else pixels
 
     def model_arguments(self) -> dict[str, Any]:
-        """Sizes of images and the number of classes."""
+        """Return the sizes of images and the number of classes."""
         return {"image_size": self.image_size, "num_channels": self.num_channels, **super().model_arguments()}
 
     @property
     def decodes(self) -> bool:
-        """Whether samples are files, or augmented."""
+        """True if samples are files, or augmented."""
         return self.storage == "files" or self.augment is not None
 
     def decode(self, sample: Arrays, generator: np.random.Generator | None) -> Arrays:
-        """`image` as `[height, width, channels]` uint8: in training a random part of it, elsewhere the middle square.
+        """Cut `image` out as `[height, width, channels]` uint8: a random part in training, else the middle square.
 
-        Raises DataError where it cannot be decoded, or has another size where the task does not resize.
+        Raises DataError if it cannot be decoded, or has another size and the task does not resize.
         """
         image = sample["image"]
         if image is None:  # the row of an empty data frame
             pixels = np.zeros(self.image_shape, np.uint8)
         elif generator is None or self.augment is None:
-            pixels = self._decoded(image, images.middle_square)
+            pixels = self._decode_part(image, images.middle_square)
         else:
-            pixels = self._decoded(image, partial(self.augment.choose, generator))
+            pixels = self._decode_part(image, partial(self.augment.choose, generator))
             if self.augment.flips(generator):
                 pixels = pixels[:, ::-1]
         return {**sample, "image": pixels}
 
     def batch(self, arrays: Arrays) -> Batch:
-        """`image` `[rows, channels, height, width]` fp32, normalised, and `label` `[rows]`."""
+        """Make `image` `[rows, channels, height, width]` fp32, normalised, and `label` `[rows]`."""
         import torch
 
         pixels = np.ascontiguousarray(arrays["image"].transpose(0, 3, 1, 2), dtype=np.float32)
@@ -190,14 +190,14 @@ class ImageClassification(Classification):
         }
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """The picture beside what is shown of any class."""
+        """Show the picture beside the classes."""
         pixels = np.clip(arrays["image"] * (255 / self.max_value), 0, 255).astype(np.uint8)
         pictures = pixels if self.num_channels == 3 else pixels[..., 0]
-        shown = super().examples(model, arrays, batch)
-        return [{"picture": picture, **each} for picture, each in zip(pictures, shown, strict=True)]
+        classes = super().examples(model, arrays, batch)
+        return [{"picture": picture, **texts} for picture, texts in zip(pictures, classes, strict=True)]
 
-    def _with_file(self, record: Record) -> Record:
-        """The same record, with the bytes that a user's source gives as a file with an extension."""
+    def _add_file(self, record: Record) -> Record:
+        """Turn the image's bytes, as a user's source may give them, into a file with an extension."""
         if extension_of(record, self.schema().fields[0]):
             return record
         content = record.fields.get("image")
@@ -208,14 +208,14 @@ class ImageClassification(Classification):
             raise DataError("the image is of no known kind", where=record.key, value=f"{content[:16]!r}")
         return replace(record, files={**record.files, extension: content})
 
-    def _decoded(self, image: Any, choose: images.ChooseBox) -> np.ndarray:
-        """The part of a file or of pixels, in the task's size and colours."""
+    def _decode_part(self, image: Any, choose: images.ChooseBox) -> np.ndarray:
+        """Decode the chosen part of a file or of pixels, in the task's size and colours."""
         if not isinstance(image, np.ndarray):
-            return images.decode_part(image, self.image_size, self.num_channels, partial(self._part, choose), "")
+            return images.decode_part(image, self.image_size, self.num_channels, partial(self._choose_part, choose), "")
         height, width = image.shape[:2]
         return images.scaled(images.from_pixels(image), self.image_size, self.num_channels, choose(width, height))
 
-    def _part(self, choose: images.ChooseBox, width: int, height: int) -> images.Box:
+    def _choose_part(self, choose: images.ChooseBox, width: int, height: int) -> images.Box:
         if self.resize == "none" and (width, height) != (self.image_size, self.image_size):
             raise DataError(
                 f"the image is not {self.image_size} x {self.image_size} pixels",
@@ -224,8 +224,8 @@ class ImageClassification(Classification):
             )
         return choose(width, height)
 
-    def _image(self, record: Record) -> np.ndarray:
-        """`[height, width, channels]` uint8."""
+    def _read_pixels(self, record: Record) -> np.ndarray:
+        """Read a record's image as pixels `[height, width, channels]` uint8. Raises DataError."""
         if record.fields.get("image") is None:
             raise DataError(
                 "the record has no image",
@@ -247,12 +247,12 @@ class ImageClassification(Classification):
                 fix="task.resize=crop fits images of any size",
             )
         if image.dtype != np.uint8:
-            image = _whole_pixels(image, record.key)
-        return image if image.shape == self.image_shape else _fitted(image, self.image_shape, record.key)
+            image = _convert_pixels(image, record.key)
+        return image if image.shape == self.image_shape else _fit_image(image, self.image_shape, record.key)
 
 
-def _fitted(image: np.ndarray, shape: tuple[int, int, int], key: str) -> np.ndarray:
-    """The middle square of an image of 1 to 4 channels, in the size and colours of `shape`."""
+def _fit_image(image: np.ndarray, shape: tuple[int, int, int], key: str) -> np.ndarray:
+    """Scale the middle square of an image of 1 to 4 channels to the size and colours of `shape`."""
     load_library("PIL.Image", "task.resize")
     if image.ndim not in (2, 3) or 0 in image.shape or (image.ndim == 3 and image.shape[2] > 4):
         raise DataError(
@@ -262,8 +262,8 @@ def _fitted(image: np.ndarray, shape: tuple[int, int, int], key: str) -> np.ndar
     return images.scaled(images.from_pixels(image), shape[0], shape[2], images.middle_square(width, height))
 
 
-def _whole_pixels(image: np.ndarray, key: str) -> np.ndarray:
-    """The same as uint8. Raises DataError where that would change a value."""
+def _convert_pixels(image: np.ndarray, key: str) -> np.ndarray:
+    """Convert pixels to uint8. Raises DataError if that would change a value."""
     numeric = np.issubdtype(image.dtype, np.number)
     if not numeric or not ((image >= 0) & (image <= 255) & (image == np.floor(image))).all():
         raise DataError("pixels are not whole numbers from 0 to 255", where=key, value=str(image.dtype))

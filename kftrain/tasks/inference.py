@@ -1,4 +1,4 @@
-"""Running a model over rows outside of training: on its own device, without gradients."""
+"""Forward passes over rows outside of training: on the model's own device, without gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kftrain.data.schema import Arrays
 from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.tasks.fields import rows_of
-from kftrain.tasks.prepare import decoded, prepare
+from kftrain.tasks.prepare import decode_rows, prepare
 
 if TYPE_CHECKING:
     import pandas
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def answer(task: Task, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
-    """`task.answer` for each row of a data frame. Raises DataError."""
+    """Return `task.answer` for each row of a data frame. Raises DataError."""
     import pandas
 
     columns = map_rows(task, model, rows_of(task, inputs), lambda output, _: task.answer(output))
@@ -31,9 +31,9 @@ def answer(task: Task, model: torch.nn.Module, inputs: pandas.DataFrame) -> pand
 def map_rows(
     task: Task, model: torch.nn.Module, rows: Arrays, compute: Callable[[Any, Batch], dict[str, torch.Tensor]]
 ) -> dict[str, np.ndarray]:
-    """What `compute` makes of the model's output and the batch, `[rows, ...]` each, in evaluation mode.
+    """Apply `compute` to the model's output for all rows, at least one; return its columns, `[rows, ...]` each.
 
-    At least one row; `task.predict_batch_rows` at a time.
+    The model is in evaluation mode and sees `task.predict_batch_rows` rows at a time.
     """
     import torch
 
@@ -44,7 +44,7 @@ def map_rows(
         for start in range(0, num_rows, size):
             numbers = range(num_rows)[start : start + size]
             arrays = {name: array[start : start + size] for name, array in rows.items()}
-            batch, arguments = prepare(task, decoded(task, arrays, numbers, "row {}".format), device)
-            found = compute(output_of(model, arguments), batch)
-            parts.append({name: tensor.cpu().numpy() for name, tensor in found.items()})
+            batch, arguments = prepare(task, decode_rows(task, arrays, numbers, "row {}".format), device)
+            columns = compute(output_of(model, arguments), batch)
+            parts.append({name: tensor.cpu().numpy() for name, tensor in columns.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

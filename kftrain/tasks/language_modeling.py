@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import Batch
 
 TOKENS_PER_BLOCK = 1 << 16
-"""Of a training block: large enough that a tar's headers do not count, and few samples cross a block's end."""
+"""Tokens per training block: so many that a tar's headers do not count, and few samples cross a block's end."""
 
 MAX_BASELINE_BYTES = 4 << 20
 """Most bytes that baselines look at, the first ones, so that they cost seconds whatever the data."""
 
 MAX_CONTINUED_TOKENS = 32
-"""How far `examples` lets the model write; each token is one forward pass of a few rows."""
+"""Tokens that `examples` lets the model write; each costs one forward pass of a few rows."""
 
 MAX_SHOWN_BYTES = 96
-"""Of the text before that."""
+"""Length of the text that an example shows before what the model writes."""
 
 MAX_BITS_PER_TOKEN = 1000.0
-"""2 to the power of more is no finite number."""
+"""Largest value that enters the perplexity: 2 to the power of more is no finite number."""
 
 MAX_EXAMPLE_CHARACTERS = 200
-"""Of the example that is registered with a model."""
+"""Longest example that is registered with a model."""
 
 MAX_SLICES = 12
 """Slices that are named; the smaller ones are counted together as `other`."""
@@ -94,29 +94,29 @@ class LanguageModeling(Task):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to ids and back: that of the dataset or the export, or else the one that the options ask for.
+        """Tokenizer of the dataset or the export, or else the one that the options ask for.
 
-        Raises ConfigError where that is a file that cannot be read.
+        Raises ConfigError if that is a file that cannot be read.
         """
         if self._tokenizer is None:
             self._tokenizer = build_tokenizer(self._wanted)
         return self._tokenizer
 
     def schema(self) -> SampleSchema:
-        """`tokens`: one of a stream, of which `window` says how it is cut."""
+        """Return the field `tokens`: one token of a stream, which `window` says how to cut."""
         return SampleSchema((Field("tokens", self.tokenizer.dtype),))
 
     def validation_schema(self) -> SampleSchema:
-        """`text`: a document in UTF-8."""
+        """Return the field `text`: a whole document in UTF-8."""
         return SampleSchema((Field("text", BYTES, (), ("txt",)),))
 
     @property
     def window(self) -> Window:
-        """Rows `[sequence_length + 1]`: inputs are all but the last, targets all but the first."""
+        """Cut into rows `[sequence_length + 1]`: inputs are all tokens but the last, targets all but the first."""
         return Window(self.sequence_length + 1, self.sequence_length, {"tokens": self.tokenizer.padding})
 
     def settings(self) -> dict[str, Any]:
-        """What the encoded bytes depend on: not how long the model's inputs are."""
+        """Return what the encoded bytes depend on; the length of the model's inputs is not among it."""
         return {
             "task": "language_modeling",
             "tokens_per_block": TOKENS_PER_BLOCK,
@@ -125,26 +125,26 @@ class LanguageModeling(Task):
         }
 
     def learn(self, records: Iterable[Record]) -> None:
-        """Trains the tokenizer, where that is asked for and there is none yet. Raises DataError without a text."""
+        """Train the tokenizer, if that is asked for and there is none yet. Raises DataError without a text."""
         options = self._wanted.train if self._wanted else None
         if options is None or self.assets():
             return
         from kftrain.tasks.bpe import train
 
-        self._tokenizer = train(map(text_of, records), options.vocab_size, options.sample_bytes)
+        self._tokenizer = train(map(get_text, records), options.vocab_size, options.sample_bytes)
 
     @property
     def asset_names(self) -> tuple[str, ...]:
-        """The tokenizer's file, unless it is bytes."""
+        """Name of the tokenizer's file; none for bytes."""
         return () if self._wanted is None else (tokenizer_json.FILE_NAME,)
 
     def assets(self) -> dict[str, bytes]:
-        """The tokenizer's file, unless it is bytes or yet to be trained."""
+        """Return the tokenizer's file; none for bytes, or before the tokenizer is trained."""
         is_known = self._wanted is not None and not isinstance(self.tokenizer, UntrainedTokenizer)
         return {tokenizer_json.FILE_NAME: self.tokenizer.content} if is_known else {}
 
     def restore(self, assets: Mapping[str, bytes]) -> None:
-        """Takes the tokenizer of a dataset or an export. Raises ConfigError where it is none."""
+        """Take over the tokenizer of a dataset or an export. Raises ConfigError if there is none."""
         if self._wanted is None:
             return
         if tokenizer_json.FILE_NAME not in assets:
@@ -154,32 +154,32 @@ class LanguageModeling(Task):
         self._tokenizer = BytePairTokenizer(assets[tokenizer_json.FILE_NAME])
 
     def export_files(self) -> dict[str, bytes]:
-        """What `transformers.AutoTokenizer` loads; it gives the ids of a document, the one that starts it included."""
+        """Return the files that `transformers.AutoTokenizer` loads; it puts the document's id before each text."""
         content = self.tokenizer.content
-        configuration = tokenizer_json.configuration(content, self.sequence_length)
+        configuration = tokenizer_json.make_tokenizer_config(content, self.sequence_length)
         return {tokenizer_json.FILE_NAME: content, tokenizer_json.CONFIG_NAME: configuration}
 
     def encode(self, records: Iterable[Record], split: str) -> Iterator[Block]:
-        """Training: blocks of a stream of tokens. Validation: one block per non-empty document.
+        """Yield blocks of a stream of tokens for training, and one block per non-empty document for validation.
 
         Raises DataError for a record without text.
         """
         if split == "train":
-            yield from self._stream(records)
+            yield from self._encode_stream(records)
             return
         for record in records:
-            text = text_of(record)
+            text = get_text(record)
             if text:
                 content = np.empty(1, object)
                 content[0] = text
                 yield Block(record.key, {"text": content})
 
     def rows(self, sample: Mapping[str, Any]) -> Arrays | None:
-        """A document as rows `[k, sequence_length + 1]`; None for samples of before, which are rows."""
-        return {"tokens": self._rows_of_document(bytes(sample["text"]))} if "text" in sample else None
+        """Cut a document into rows `[k, sequence_length + 1]`; None for a sample that is a row already."""
+        return {"tokens": self._cut_document(bytes(sample["text"]))} if "text" in sample else None
 
     def content_fields(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the field `text`."""
         return ("text",)
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
@@ -203,11 +203,11 @@ class LanguageModeling(Task):
         return {"bits_per_byte": {name: 8 * len(packed) / len(content) for name, packed in compressed.items()}}
 
     def show(self, block: Arrays) -> Mapping[str, Any]:
-        """How the text begins."""
-        return {"text": self._shown(block["tokens"].ravel())} if "tokens" in block else super().show(block)
+        """Show the beginning of the text."""
+        return {"text": self._decode_text(block["tokens"].ravel())} if "tokens" in block else super().show(block)
 
     def model_arguments(self) -> dict[str, Any]:
-        """Vocabulary, longest input, the id that starts a document, and attention where it keeps to documents."""
+        """Return the vocabulary, the longest input, the id that starts a document, and attention within documents."""
         return {
             "vocab_size": self.tokenizer.vocab_size,
             "sequence_length": self.sequence_length,
@@ -216,24 +216,24 @@ class LanguageModeling(Task):
         }
 
     def count_terms(self, arrays: Arrays) -> np.ndarray:
-        """Targets of each row that are not padding, `[rows]` int64."""
+        """Count the targets of each row that are not padding, `[rows]` int64."""
         terms: np.ndarray = (arrays["tokens"][:, 1:] != self.tokenizer.padding).sum(axis=1, dtype=np.int64)
         return terms
 
     def batch(self, arrays: Arrays) -> Batch:
-        """`inputs` and `targets`, each `[rows, sequence_length]` int64."""
+        """Make `inputs` and `targets`, each `[rows, sequence_length]` int64."""
         import torch
 
         tokens = torch.from_numpy(arrays["tokens"].astype(np.int64))
         return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor]:
-        """The tokens before the last; the model gives logits `[rows, sequence_length, vocab_size]`."""
+        """Return the tokens before the last; the model gives logits `[rows, sequence_length, vocab_size]`."""
         return (batch["inputs"],)
 
     @reads_parts
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy in nats over targets that are not padding, in rows whose weight is not 0."""
+        """Sum the cross-entropy in nats over targets that are not padding, in rows whose weight is not 0."""
         import torch
         import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 
@@ -247,7 +247,7 @@ class LanguageModeling(Task):
 
     @reads_parts
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per row: `bits` of its bytes, their number `bytes`, how many were guessed right, `correct`, and `tokens`.
+        """Return per row `bits` of its bytes, their number `bytes`, the rightly guessed `correct`, and `tokens`.
 
         For `correct` a token counts as the bytes that it stands for; one that stands for none is none of `tokens`.
         """
@@ -271,22 +271,23 @@ class LanguageModeling(Task):
         }
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Bits per byte, accuracy, and perplexity per token; not a number where there are no bytes.
+        """Compute bits per byte, accuracy, and perplexity per token; NaN without bytes.
 
-        Perplexities of models of different tokenizers tell nothing of each other. Evaluations of before have none.
+        Perplexities of models with different tokenizers cannot be compared. Sums of earlier releases have no `tokens`,
+        and so no perplexity.
         """
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = {
+            metrics = {
                 "bits_per_byte": np.asarray(sums["bits"]) / sums["bytes"],
                 "accuracy": np.asarray(sums["correct"]) / sums["bytes"],
             }
             if "tokens" in sums:
                 bits_per_token = np.asarray(sums["bits"]) / sums["tokens"]
-                found["perplexity"] = np.exp2(np.minimum(bits_per_token, MAX_BITS_PER_TOKEN))
-        return found
+                metrics["perplexity"] = np.exp2(np.minimum(bits_per_token, MAX_BITS_PER_TOKEN))
+        return metrics
 
     def slice_names(self, keys: list[str], statistics: Mapping[str, np.ndarray]) -> list[str]:
-        """The first folder of each key; the largest dozen by bytes keep their names."""
+        """Name the first folder of each key as its slice; only the largest dozen by bytes keep their names."""
         folders = [key.split("/", 1)[0] if "/" in key else "(top)" for key in keys]
         sizes: Counter[str] = Counter()
         for folder, num_bytes in zip(folders, statistics["bytes"], strict=True):
@@ -298,7 +299,7 @@ class LanguageModeling(Task):
         return [folder if folder in named else "other" for folder in folders]
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """Text of each row up to its middle, how it goes on, and how the model does, always with the likeliest text."""
+        """Show each row's text up to its middle, how it goes on, and what the model writes, greedily, instead."""
         import torch
 
         num_continued = max(1, min(MAX_CONTINUED_TOKENS, self.sequence_length // 2))
@@ -314,53 +315,52 @@ class LanguageModeling(Task):
             places = places + 1
         return [
             {
-                "text": self._shown(row[:start])[-MAX_SHOWN_BYTES:],
-                "goes on": self._shown(row[start : start + num_continued]),
-                "the model writes": self._shown(written[start : min(start + num_continued, end)]),
+                "text": self._decode_text(row[:start])[-MAX_SHOWN_BYTES:],
+                "goes on": self._decode_text(row[start : start + num_continued]),
+                "the model writes": self._decode_text(written[start : min(start + num_continued, end)]),
             }
             for row, start, end, written in zip(arrays["tokens"], starts, num_tokens, tokens.cpu().numpy(), strict=True)
         ]
 
-    def _shown(self, tokens: np.ndarray) -> str:
+    def _decode_text(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens).decode("utf-8", "replace")
 
     def input_example(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The beginning of a document."""
+        """Return the beginning of a document as `text`."""
         text = bytes(sample["text"]).decode(errors="replace") if "text" in sample else ""
         return {"text": text[:MAX_EXAMPLE_CHARACTERS]} if text else {}
 
     def answer_types(self) -> dict[str, str]:
-        """Those of `predict`."""
+        """Return the types of the two columns of `predict`."""
         return {"bits_per_byte": "double", "num_bytes": "long"}
 
     def predict(self, model: torch.nn.Module, inputs: pandas.DataFrame) -> pandas.DataFrame:
-        """`bits_per_byte` and `num_bytes` of each row's `text`, computed as evaluation computes a document.
+        """Score each row's `text` as evaluation scores a document: `bits_per_byte` and `num_bytes`.
 
-        An empty text has no bits per byte (not a number). Raises DataError without a column `text` or for a
-        row without text.
+        An empty text has NaN bits per byte. Raises DataError without a column `text` or for a row without text.
         """
         import pandas
 
         if "text" not in inputs:
             raise DataError("the input needs a column 'text'", where="predict", value=list(inputs.columns))
         sums = [
-            self._score(model, text_of(Record(f"row {index}", {"text": text})))
+            self._score(model, get_text(Record(f"row {index}", {"text": text})))
             for index, text in zip(inputs.index, inputs["text"], strict=True)
         ]
         return pandas.DataFrame(
             {
-                "bits_per_byte": [float(self.metrics(each)["bits_per_byte"]) for each in sums],
-                "num_bytes": [int(each["bytes"]) for each in sums],
+                "bits_per_byte": [float(self.metrics(row)["bits_per_byte"]) for row in sums],
+                "num_bytes": [int(row["bytes"]) for row in sums],
             },
             index=inputs.index,
         )
 
-    def _stream(self, records: Iterable[Record]) -> Iterator[Block]:
-        """Blocks of `TOKENS_PER_BLOCK`, but for the last; memory for one document and one block."""
+    def _encode_stream(self, records: Iterable[Record]) -> Iterator[Block]:
+        """Yield blocks of `TOKENS_PER_BLOCK` tokens, the last one shorter; memory holds one document and one block."""
         waiting: list[np.ndarray] = []
         num_waiting = number = 0
         for record in records:
-            waiting.append(self._encoded(record))
+            waiting.append(self._encode_document(record))
             num_waiting += len(waiting[-1])
             if num_waiting < TOKENS_PER_BLOCK:
                 continue
@@ -373,14 +373,14 @@ class LanguageModeling(Task):
         if num_waiting:
             yield Block(f"block-{number:06d}", {"tokens": np.concatenate(waiting)})
 
-    def _encoded(self, record: Record) -> np.ndarray:
+    def _encode_document(self, record: Record) -> np.ndarray:
         try:
-            return self.tokenizer.encode_document(text_of(record))
+            return self.tokenizer.encode_document(get_text(record))
         except DataError as error:
             raise DataError(error.what, where=record.key, value=error.value, fix=error.fix) from error
 
-    def _rows_of_document(self, text: bytes) -> np.ndarray:
-        """Rows `[rows, sequence_length + 1]` that overlap by one token, the last one padded."""
+    def _cut_document(self, text: bytes) -> np.ndarray:
+        """Cut a document into rows `[rows, sequence_length + 1]` that overlap by one token, the last one padded."""
         stream = self.tokenizer.encode_document(text)
         num_rows = max(1, -(-(len(stream) - 1) // self.sequence_length))
         padded = np.full(num_rows * self.sequence_length + 1, self.tokenizer.padding, dtype=stream.dtype)
@@ -390,17 +390,17 @@ class LanguageModeling(Task):
         return rows
 
     def _score(self, model: torch.nn.Module, text: bytes) -> dict[str, np.ndarray]:
-        """Sums of `statistics` over the rows of one document."""
+        """Sum `statistics` over the rows of one document."""
         from kftrain.tasks.inference import map_rows
 
         if not text:
             return {name: np.zeros(()) for name in ("bits", "bytes", "correct", "tokens")}
-        rows = {"tokens": self._rows_of_document(text)}
+        rows = {"tokens": self._cut_document(text)}
         return {name: values.sum(axis=0) for name, values in map_rows(self, model, rows, self.statistics).items()}
 
 
-def text_of(record: Record) -> bytes:
-    """The field `text` of a record as bytes. Raises DataError where it is missing or no text."""
+def get_text(record: Record) -> bytes:
+    """Return the field `text` of a record as bytes. Raises DataError if it is missing or no text."""
     text = record.fields.get("text")
     if isinstance(text, bytes):
         return text

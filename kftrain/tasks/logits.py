@@ -1,4 +1,4 @@
-"""Logits of which each of several processes has a part of the classes, as a task reads them.
+"""The task's view of logits of which each of several processes holds a part of the classes.
 
 A task whose `loss`, `statistics` and `tallies` all carry the mark `reads_parts` is given what the model's matrices have
 left on this process, where they are split over the classes; any other task is given whole logits.
@@ -20,24 +20,24 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class LogitsInParts(Protocol):
-    """What a task asks of logits `[..., classes]` that are split; all processes ask the same, in the same order."""
+    """Questions of a task to split logits `[..., classes]`; all processes ask the same, in the same order."""
 
     def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
-        """In nats, fp32, of each of `targets` `[...]`."""
+        """Return the cross-entropy in nats, fp32, of each of `targets` `[...]`."""
 
     def argmax(self) -> torch.Tensor:
-        """The classes of the largest logits, `[...]`."""
+        """Return the classes of the largest logits, `[...]`."""
 
 
 def reads_parts(method: Method) -> Method:
-    """Marks a method that knows what to do with `LogitsInParts`."""
+    """Mark a method that accepts `LogitsInParts`."""
     setattr(method, MARK, True)
     return method
 
 
 def task_reads_parts(task: Task) -> bool:
-    """Whether no method of a task needs whole logits; one that is overridden does, unless it is marked again."""
+    """Return True if no method of a task needs whole logits; an overridden one does, unless it is marked again."""
     from kftrain.tasks.base import Task as Base
 
     methods = [getattr(type(task), name) for name in ("loss", "statistics", "tallies")]
-    return all(getattr(each, MARK, False) or each is Base.tallies for each in methods)
+    return all(getattr(method, MARK, False) or method is Base.tallies for method in methods)

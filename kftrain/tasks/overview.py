@@ -1,7 +1,7 @@
-"""Some samples of a dataset as its report shows them: `overview.json` beside the manifest.
+"""Samples of a dataset that its report shows: `overview.json` beside the manifest.
 
-Which ones follows from the number of blocks alone. They are read from the shards, so that what is shown is what
-training gets, and written once for each dataset.
+The number of blocks alone decides which ones. They are read from the shards, so that the report shows what training
+gets, and written once for each dataset.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from kftrain.data.shards.reader import read_index
 from kftrain.data.shards.verify import block_keys
 from kftrain.errors import UserCodeError
 from kftrain.tasks.base import Task
-from kftrain.tasks.shown import fields
+from kftrain.tasks.shown import format_example
 
 OVERVIEW_NAME = "overview.json"
 
 NUM_EXAMPLES = {"train": 8, "validation": 4}
 
 MAX_ROWS = 512
-"""Of a block that is shown."""
+"""Most rows of a block that a task is given to show."""
 
 
 def read_overview(manifest_uri: str) -> Any:
-    """What was written for the dataset; None where nothing was."""
+    """Return the dataset's overview; None if none was written."""
     return storage.read_json_if_exists(_uri(manifest_uri))
 
 
 def write_overview(task: Task, manifest_uri: str, manifest: Manifest) -> Any:
-    """Writes it, unless it is there, and gives it. Raises DataError for a damaged shard, UserCodeError."""
-    found = read_overview(manifest_uri)
-    if found is None:
-        found = {"examples": [each for split in SPLITS for each in _examples(task, manifest_uri, manifest, split)]}
-        storage.publish_json(_uri(manifest_uri), found)
-    return found
+    """Return the dataset's overview; write it first if there is none. Raises DataError for a damaged shard."""
+    overview = read_overview(manifest_uri)
+    if overview is None:
+        overview = {"examples": [row for split in SPLITS for row in _show_split(task, manifest_uri, manifest, split)]}
+        storage.publish_json(_uri(manifest_uri), overview)
+    return overview
 
 
 def _uri(manifest_uri: str) -> str:
     return storage.join(manifest_uri.rsplit("/", 1)[0], OVERVIEW_NAME)
 
 
-def _examples(task: Task, manifest_uri: str, manifest: Manifest, split: str) -> list[dict[str, Any]]:
+def _show_split(task: Task, manifest_uri: str, manifest: Manifest, split: str) -> list[dict[str, Any]]:
     dataset = ShardedDataset(manifest_uri, manifest, split)
     shards = manifest.splits[split].shards
     block_starts = np.cumsum([0, *(shard.num_blocks for shard in shards)])
     sample_starts = np.cumsum([0, *(shard.num_samples for shard in shards)])
     count = min(NUM_EXAMPLES[split], int(block_starts[-1]))
-    found = []
-    for number in (each * int(block_starts[-1]) // count for each in range(count)):
+    examples = []
+    for number in (step * int(block_starts[-1]) // count for step in range(count)):
         place = int(np.searchsorted(block_starts, number, side="right")) - 1
         shard, block = shards[place], number - int(block_starts[place])
         rows = read_index(manifest_uri, shard, manifest.schema_of(split))[:, 0]
@@ -64,11 +64,11 @@ def _examples(task: Task, manifest_uri: str, manifest: Manifest, split: str) -> 
         arrays = dataset.read(np.arange(start, start + min(MAX_ROWS, int(rows[block]))))
         keys = block_keys(shard_uri(manifest_uri, shard), manifest.schema_of(split))
         key = next(itertools.islice(keys, block, None), "")
-        found.append({"key": key, "split": split, **fields(_shown(task, arrays), "task.show")})
-    return found
+        examples.append({"key": key, "split": split, **format_example(_show_block(task, arrays), "task.show")})
+    return examples
 
 
-def _shown(task: Task, arrays: Arrays) -> Mapping[str, Any]:
+def _show_block(task: Task, arrays: Arrays) -> Mapping[str, Any]:
     with user_code("task.show"):
         shown = task.show(arrays)
     if not isinstance(shown, Mapping):

@@ -1,4 +1,4 @@
-"""What stands before a forward pass: rows decoded, as a batch on the model's device, and the model's arguments."""
+"""Preparation of a forward pass: rows are decoded, become a batch on the model's device, and the model's arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import Batch, TrainingTask
 
 
-def decoded(task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
-    """These rows as `task.decode` gives them outside of training, where it has one of its own.
+def decode_rows(task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
+    """Decode rows as outside of training; without a `decode` of the task's own return them as they are.
 
-    `numbers`: of the rows; `place_of`: what one of that number is called in errors. Raises DataError and UserCodeError.
+    `numbers`: numbers of the rows; `place_of` names the row of a number in errors. Raises DataError and UserCodeError.
     """
     if not task.decodes:
         return arrays
@@ -37,19 +37,19 @@ def decoded(task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of
 
 
 def prepare(task: TrainingTask, arrays: Arrays, device: torch.device) -> tuple[Batch, tuple[Any, ...]]:
-    """A batch of these rows on the device, and the arguments of the model. Raises UserCodeError."""
+    """Make a batch of rows on the device, and the arguments of the model. Raises UserCodeError."""
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors_of(task, arrays).items()}
     return batch, arguments_of(task, batch)
 
 
 def tensors_of(task: TrainingTask, arrays: Arrays) -> Batch:
-    """A batch of these rows on the CPU. Raises UserCodeError."""
+    """Make a batch of rows on the CPU. Raises UserCodeError."""
     with user_code("task.batch"):
         return dict(task.batch(arrays))
 
 
 def arguments_of(task: TrainingTask, batch: Batch) -> tuple[Any, ...]:
-    """The arguments of the model. Raises UserCodeError."""
+    """Return the model's arguments for a batch. Raises UserCodeError."""
     with user_code("task.inputs"):
         inputs = task.inputs(batch)
     if not isinstance(inputs, tuple | list):  # a tensor would be taken apart, row by row
@@ -60,7 +60,7 @@ def arguments_of(task: TrainingTask, batch: Batch) -> tuple[Any, ...]:
 
 
 def require_sequence_dims(task: TrainingTask, batch: Batch) -> None:
-    """Raises UserCodeError where the task names sequence dims that its batches do not have, or of different lengths."""
+    """Raise UserCodeError if the task's sequence dims are not in its batches, or differ in length."""
     dims = task.sequence_dims
     wrong = [name for name, dim in dims.items() if name not in batch or not 0 < dim < batch[name].dim()]
     if wrong or len({batch[name].shape[dim] for name, dim in dims.items()}) > 1:

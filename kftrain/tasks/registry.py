@@ -1,4 +1,4 @@
-"""Which tasks there are, by the `kind` of the configuration's `task` section. Nothing here imports torch."""
+"""Table of tasks by the `kind` of the configuration's `task` section. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ METHODS = tuple(name for name in dir(Task) if inspect.isfunction(getattr(Task, n
 
 
 def build_task_of(config: TaskConfig, manifest_uri: str, settings: Mapping[str, Any]) -> Task:
-    """The task of a `task` section, with the files that a dataset was encoded with.
+    """Build the task of a `task` section and restore the files that a dataset was encoded with.
 
-    `settings`: of the dataset, as its manifest has them. Raises DataError, too, where they are gone.
+    `settings`: the dataset's, from its manifest. Raises as `build_task` does, and DataError if the files are gone.
     """
     task = build_task(config)
     if task.asset_names:
-        found = read_assets(root_of(manifest_uri), settings)
-        if missing := [name for name in task.asset_names if name not in found]:
+        assets = read_assets(root_of(manifest_uri), settings)
+        if missing := [name for name in task.asset_names if name not in assets]:
             what = f"the shards were written without {missing[0]}, which the task needs"
             raise DataError(what, where=manifest_uri, fix="run the shard step again")
         with user_code("task.restore") if is_plugin(config.kind) else contextlib.nullcontext():
-            task.restore(found)
+            task.restore(assets)
     return task
 
 
 def build_task(config: TaskConfig) -> Task:
-    """The task of a `task` section.
+    """Build the task of a `task` section.
 
-    Raises ConfigError for an unknown kind, an option that is unknown, missing or of the wrong type, and where
-    a user's `module:attr` is no task; UserCodeError where it raises.
+    Raises ConfigError for an unknown kind, for an option that is unknown, missing or of the wrong type, and if a user's
+    `module:attr` is no task; UserCodeError if it raises.
     """
     target = options.find(config.kind, BUILT_IN, "task")
     if isinstance(target, type):  # before it is called
@@ -65,9 +65,9 @@ def build_task(config: TaskConfig) -> Task:
     return cast(Task, task)
 
 
-def _require_task(found: type, kind: str) -> None:
-    """Raises ConfigError for what is no task, or lacks a method."""
-    if not issubclass(found, Task):
+def _require_task(target: type, kind: str) -> None:
+    """Raise ConfigError for a class that is no task, or lacks a method."""
+    if not issubclass(target, Task):
         raise ConfigError("is no task", where="task.kind", value=kind, fix="derive from kftrain.tasks.Task")
-    if found.__abstractmethods__:
-        raise ConfigError(f"lacks {', '.join(sorted(found.__abstractmethods__))}", where="task.kind", value=kind)
+    if target.__abstractmethods__:
+        raise ConfigError(f"lacks {', '.join(sorted(target.__abstractmethods__))}", where="task.kind", value=kind)

@@ -1,4 +1,4 @@
-"""One number for each sample: derive from it and say what a sample is.
+"""Base class of tasks that predict one number for each sample: derive from it and say what a sample is.
 
 The model sees and learns the number normalised, with figures from the configuration, never from the data of a batch.
 """
@@ -28,8 +28,8 @@ class Regression(Task):
     A class derived from it has a `schema` with that field; the model gives one number for each row, normalised.
 
     Args:
-        target_mean: Becomes 0 for the model.
-        target_std: Becomes 1.
+        target_mean: Value of the target that becomes 0 for the model.
+        target_std: Difference from it that becomes 1.
     """
 
     targets = ("target",)
@@ -42,22 +42,22 @@ class Regression(Task):
         self.target_std = target_std
 
     def settings(self) -> dict[str, Any]:
-        """All options but those of the normalisation, which happens later."""
+        """Return all options but those of the normalisation, which happens when samples are read."""
         return {name: value for name, value in self.options.items() if name not in ("target_mean", "target_std")}
 
     def baselines(self, samples: Iterable[Arrays]) -> dict[str, dict[str, float]]:
-        """Always answering the mean of these samples."""
+        """Score the trivial answer: always the mean of these samples."""
         targets = np.concatenate([np.empty(0), *(arrays["target"].astype(np.float64) for arrays in samples)])
         return {"rmse": {"mean of the targets": float(targets.std())}} if len(targets) else {}
 
     def loss(self, output: Any, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-        """Summed squared error of the normalised target."""
+        """Sum the squared error of the normalised target."""
         normalised = (batch["target"] - self.target_mean) / self.target_std
         loss: torch.Tensor = ((output.float().reshape(normalised.shape) - normalised).square() * weight).sum()
         return loss
 
     def statistics(self, output: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Per row: `squared_error`, `target`, `squared_target` and `count` (1)."""
+        """Return per row `squared_error`, `target`, `squared_target` and `count` (1)."""
         target = batch["target"].double()
         error = self.answer(output)["prediction"] - target
         return {
@@ -68,7 +68,7 @@ class Regression(Task):
         }
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Root of the mean squared error, and the share of the variance that is explained."""
+        """Compute the root of the mean squared error, and the share of the variance that is explained."""
         variation = sums["squared_target"] - np.square(sums["target"]) / sums["count"]
         with np.errstate(divide="ignore", invalid="ignore"):
             return {
@@ -77,10 +77,10 @@ class Regression(Task):
             }
 
     def examples(self, model: torch.nn.Module, arrays: Arrays, batch: Batch) -> list[Mapping[str, Any]]:
-        """Target and prediction."""
+        """Show target and prediction of each row."""
         predictions = self.answer(output_of(model, self.inputs(batch)))["prediction"].tolist()
         return [{"target": float(t), "prediction": p} for t, p in zip(arrays["target"], predictions, strict=True)]
 
     def answer(self, output: Any) -> dict[str, torch.Tensor]:
-        """`prediction`, in the target's unit."""
+        """Return `prediction`, in the target's unit."""
         return {"prediction": output.double().reshape(len(output)) * self.target_std + self.target_mean}

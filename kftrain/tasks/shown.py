@@ -1,4 +1,4 @@
-"""What reports show of a sample: texts that are cut, and a small picture as a PNG file."""
+"""Samples as reports show them: texts that are cut, and a small picture as a PNG file."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ MAX_TEXT_CHARACTERS = 200
 MAX_PICTURE_PX = 48
 
 TEXT_EXTENSIONS = frozenset({"txt", "text", "json", "cls"})
-"""Of files that are shown as text."""
+"""Extensions of files that are shown as text."""
 
 
-def shown_fields(schema: SampleSchema, block: Arrays) -> dict[str, Any]:
-    """The first row of a block, as far as there is a way to show it."""
-    found = {field.name: _shown_field(field, block[field.name][0]) for field in schema.fields if field.name in block}
-    return {name: value for name, value in found.items() if value is not None}
+def show_fields(schema: SampleSchema, block: Arrays) -> dict[str, Any]:
+    """Show the first row of a block: the fields that are texts, pictures or single numbers."""
+    fields = {field.name: _show_field(field, block[field.name][0]) for field in schema.fields if field.name in block}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _shown_field(field: Field, value: Any) -> Any:
+def _show_field(field: Field, value: Any) -> Any:
     if field.is_encoded:
-        return _shown_file(field, bytes(value))
+        return _show_file(field, bytes(value))
     array = np.asarray(value)
     if array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))):
         return array[..., 0] if array.shape[2:] == (1,) else array
     return array.item() if not array.shape else None
 
 
-def _shown_file(field: Field, content: bytes) -> Any:
+def _show_file(field: Field, content: bytes) -> Any:
     if any(f".{ending}".endswith(IMAGE_SUFFIXES) for ending in field.extensions):
         with contextlib.suppress(DataError):  # training names the sample; a report shows the others
             pixels = decode_image(content, field.name)
@@ -51,30 +51,30 @@ def _shown_file(field: Field, content: bytes) -> Any:
     return f"{len(content):,} bytes"
 
 
-def fields(shown: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`shown`, `names` and `picture` of an example: texts are cut, the first picture is made small.
+def format_example(shown: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Format an example as `shown`, `names` and `picture`: texts are cut, the first picture is made small.
 
     Raises UserCodeError, which names `where`, for a picture that is none.
     """
     pictures = [value for value in shown.values() if isinstance(value, np.ndarray) and value.ndim > 0]
     texts = {
-        str(name)[:MAX_NAME_CHARACTERS]: _text(value)
+        str(name)[:MAX_NAME_CHARACTERS]: _cut_text(value)
         for name, value in shown.items()
         if not (isinstance(value, np.ndarray) and value.ndim > 0)
     }
     names = list(texts)[:MAX_NAMES]
-    picture = base64.b64encode(_png(_thumbnail(pictures[0], where))).decode() if pictures else ""
+    picture = base64.b64encode(_encode_png(_shrink(pictures[0], where))).decode() if pictures else ""
     return {"shown": {name: texts[name] for name in names}, "names": names, "picture": picture}
 
 
-def _text(value: Any) -> str:
+def _cut_text(value: Any) -> str:
     text = value if isinstance(value, str) else f"{float(value):.6g}" if isinstance(value, float) else str(value)
     cut = text if len(text) <= MAX_TEXT_CHARACTERS else text[: MAX_TEXT_CHARACTERS - 1] + "\u2026"
     return cut.encode("utf-8", "replace").decode()
 
 
-def _thumbnail(picture: np.ndarray, where: str) -> np.ndarray:
-    """At most `MAX_PICTURE_PX` high and wide: the means of equal squares; what is left over is cut off."""
+def _shrink(picture: np.ndarray, where: str) -> np.ndarray:
+    """Shrink a picture to at most `MAX_PICTURE_PX` high and wide by the means of equal squares; cut the rest off."""
     if (
         picture.dtype != np.uint8
         or 0 in picture.shape
@@ -93,8 +93,8 @@ def _thumbnail(picture: np.ndarray, where: str) -> np.ndarray:
     return small
 
 
-def _png(picture: np.ndarray) -> bytes:
-    """The picture as a PNG file."""
+def _encode_png(picture: np.ndarray) -> bytes:
+    """Encode a picture as a PNG file."""
     height, width = picture.shape[:2]
     lines = b"".join(b"\0" + line.tobytes() for line in picture)
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if picture.ndim == 3 else 0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""`tokenizer.json`, as Hugging Face's `tokenizers` writes it: what is kept of one, and that of bytes.
+"""`tokenizer.json` files, as Hugging Face's `tokenizers` writes them: cleaning one for training, and that of bytes.
 
-Kept is a byte-level BPE that changes no text: what normalises it, adds a space before it, cuts it or drops merges at
-random is taken out. It starts each text with the document's id, and has an id of its own for padding. So it gives the
-ids that a model is trained on, to whoever loads it.
+A cleaned file is a byte-level BPE that changes no text: normalisers, added spaces, truncation and randomly dropped
+merges are removed. It starts each text with the document's id, and has an id of its own for padding. So everybody who
+loads it gets the ids that a model is trained on.
 """
 
 from __future__ import annotations
@@ -20,71 +20,71 @@ DOCUMENT, PADDING = "<|document|>", "<|padding|>"
 NUM_SPECIAL = 2
 
 DOCUMENT_TOKENS = (DOCUMENT, "<|begin_of_text|>", "<|endoftext|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]")
-"""Names that a document's start has elsewhere: the first of them that a foreign tokenizer has is taken."""
+"""Names of the token that starts a document elsewhere; the first one that a foreign tokenizer has is taken."""
 
 Json = dict[str, Any]
 
 
 @functools.cache
 def byte_characters() -> tuple[str, ...]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it can be seen (GPT-2)."""
+    """Return the character for each byte in a byte-level vocabulary: itself if it is visible (as in GPT-2)."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return tuple(chr(byte if byte in visible else next(others)) for byte in range(256))
 
 
 @functools.cache
-def of_bytes() -> bytes:
-    """The tokenizer whose ids are bytes."""
+def make_byte_tokenizer() -> bytes:
+    """Return the file of the tokenizer whose ids are bytes: a BPE without merges."""
     vocabulary = {character: number for number, character in enumerate(byte_characters())}
     model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocabulary, "merges": []}
     document: Json = {
-        **{"version": "1.0", "added_tokens": [], "model": model, "decoder": _byte_level(use_regex=True)},
-        **{"pre_tokenizer": _byte_level(use_regex=False)},
+        **{"version": "1.0", "added_tokens": [], "model": model, "decoder": _make_byte_level(use_regex=True)},
+        **{"pre_tokenizer": _make_byte_level(use_regex=False)},
     }
-    return _dumped(_kept(document, "", FILE_NAME))
+    return _dump_json(_clean(document, "", FILE_NAME))
 
 
-def kept(content: bytes, document_token: str = "", where: str = FILE_NAME) -> bytes:
-    """What is kept of a `tokenizer.json`, the same bytes for the same content.
+def clean_tokenizer(content: bytes, document_token: str = "", where: str = FILE_NAME) -> bytes:
+    """Clean a `tokenizer.json` for training; the same content gives the same bytes.
 
-    `document_token`: what starts a document; empty: the first of `DOCUMENT_TOKENS` that is there, or one more id.
+    `document_token`: the token that starts a document; empty: the first of `DOCUMENT_TOKENS` in the file, or a new id.
     Raises ConfigError for what is no byte-level BPE.
     """
     try:
         document = json.loads(content)
-        return _dumped(_kept(document, document_token, where))
+        return _dump_json(_clean(document, document_token, where))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"no tokenizer.json: {error}", where=where, fix="save it with tokenizers' save()") from error
 
 
 def special_id(document: Json, name: str) -> int:
-    """The id of a special token."""
+    """Return the id of a special token."""
     return int(next(token["id"] for token in document["added_tokens"] if token["content"] == name))
 
 
 def document_id(document: Json) -> int:
-    """The id that starts each text of a kept tokenizer."""
+    """Return the id with which a cleaned tokenizer starts each text."""
     (only,) = document["post_processor"]["special_tokens"].values()
     return int(only["ids"][0])
 
 
 def texts_of_ids(document: Json) -> list[bytes]:
-    """The bytes that each id stands for; none for special ones, nor for numbers that are no id. Raises ValueError."""
+    """Return the bytes of each id; empty for special ones, and for numbers that are no id. Raises ValueError."""
     byte_of = {character: number for number, character in enumerate(byte_characters())}
-    found = {int(number): _bytes_of(token, byte_of) for token, number in document["model"]["vocab"].items()}
+    texts = {int(number): _bytes_of(token, byte_of) for token, number in document["model"]["vocab"].items()}
     for token in document["added_tokens"]:
-        found[int(token["id"])] = b"" if token["special"] else token["content"].encode()
-    if not found or min(found) < 0 or max(found) > 2 * len(found):
+        texts[int(token["id"])] = b"" if token["special"] else token["content"].encode()
+    if not texts or min(texts) < 0 or max(texts) > 2 * len(texts):
         raise ValueError("its ids are no numbers that follow each other")
-    return [found.get(number, b"") for number in range(max(found) + 1)]
+    return [texts.get(number, b"") for number in range(max(texts) + 1)]
 
 
-def configuration(content: bytes, sequence_length: int) -> bytes:
-    """`tokenizer_config.json`, with which `transformers.AutoTokenizer` loads a kept tokenizer."""
+def make_tokenizer_config(content: bytes, sequence_length: int) -> bytes:
+    """Make `tokenizer_config.json`, with which `transformers.AutoTokenizer` loads a cleaned tokenizer."""
     document = json.loads(content)
     start = next(iter(document["post_processor"]["special_tokens"]))
-    return _dumped(
+    return _dump_json(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": start,
@@ -98,9 +98,9 @@ def configuration(content: bytes, sequence_length: int) -> bytes:
     )
 
 
-def _kept(document: Json, document_token: str, where: str) -> Json:
+def _clean(document: Json, document_token: str, where: str) -> Json:
     model = document["model"]
-    if model.get("type") != "BPE" or not {"ByteLevel"} <= _types(document["pre_tokenizer"]) & _types(
+    if model.get("type") != "BPE" or not {"ByteLevel"} <= _collect_types(document["pre_tokenizer"]) & _collect_types(
         document["decoder"]
     ):
         raise ConfigError(
@@ -118,36 +118,36 @@ def _kept(document: Json, document_token: str, where: str) -> Json:
     for name in (start or DOCUMENT, PADDING):
         if all(token["content"] != name for token in added):
             ids = [*vocabulary.values(), *(token["id"] for token in added)]
-            added.append(_special(name, 1 + max(ids)))
+            added.append(_make_special(name, 1 + max(ids)))
     texts_of_ids({"model": model, "added_tokens": added})
     first = next(token for token in added if token["content"] == (start or DOCUMENT))
     first["special"] = True
     return {
         "version": document.get("version", "1.0"),
         **{"truncation": None, "padding": None, "added_tokens": added, "normalizer": None},
-        "pre_tokenizer": _without_space(document["pre_tokenizer"]),
-        "post_processor": _starting_with(first["content"], int(first["id"])),
+        "pre_tokenizer": _remove_space(document["pre_tokenizer"]),
+        "post_processor": _start_with(first["content"], int(first["id"])),
         "decoder": document["decoder"],
         "model": {**model, "dropout": None},
     }
 
 
-def _types(part: Any) -> set[str]:
-    """The types of a pre-tokenizer or a decoder, and of those that it consists of."""
+def _collect_types(part: Any) -> set[str]:
+    """Collect the types of a pre-tokenizer or a decoder, and of those that it consists of."""
     if not isinstance(part, dict):
         return set()
     inner = [*part.get("pretokenizers", ()), *part.get("decoders", ())]
-    return {str(part.get("type"))}.union(*map(_types, inner))
+    return {str(part.get("type"))}.union(*map(_collect_types, inner))
 
 
-def _without_space(part: Json) -> Json:
+def _remove_space(part: Json) -> Json:
     changed = {**part, "add_prefix_space": False} if part.get("type") == "ByteLevel" else dict(part)
     if "pretokenizers" in changed:
-        changed["pretokenizers"] = [_without_space(each) for each in changed["pretokenizers"]]
+        changed["pretokenizers"] = [_remove_space(part) for part in changed["pretokenizers"]]
     return changed
 
 
-def _starting_with(token: str, number: int) -> Json:
+def _start_with(token: str, number: int) -> Json:
     start, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     again, other = {"SpecialToken": {"id": token, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
@@ -156,12 +156,12 @@ def _starting_with(token: str, number: int) -> Json:
     }
 
 
-def _special(name: str, number: int) -> Json:
+def _make_special(name: str, number: int) -> Json:
     no = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": name, **no, "special": True}
 
 
-def _byte_level(use_regex: bool) -> Json:
+def _make_byte_level(use_regex: bool) -> Json:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
@@ -172,5 +172,5 @@ def _bytes_of(token: str, byte_of: dict[str, int]) -> bytes:
         raise ValueError(f"the token {token!r:.40} is not made of bytes") from error
 
 
-def _dumped(document: Json) -> bytes:
+def _dump_json(document: Json) -> bytes:
     return (json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n").encode()

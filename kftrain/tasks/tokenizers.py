@@ -1,4 +1,4 @@
-"""Text to token ids and back, losing no byte. Which tokenizer it is says `task.tokenizer`.
+"""Tokenizers: text to token ids and back, losing no byte. The option `task.tokenizer` chooses one.
 
 Every id stands for a number of bytes of text, the special ones for none, so that bits and guesses are counted per byte
 whatever the vocabulary is.
@@ -25,23 +25,23 @@ VOCAB_MULTIPLE = 64
 """The vocabulary is rounded up to a multiple of this, for whole tiles in matrix products."""
 
 MIN_VOCAB_SIZE = 256 + tokenizer_json.NUM_SPECIAL
-"""Of a vocabulary that has each byte."""
+"""Smallest vocabulary that has each byte and the special ids."""
 
 MAX_TOKENIZER_BYTES = 64 << 20
-"""Of a `tokenizer.json`: what is read as JSON takes many times its size."""
+"""Largest `tokenizer.json` that is read: parsed JSON takes many times its size."""
 
 
 class TrainTokenizer(Section):
-    """How a byte-level BPE is trained on the training split."""
+    """Options for training a byte-level BPE on the training split."""
 
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=1 << 20)] = 4096
-    """Ids, the two special ones among them; fewer where the text has no more pairs that come twice."""
+    """Number of ids, with the two special ones; fewer if the text runs out of pairs that come twice."""
     sample_bytes: Annotated[int, Field(ge=1, le=MAX_INTEGER)] = 16 << 20
-    """Text that it is trained on: the first documents of the training split."""
+    """Amount of text to train on: the first documents of the training split."""
 
 
 class TokenizerOption(Section):
-    """`task.tokenizer`, where it is more than a name."""
+    """Options of `task.tokenizer`, if it is more than a name."""
 
     uri: str = ""
     document_token: str = ""
@@ -49,7 +49,7 @@ class TokenizerOption(Section):
 
 
 class Tokenizer(ABC):
-    """What each of them has; ids are 0 to `num_ids` - 1."""
+    """Interface of all tokenizers; ids are 0 to `num_ids` - 1."""
 
     document: int
     """Id that starts every document."""
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def num_ids(self) -> int:
-        """Ids that there are."""
+        """Number of ids."""
 
     @property
     @abstractmethod
@@ -68,15 +68,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """All that encoding depends on."""
+        """Return everything that encoding depends on, as JSON."""
 
     @abstractmethod
     def encode(self, text: bytes) -> np.ndarray:
-        """The ids of a text, `[tokens]` of `dtype`."""
+        """Return the ids of a text, `[tokens]` of `dtype`."""
 
     @abstractmethod
     def decode(self, tokens: np.ndarray) -> bytes:
-        """The text of ids; special ones have none."""
+        """Return the text of ids; special ones have none."""
 
     @property
     @abstractmethod
@@ -86,20 +86,20 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def content(self) -> bytes:
-        """As a `tokenizer.json`, which gives the same ids."""
+        """Content of a `tokenizer.json` that gives the same ids."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, rounded up."""
+        """Number of ids, rounded up to a multiple of `VOCAB_MULTIPLE`."""
         return -(-self.num_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def dtype(self) -> str:
-        """What ids are stored as."""
+        """Smallest integer format that holds all ids."""
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     def encode_document(self, text: bytes) -> np.ndarray:
-        """The document id and the text's, `[1 + tokens]` of `dtype`."""
+        """Return the document id and the text's ids, `[1 + tokens]` of `dtype`."""
         return np.concatenate([np.array([self.document], self.dtype), self.encode(text)])
 
 
@@ -112,25 +112,25 @@ class ByteTokenizer(Tokenizer):
     num_ids = 258
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes."""
+        """Return the bytes as ids."""
         return np.frombuffer(text, dtype=np.uint8).astype(self.dtype)
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """The bytes among `tokens`."""
+        """Return the bytes among ids, without special ones."""
         return np.asarray(tokens)[np.asarray(tokens) < self.document].astype(np.uint8).tobytes()
 
     @functools.cached_property
     def bytes_per_id(self) -> np.ndarray:
-        """One for each byte."""
+        """Bytes of text that each id stands for: 1, or 0 for special ones."""
         return (np.arange(self.vocab_size) < self.document).astype(np.int64)
 
     @property
     def content(self) -> bytes:
-        """A BPE without merges, whose vocabulary is the bytes in order."""
-        return tokenizer_json.of_bytes()
+        """Content of a `tokenizer.json` without merges, whose vocabulary is the bytes in order."""
+        return tokenizer_json.make_byte_tokenizer()
 
     def to_dict(self) -> dict[str, Any]:
-        """All that encoding depends on."""
+        """Return everything that encoding depends on, as JSON."""
         return {
             "name": self.name,
             "document": self.document,
@@ -145,7 +145,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class UntrainedTokenizer(Tokenizer):
-    """One that is yet to be trained: sizes are the largest that it may have, and nothing can be encoded."""
+    """Stand-in for a tokenizer that is yet to be trained: it has the largest possible sizes, and encodes nothing."""
 
     def __init__(self, options: TrainTokenizer) -> None:
         self.options = options
@@ -154,39 +154,39 @@ class UntrainedTokenizer(Tokenizer):
 
     @property
     def num_ids(self) -> int:
-        """As many as are asked for."""
+        """Number of ids that training may reach."""
         return self.options.vocab_size
 
     @property
     def digest(self) -> str:
-        """Hex digest of how it will be trained."""
+        """Hex digest of the training options."""
         return storage.digest_json(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """How it will be trained."""
+        """Return the training options."""
         return {"train": self.options.model_dump(mode="json")}
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Raises ConfigError."""
-        raise _untrained()
+        """Raise ConfigError: there is no vocabulary yet."""
+        raise _untrained_error()
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Raises ConfigError."""
-        raise _untrained()
+        """Raise ConfigError: there is no vocabulary yet."""
+        raise _untrained_error()
 
     @property
     def bytes_per_id(self) -> np.ndarray:
-        """Raises ConfigError."""
-        raise _untrained()
+        """Raise ConfigError: there is no vocabulary yet."""
+        raise _untrained_error()
 
     @property
     def content(self) -> bytes:
-        """Raises ConfigError."""
-        raise _untrained()
+        """Raise ConfigError: there is no vocabulary yet."""
+        raise _untrained_error()
 
 
 def parse_option(option: str | Mapping[str, Any]) -> TokenizerOption | None:
-    """`task.tokenizer` as what it asks for; None for bytes. Raises ConfigError."""
+    """Parse `task.tokenizer`; None stands for bytes. Raises ConfigError."""
     if isinstance(option, str):
         if option == ByteTokenizer.name:
             return None
@@ -195,30 +195,30 @@ def parse_option(option: str | Mapping[str, Any]) -> TokenizerOption | None:
             raise ConfigError("unknown tokenizer", where="task.tokenizer", value=option, fix=fix)
         return TokenizerOption(uri=option)
     try:
-        found = TypeAdapter(TokenizerOption).validate_python(dict(option))
+        parsed = TypeAdapter(TokenizerOption).validate_python(dict(option))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(["task.tokenizer", *map(str, first["loc"])])
         raise ConfigError(first["msg"].lower(), where=where, value=first["input"]) from error
-    if bool(found.uri) == bool(found.train) or (found.train and found.document_token):
+    if bool(parsed.uri) == bool(parsed.train) or (parsed.train and parsed.document_token):
         fix = "{uri: …/tokenizer.json, document_token: …} or {train: {vocab_size: 4096}}"
         raise ConfigError("needs either uri or train", where="task.tokenizer", value=dict(option), fix=fix)
-    return found
+    return parsed
 
 
 def build_tokenizer(option: TokenizerOption | None) -> Tokenizer:
-    """The tokenizer that is asked for, fetched where it is a file. Raises ConfigError."""
+    """Build the tokenizer that the option asks for; read its file if it names one. Raises ConfigError."""
     if option is None:
         return ByteTokenizer()
     if option.train is not None:
         return UntrainedTokenizer(option.train)
     from kftrain.tasks.bpe import BytePairTokenizer
 
-    content = tokenizer_json.kept(_fetched(option.uri), option.document_token, where=option.uri)
+    content = tokenizer_json.clean_tokenizer(_fetch_file(option.uri), option.document_token, where=option.uri)
     return BytePairTokenizer(content)
 
 
-def _fetched(uri: str) -> bytes:
+def _fetch_file(uri: str) -> bytes:
     try:
         with storage.plain_errors(uri):
             if (size := storage.size_bytes(uri)) > MAX_TOKENIZER_BYTES:
@@ -229,7 +229,7 @@ def _fetched(uri: str) -> bytes:
         raise ConfigError(f"cannot be read: {error}", where="task.tokenizer", value=uri, fix=fix) from error
 
 
-def _untrained() -> ConfigError:
+def _untrained_error() -> ConfigError:
     return ConfigError(
         "the tokenizer is trained in the shard step, and is not at hand here",
         where="task.tokenizer",

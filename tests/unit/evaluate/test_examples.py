@@ -18,7 +18,7 @@ from kftrain.models import build_model
 from kftrain.tasks import Task, build_task
 from kftrain.tasks.language_modeling import LanguageModeling
 from kftrain.tasks.settings import TaskConfig
-from kftrain.tasks.shown import fields
+from kftrain.tasks.shown import format_example
 
 nan, inf = np.nan, np.inf
 
@@ -179,7 +179,7 @@ def test_a_task_that_shows_nothing_has_its_metrics_shown(digits):
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200, 3), (1, 500), (500, 1, 3), (49, 48)])
 def test_a_picture_is_made_small_by_the_means_of_squares(shape):
     picture = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    found = fields({"it": picture, "name": "n" * 999}, "task.examples")
+    found = format_example({"it": picture, "name": "n" * 999}, "task.examples")
     read = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["picture"]))))
     assert max(read.shape[:2]) <= 48 and len(found["shown"]["name"]) == 200
     side = -(-max(shape[:2]) // 48)

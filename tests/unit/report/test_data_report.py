@@ -13,7 +13,7 @@ from kftrain.core import storage
 from kftrain.report import content, shards
 from kftrain.report import evaluation as evaluations
 from kftrain.run.documents import Evaluation, Example
-from kftrain.tasks.shown import fields
+from kftrain.tasks.shown import format_example
 
 HOSTILE = "<script>x</script>|`*_"
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\nnot really").decode()
@@ -111,7 +111,7 @@ def test_tokens_of_a_stream_are_not_added_to_its_documents(documents: Documents)
 
 def test_what_a_sample_shows_keeps_the_order_of_the_task_through_json() -> None:
     """As `overview.json` and `metrics.json` are written, whose keys are sorted."""
-    found = fields({"text": "once", "goes on": "upon", "label": 1}, "task.show")
+    found = format_example({"text": "once", "goes on": "upon", "label": 1}, "task.show")
     read = json.loads(storage.dump_json({"examples": [{"key": "k", "split": "train", **found}]}))
     (gallery,) = shards.describe_shards({}, read).galleries
     assert [fact.name for fact in gallery.samples[0].facts] == ["text", "goes on", "label"]

@@ -15,7 +15,7 @@ from kftrain.data.dataset import ShardedDataset
 from kftrain.data.schema import BYTES, Field, SampleSchema
 from kftrain.errors import UserCodeError
 from kftrain.tasks.overview import OVERVIEW_NAME, write_overview
-from kftrain.tasks.shown import fields, shown_fields
+from kftrain.tasks.shown import format_example, show_fields
 
 
 class Texts(ToyTask):
@@ -79,10 +79,10 @@ def test_images_texts_and_numbers_are_shown_by_default():
     files = {"photo": encoded(pixels), "text": "ä story".encode(), "other": b"12345"}
     block = {name: np.array([content], object) for name, content in files.items()}
     block |= {"grey": pixels[None, :6, :5, 0], "label": np.array([4]), "vector": np.ones((1, 3), np.float32)}
-    found = shown_fields(schema, block)
+    found = show_fields(schema, block)
     assert np.array_equal(found["photo"], pixels) and np.array_equal(found["grey"], pixels[:6, :5, 0])
     assert (found["text"], found["other"], found["label"]) == ("ä story", "5 bytes", 4) and "vector" not in found
-    shown = fields({"photo": found["photo"], "label": 4}, "task.show")
+    shown = format_example({"photo": found["photo"], "label": 4}, "task.show")
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(shown["picture"])))), pixels)
     block["photo"][0] = b"no image"
-    assert shown_fields(schema, block)["photo"] == "cannot be decoded"
+    assert show_fields(schema, block)["photo"] == "cannot be decoded"

@@ -66,7 +66,7 @@ def test_the_same_texts_give_the_same_tokenizer_in_any_process(parallel, pytestc
 
 def test_only_so_much_of_the_texts_is_read():
     taken = []
-    assert "".join(bpe._sample((taken.append(1) or b"abcd" for _ in range(99)), 10)) == "abcdabcdab"
+    assert "".join(bpe._sample_texts((taken.append(1) or b"abcd" for _ in range(99)), 10)) == "abcdabcdab"
     assert len(taken) == 4
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         bpe.train(iter([]), 400, 10)
@@ -83,7 +83,7 @@ def test_long_texts_are_encoded_in_pieces_with_the_same_ids(monkeypatch):
 def foreign(**changes):
     """A file as others write one: it normalises, adds a space and starts with a token of its own."""
     document = json.loads(TRAINED.content)
-    document["added_tokens"] = [tokenizer_json._special("<|endoftext|>", TRAINED.document)]
+    document["added_tokens"] = [tokenizer_json._make_special("<|endoftext|>", TRAINED.document)]
     document["post_processor"] = None
     document["normalizer"] = {"type": "Lowercase"}
     document["pre_tokenizer"]["add_prefix_space"] = True
@@ -99,11 +99,13 @@ def test_a_foreign_tokenizer_is_kept_without_what_changes_texts(tmp_path):
     assert task.tokenizer.encode(text).tolist() == TRAINED.encode(text).tolist()
     assert json.loads(task.tokenizer.content)["model"]["dropout"] is None
     assert task.asset_names == ("tokenizer.json",) and task.assets() == {"tokenizer.json": task.tokenizer.content}
-    assert tokenizer_json.kept(task.tokenizer.content) == task.tokenizer.content
+    assert tokenizer_json.clean_tokenizer(task.tokenizer.content) == task.tokenizer.content
 
 
 def test_the_document_token_of_a_foreign_tokenizer_is_known_or_named(tmp_path):
-    (tmp_path / "t.json").write_bytes(foreign(added_tokens=[tokenizer_json._special("<|mine|>", TRAINED.document)]))
+    (tmp_path / "t.json").write_bytes(
+        foreign(added_tokens=[tokenizer_json._make_special("<|mine|>", TRAINED.document)])
+    )
     uri = str(tmp_path / "t.json")
     assert LanguageModeling(tokenizer=uri).tokenizer.document == TRAINED.document + 1
     named = LanguageModeling(tokenizer={"uri": uri, "document_token": "<|mine|>"})
