@@ -20,7 +20,7 @@ from kftrain.evaluate.score import Statistics
 from kftrain.models.modes import evaluating
 from kftrain.run.documents import Example
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import decode_rows
+from kftrain.tasks.prepare import decode_unaugmented
 from kftrain.tasks.shown import format_example
 from kftrain.tasks.user_metrics import MetricsOfSums
 
@@ -104,7 +104,7 @@ def show(
     shown: list[Shown] = []
     for start in range(0, len(rows), batch_size):
         numbers = rows[start : start + batch_size]
-        arrays = decode_rows(task, dataset.read(np.array(numbers)), numbers, dataset.place_of)
+        arrays = decode_unaugmented(task, dataset.read(np.array(numbers)), numbers, dataset.place_of)
         with evaluating(model), torch.no_grad(), user_code("task.examples"):
             batch = {name: tensor.to(device) for name, tensor in task.batch(arrays).items()}
             shown += task.examples(model, arrays, batch)

@@ -19,7 +19,7 @@ from kftrain.models.modes import evaluating
 from kftrain.models.output import output_of
 from kftrain.run.documents import Performance, Spread
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import decode_rows, prepare
+from kftrain.tasks.prepare import decode_unaugmented, prepare
 
 MAX_SECONDS = 10.0
 """Seconds after which no more passes are made, for single samples and for batches each."""
@@ -83,7 +83,7 @@ def _passes(
     until = time.monotonic() + MAX_SECONDS
     for start, stop in [ranges[0], *ranges]:
         stored, _ = dataset.read_range(start, stop)
-        arrays = decode_rows(task, stored, range(start, stop), dataset.place_of)
+        arrays = decode_unaugmented(task, stored, range(start, stop), dataset.place_of)
 
         def run(arrays: dict[str, np.ndarray] = arrays) -> None:
             _, inputs = prepare(task, arrays, device)

@@ -31,7 +31,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.world import World
 from kftrain.statistics import bootstrap
 from kftrain.tasks.base import TrainingTask
-from kftrain.tasks.prepare import decode_rows, prepare
+from kftrain.tasks.prepare import decode_unaugmented, prepare
 from kftrain.tasks.user_metrics import MetricsOfSums
 
 Statistics = dict[str, np.ndarray]
@@ -197,7 +197,7 @@ def _read_ahead(task: TrainingTask, dataset: ValidationRows, batches: _Batches, 
         if any(len(values) != len(rows) for values in arrays.values()):
             raise EvaluationError(f"{len(rows)} samples must be read once each", value=sorted(arrays))
         clusters = torch.from_numpy(arrays[CLUSTER].astype(np.int64)) if CLUSTER in arrays else None
-        return _Batch(decode_rows(task, arrays, rows, dataset.place_of), clusters, place < len(own))
+        return _Batch(decode_unaugmented(task, arrays, rows, dataset.place_of), clusters, place < len(own))
 
     def begin(place: int) -> Future[_Batch]:
         context = contextvars.copy_context()  # it says how long a call waits for storage; threads start without it

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What a module may have, built as `ModelClass(**task.model_arguments(), **options)`. Each method is optional."""
+    """Optional methods of a module that is built as `ModelClass(**task.model_arguments(), **options)`."""
 
     def init_weights(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Gives one parameter its initial value, in place; it is called for each of them, in any order.
+        """Give one parameter its initial value, in place; called for each of them, in any order.
 
         A class that has it is built without memory for its weights, on each process: nothing that its constructor
         writes into a parameter counts. Then each process is given its share, and none holds the whole model. A class
@@ -41,19 +41,19 @@ class Model(Protocol):
         ...
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Patterns of names of modules -> how their matrices are split over processes: `parallel/tensor_plan.py`."""
+        """Map patterns of modules' names to how their matrices are split over processes: `parallel/tensor_plan.py`."""
         ...
 
     def tensor_sizes(self) -> Mapping[str, int]:
-        """Names of options -> sizes that the number of these processes must divide, such as heads."""
+        """Map names of options to sizes that the number of these processes must divide, such as heads."""
         ...
 
     def export_config(self) -> dict[str, Any]:
-        """JSON that describes the network, written as `config.json` beside the exported weights."""
+        """Return JSON that describes the network, written as `config.json` beside the exported weights."""
         ...
 
     def after_step(self) -> None:
-        """Called once after each optimizer step, without gradients, on every process. Optional.
+        """Change buffers after an optimizer step; called once for each, without gradients, on every process.
 
         It may change buffers (the biases of a router), alike on every process: from buffers that `buffer_reductions`
         combines, which is done before. Parameters are not whole here: they may be changed number by number, such as by
@@ -63,7 +63,7 @@ class Model(Protocol):
 
 
 def has_init_weights(target: Callable[..., Any]) -> bool:
-    """Whether the weights of what `target` builds come from its `init_weights` rather than from its constructor.
+    """Return True if a class's weights come from its `init_weights` rather than from its constructor.
 
     A function may have set weights itself, and so may the constructor of a class that inherits the method. An
     `init_weights` that needs no arguments, as those of many libraries, is its constructor's business.
@@ -73,20 +73,20 @@ def has_init_weights(target: Callable[..., Any]) -> bool:
     if not isinstance(target, type) or not callable(getattr(target, "init_weights", None)):
         return False
     method: Any = target.init_weights  # type: ignore[attr-defined]
-    if _takes(method, "self"):
+    if _accepts(method, "self"):
         return False
-    if not _takes(method, "self", "name", "parameter", "generator"):
+    if not _accepts(method, "self", "name", "parameter", "generator"):
         raise ConfigError(
             "init_weights must take a name, a parameter and a generator",
             where=f"model {target.__name__}.init_weights",
             value=str(inspect.signature(method)),
             fix="fill that one parameter in place, or rename the method and call it in the constructor",
         )
-    return _owner(target, "init_weights") <= _owner(target, "__init__")
+    return _find_owner(target, "init_weights") <= _find_owner(target, "__init__")
 
 
 def draw_weights(model: nn.Module) -> None:
-    """What a constructor may end with: `init_weights` of each parameter, all from torch's global generator."""
+    """Initialise each parameter by `init_weights` from torch's global generator; a constructor may end with it."""
     import torch
 
     with torch.no_grad():
@@ -94,7 +94,7 @@ def draw_weights(model: nn.Module) -> None:
             model.init_weights(name, parameter, torch.default_generator)  # type: ignore[operator]
 
 
-def _takes(method: Callable[..., Any], *arguments: str) -> bool:
+def _accepts(method: Callable[..., Any], *arguments: str) -> bool:
     try:
         inspect.signature(method).bind(*arguments)
     except TypeError:
@@ -102,6 +102,6 @@ def _takes(method: Callable[..., Any], *arguments: str) -> bool:
     return True
 
 
-def _owner(target: type, name: str) -> int:
-    """How far away the class is that defines an attribute; 0: it is `target` itself."""
-    return next(number for number, each in enumerate(target.__mro__) if name in vars(each))
+def _find_owner(target: type, name: str) -> int:
+    """Return how many classes up the attribute is defined; 0: by `target` itself."""
+    return next(number for number, base in enumerate(target.__mro__) if name in vars(base))

@@ -1,4 +1,4 @@
-"""The weights that are trained are fp32, whatever a model was built in; `precision.compute` says what is computed."""
+"""Master weights: trained in fp32, whatever a model was built in; `precision.compute` sets what is computed in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def to_fp32(model: nn.Module) -> None:
-    """Gives parameters and buffers of fewer bits 32 of them, in place; a buffer in fp64 stays.
+    """Convert parameters and buffers of fewer bits to fp32, in place; a buffer in fp64 stays.
 
     Raises ConfigError for a parameter in fp64, or one that is no real number or has no shape yet.
     """
@@ -35,7 +35,7 @@ def to_fp32(model: nn.Module) -> None:
             )
         if _is_short(parameter):
             parameter.data = parameter.data.float()
-    longer: dict[int, torch.Tensor] = {}
+    longer: dict[int, torch.Tensor] = {}  # by identity, so that modules which share a buffer go on sharing it
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if _is_short(buffer):

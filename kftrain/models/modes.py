@@ -1,4 +1,4 @@
-"""Which modules train and which evaluate: a module that its owner keeps in `eval()` stays in it.
+"""Training and evaluation mode of modules: a module that its owner keeps in `eval()` stays in it.
 
 `train()` on the root would thaw them: a frozen backbone would drop out again, and its batch norms would forget.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def begin_training(model: nn.Module) -> list[str]:
-    """Puts a model that was just built into training mode; returns the names of what stays in evaluation mode.
+    """Put a model that was just built into training mode; return the names of what stays in evaluation mode.
 
     These are the modules that are in it already, unless all of them are, as in a model that comes from a library
     ready to use. A `train` method of the model's own has its say.
@@ -29,12 +29,12 @@ def begin_training(model: nn.Module) -> list[str]:
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """The mode of each module."""
+    """Return each module with its mode."""
     return [(module, module.training) for module in model.modules()]
 
 
 def restore(modes: Modes) -> None:
-    """Puts the modes back, whatever has changed them."""
+    """Put the modes back, whatever has changed them."""
     for module, training in modes:
         if module.training != training:
             module.training = training
@@ -42,7 +42,7 @@ def restore(modes: Modes) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all modules; each one's own is restored."""
+    """Keep all modules in evaluation mode within the block, and restore each one's own mode after it."""
     before = modes_of(model)
     model.eval()
     try:

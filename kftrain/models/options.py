@@ -1,4 +1,4 @@
-"""How the keys of a configuration section become the arguments of a class or function, ours or a user's.
+"""Keys of a configuration section as arguments of a class or function, ours or a user's.
 
 The signature is the only description of what is accepted: names, which are required, and, where parameters
 are annotated, types and ranges (`Annotated[int, Field(ge=1)]`). An error names the option and, for a misspelt
@@ -23,7 +23,7 @@ _LENIENT = ConfigDict(arbitrary_types_allowed=True)
 
 
 def find(kind: str, built_in: Mapping[str, str], section: str) -> Callable[..., Any]:
-    """The class or function behind a `kind`: a key of `built_in` (whose values are `module:attr`) or `module:attr`.
+    """Import the class or function behind a `kind`: a key of `built_in`, whose values are `module:attr`, or one itself.
 
     Nothing is called. Raises ConfigError for an unknown kind, with the nearest, and for what is neither a class nor a
     function.
@@ -49,11 +49,10 @@ def construct(
     options: Mapping[str, Any],
     arguments: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Calls `target(**arguments, **options)`, with the options converted to its annotations (`2` for a float is fine).
+    """Call `target(**arguments, **options)`, with the options converted to its annotations (`2` for a float is fine).
 
-    `options` come from the user's section, `arguments` from our own code. Raises ConfigError for options that
-    are unknown, missing or of the wrong type, and UserCodeError where a user's own target raises anything
-    else.
+    `options` come from the user's section, `arguments` from our own code. Raises ConfigError for options that are
+    unknown, missing or of the wrong type, and UserCodeError if a user's own target raises anything else.
     """
     arguments = arguments or {}
     Taken.by(target).check(section, options, arguments)
@@ -65,13 +64,13 @@ def construct(
 
 
 def with_defaults(target: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `target` is called with, and the defaults of the others."""
+    """Return the options that `target` is called with, and the defaults of the others."""
     parameters = inspect.signature(target).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(options)
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The fix of an error about an unknown name: the nearest known one, else all of them."""
+    """Suggest a fix for an unknown name: the nearest known one, else all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
@@ -81,23 +80,23 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 @dataclass(frozen=True)
 class Taken:
-    """The names that a class or a function takes."""
+    """Names of the parameters that a class or a function takes."""
 
     names: frozenset[str]
     required: tuple[str, ...] = ()
-    """Those without a default."""
+    """Names without a default."""
     takes_any: bool = False
 
     @classmethod
     def by(cls, target: Callable[..., Any]) -> Taken:
-        """What its signature says."""
+        """Read the names from a signature."""
         parameters = inspect.signature(target).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = tuple(p.name for p in named if p.default is p.empty)
         return cls(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
     def check(self, section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Raises ConfigError where these options beside these arguments of ours are not what is taken."""
+        """Raise ConfigError if a call with these options and these arguments of ours would not be accepted."""
         self.check_known(section, options, arguments)
         refused = [] if self.takes_any else [name for name in arguments if name not in self.names]
         if refused:
@@ -111,7 +110,7 @@ class Taken:
             raise ConfigError("a required option is missing", where=f"{section}.{missing[0]}", fix="set it")
 
     def check_known(self, section: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Raises ConfigError for an option that is not taken, or that is not for the user to set."""
+        """Raise ConfigError for an option that is not taken, or that is not for the user to set."""
         for name, value in options.items():
             if name in arguments:
                 raise ConfigError("is set by the task", where=f"{section}.{name}", value=value, fix="remove it here")
@@ -121,7 +120,7 @@ class Taken:
 
 
 def _convert(target: Callable[..., Any], section: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    hints = _hints(target)
+    hints = _read_hints(target)
     converted = {}
     for name, value in options.items():
         try:
@@ -134,7 +133,7 @@ def _convert(target: Callable[..., Any], section: str, options: Mapping[str, Any
     return converted
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _read_hints(target: Callable[..., Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(target, eval_str=True).parameters
     except NameError:  # an annotation that exists for the type checker only

@@ -1,7 +1,7 @@
-"""What a model may return beside its output: auxiliary terms of the loss, row by row.
+"""Output of a model with auxiliary terms of the loss, row by row.
 
-So all processes together compute what one would, and a padding row counts for nothing, wherever it stands. A model that
-has none returns what it likes.
+By rows, all processes together compute what one would, and padding rows count for nothing wherever they stand. A model
+without auxiliary terms returns what it likes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class ModelOutput(NamedTuple):
-    """An output, with what the training adds to its loss.
+    """Output of a model, with what training adds to its loss.
 
-    A tuple, so that whatever looks for tensors in an output (FSDP does, to know when backward begins) finds them.
+    It is a tuple, so that whatever looks for tensors in an output (as FSDP does, to know when backward begins) finds
+    them.
     """
 
     output: Any
-    """What the task's `loss` and `statistics` are given."""
+    """Argument `output` of the task's `loss` and `statistics`."""
     auxiliary: torch.Tensor | None = None
     """`[rows]`, a balancing loss for example: added to *each* loss term of its row.
 
@@ -32,9 +33,9 @@ class ModelOutput(NamedTuple):
     """
 
 
-def split_output(found: Any, num_rows: int) -> ModelOutput:
-    """What a forward pass returned, as a ModelOutput. Raises UserCodeError for auxiliary terms of another shape."""
-    result = found if isinstance(found, ModelOutput) else ModelOutput(found)
+def split_output(returned: Any, num_rows: int) -> ModelOutput:
+    """Wrap what a forward pass returned as a ModelOutput. Raises UserCodeError for auxiliary terms of another shape."""
+    result = returned if isinstance(returned, ModelOutput) else ModelOutput(returned)
     if result.auxiliary is not None and result.auxiliary.shape != (num_rows,):
         raise UserCodeError(
             f"must return one number for each of {num_rows} rows, got {list(result.auxiliary.shape)}",
@@ -44,6 +45,6 @@ def split_output(found: Any, num_rows: int) -> ModelOutput:
 
 
 def output_of(model: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """What a model returns for these arguments, without what is for its training."""
-    found = model(*arguments)
-    return found.output if isinstance(found, ModelOutput) else found
+    """Run a model and return its output without auxiliary terms."""
+    returned = model(*arguments)
+    return returned.output if isinstance(returned, ModelOutput) else returned

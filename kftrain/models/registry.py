@@ -1,4 +1,4 @@
-"""Which models there are, by the `kind` of the configuration's `model` section."""
+"""Table of models by the `kind` of the configuration's `model` section."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BUILT_IN = {
 
 
 def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model of a `model` section, its weights in fp32; `arguments` are the task's `model_arguments()`.
+    """Build the model of a `model` section, with fp32 weights; `arguments` are the task's `model_arguments()`.
 
-    Raises ConfigError for an unknown kind, an option that is unknown, missing, of the wrong type or at odds
-    with another, and where a user's `module:attr` does not give a module; UserCodeError where it raises.
+    Raises ConfigError for an unknown kind, an option that is unknown, missing, of the wrong type or at odds with
+    another, and if a user's `module:attr` does not give a module; UserCodeError if it raises.
     """
     from torch import nn
 
@@ -37,7 +37,7 @@ def build_model(config: ModelConfig, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def find_target(config: ModelConfig) -> Callable[..., Any]:
-    """The class or function that builds the model; it is not called. Raises ConfigError."""
+    """Import the class or function that builds the model, without calling it. Raises ConfigError."""
     from torch import nn
 
     target = options.find(config.kind, BUILT_IN, "model")

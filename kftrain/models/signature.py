@@ -1,4 +1,4 @@
-"""The options of a model, checked against the source of its constructor: torch need not be there, no model is built.
+"""Check of a model's options against the source of its constructor: without torch, and without building a model.
 
 A typo, a model for another task, sizes at odds with each other: all of that is found in the first second of a run, on a
 laptop as in the first pod of a pipeline, which has no torch. What cannot be seen without building (what a user's code
@@ -28,99 +28,97 @@ from kftrain.settings import section
 from kftrain.trust import require_code
 
 _NAMES: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(section)}
-"""What annotations of our own models' options consist of; one that needs more is not checked here."""
+"""Names in the annotations of our own models' options; an annotation with another name is not checked here."""
 
 
 def check_options(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> None:
-    """Raises ConfigError for options that the constructor of the model's kind does not take.
+    """Raise ConfigError for options that the constructor of the model's kind does not take.
 
-    And for those of a built-in kind that have a wrong value, or sizes that do not fit each other; of a user's kind
-    nothing is evaluated. Nothing is said about a kind whose source does not show a constructor.
+    For a built-in kind also for wrong values, and for sizes that do not fit each other; nothing of a user's kind is
+    evaluated. A kind whose source does not show a constructor is not checked.
 
     Args:
         config: The model.
         arguments: What the task tells the model; None where that is not known, and nothing is said of it.
     """
-    tree, constructor = _source_of(config.kind)
+    tree, constructor = _find_source(config.kind)
     if tree is None or constructor is None:
         return
-    taken, options = _taken(constructor.args), config.options()
+    taken, options = _read_parameters(constructor.args), config.options()
     if arguments is None:
         taken.check_known("model", options, {})
     else:
         taken.check("model", options, arguments)
     if config.kind in BUILT_IN:
-        _ask(SIZES, config.kind, {**_values(tree, constructor, options), **(arguments or {})})
+        _call_check(SIZES, config.kind, {**_complete_options(tree, constructor, options), **(arguments or {})})
 
 
 def splits_of(config: ModelConfig, arguments: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Option -> size that the processes which split the matrices of a built-in model must divide.
+    """Return the sizes, by option, that the processes which split a built-in model's matrices must divide.
 
-    Empty for a user's model, and where what the task tells the model is not known. After `check_options`.
+    Empty for a user's model, and if it is not known what the task tells the model. Call `check_options` first.
     """
-    tree, constructor = _source_of(config.kind)
+    tree, constructor = _find_source(config.kind)
     if config.kind not in BUILT_IN or arguments is None or tree is None or constructor is None:
         return {}
-    found: dict[str, int] | None = _ask(
-        SPLITS, config.kind, {**_values(tree, constructor, config.options()), **arguments}
-    )
-    return found or {}
+    values = {**_complete_options(tree, constructor, config.options()), **arguments}
+    splits: dict[str, int] | None = _call_check(SPLITS, config.kind, values)
+    return splits or {}
 
 
 def options_of(config: ModelConfig) -> dict[str, Any]:
-    """What the constructor gets from the configuration; with the defaults of the others where its source shows them."""
-    tree, constructor = _source_of(config.kind)
+    """Return the configuration's options, and the defaults of others as far as the constructor's source shows them."""
+    tree, constructor = _find_source(config.kind)
     if tree is None or constructor is None:
         return config.options()
     if config.kind in BUILT_IN:
-        return _values(tree, constructor, config.options())
-    shown = {name: value for name, value in _defaults(constructor.args).items() if not isinstance(value, ast.expr)}
-    return {**shown, **config.options()}
+        return _complete_options(tree, constructor, config.options())
+    defaults = _read_defaults(constructor.args)
+    return {name: value for name, value in defaults.items() if not isinstance(value, ast.expr)} | config.options()
 
 
-def _values(tree: ast.Module, constructor: ast.FunctionDef, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a constructor of ours gets: its defaults, and the options as their annotations want them."""
-    names, annotations = _aliases(tree), _annotations(constructor.args)
-    given = {name: _checked(name, value, _evaluated(annotations.get(name), names)) for name, value in options.items()}
-    return {**_defaults(constructor.args), **given}
+def _complete_options(tree: ast.Module, constructor: ast.FunctionDef, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor of ours: its defaults, and the options converted to its annotations."""
+    names, annotations = _collect_names(tree), _read_annotations(constructor.args)
+    given = {name: _convert(name, value, _evaluate(annotations.get(name), names)) for name, value in options.items()}
+    return {**_read_defaults(constructor.args), **given}
 
 
-def _source_of(kind: str) -> tuple[ast.Module | None, ast.FunctionDef | None]:
+def _find_source(kind: str) -> tuple[ast.Module | None, ast.FunctionDef | None]:
     require_code(kind, "model.kind", BUILT_IN)
-    tree = _source(BUILT_IN.get(kind, kind).partition(":")[0])
-    return tree, _constructor(tree, kind) if tree else None
+    tree = _parse_module(BUILT_IN.get(kind, kind).partition(":")[0])
+    return tree, _find_constructor(tree, kind) if tree else None
 
 
-def _taken(arguments: ast.arguments) -> Taken:
-    named, defaults = _annotations(arguments), _defaults(arguments)
+def _read_parameters(arguments: ast.arguments) -> Taken:
+    named, defaults = _read_annotations(arguments), _read_defaults(arguments)
     required = tuple(name for name in named if name not in defaults)
     return Taken(frozenset(named), required, arguments.kwarg is not None)
 
 
-def _annotations(arguments: ast.arguments) -> dict[str, ast.expr | None]:
-    """Name -> annotation of each parameter."""
-    found = {argument.arg: argument.annotation for argument in (*arguments.args, *arguments.kwonlyargs)}
-    found.pop("self", None)
-    return found
+def _read_annotations(arguments: ast.arguments) -> dict[str, ast.expr | None]:
+    """Return the annotation of each parameter, by name."""
+    every = (*arguments.args, *arguments.kwonlyargs)
+    return {argument.arg: argument.annotation for argument in every if argument.arg != "self"}
 
 
-def _defaults(arguments: ast.arguments) -> dict[str, Any]:
-    """Name -> default of each parameter that has one; of one that is no literal, the expression."""
+def _read_defaults(arguments: ast.arguments) -> dict[str, Any]:
+    """Return the default of each parameter that has one; if it is no literal, its expression."""
     positional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
     pairs = [*zip(positional, arguments.defaults, strict=True)]
     pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
-    return {argument.arg: _literal(default) for argument, default in pairs}
+    return {argument.arg: _parse_literal(default) for argument, default in pairs}
 
 
-def _literal(node: ast.expr) -> Any:
+def _parse_literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
         return node
 
 
-def _ask(questions: Mapping[str, Callable[..., Any]], kind: str, values: Mapping[str, Any]) -> Any:
-    """What the function of a kind says of these values; None where not all that it wants is known."""
+def _call_check(questions: Mapping[str, Callable[..., Any]], kind: str, values: Mapping[str, Any]) -> Any:
+    """Call the function of a kind with the values that it takes; None if not all of them are known."""
     question = questions.get(kind)
     wanted = inspect.signature(question).parameters if question else {}
     if question is None or not all(name in values for name in wanted):
@@ -128,8 +126,8 @@ def _ask(questions: Mapping[str, Callable[..., Any]], kind: str, values: Mapping
     return question(**{name: values[name] for name in wanted})
 
 
-def _checked(name: str, value: Any, annotation: Any) -> Any:
-    """The value as the constructor gets it."""
+def _convert(name: str, value: Any, annotation: Any) -> Any:
+    """Convert an option to its annotation. Raises ConfigError."""
     if annotation is None:
         return value
     try:
@@ -139,8 +137,8 @@ def _checked(name: str, value: Any, annotation: Any) -> Any:
         raise ConfigError(message[0].lower() + message[1:], where=f"model.{name}", value=value) from error
 
 
-def _source(module: str) -> ast.Module | None:
-    """The source of a module, which is not imported; None where there is none to be read."""
+def _parse_module(module: str) -> ast.Module | None:
+    """Parse the source of a module without importing it; None if there is none to be read."""
     search_current_folder()
     try:
         spec = importlib.util.find_spec(module)
@@ -149,26 +147,26 @@ def _source(module: str) -> ast.Module | None:
         return None
 
 
-def _constructor(tree: ast.Module, kind: str) -> ast.FunctionDef | None:
-    """The `__init__` of a class, or a function, without decorators; None for anything else."""
+def _find_constructor(tree: ast.Module, kind: str) -> ast.FunctionDef | None:
+    """Find the `__init__` of a class, or a function, without decorators; None for anything else."""
     name = BUILT_IN.get(kind, kind).partition(":")[2]
-    found = next((node for node in tree.body if getattr(node, "name", None) == name), None)
-    if isinstance(found, ast.ClassDef) and not found.decorator_list and not found.keywords:
-        found = next((node for node in found.body if getattr(node, "name", None) == "__init__"), None)
-    return found if isinstance(found, ast.FunctionDef) and not found.decorator_list else None
+    target = next((node for node in tree.body if getattr(node, "name", None) == name), None)
+    if isinstance(target, ast.ClassDef) and not target.decorator_list and not target.keywords:
+        target = next((node for node in target.body if getattr(node, "name", None) == "__init__"), None)
+    return target if isinstance(target, ast.FunctionDef) and not target.decorator_list else None
 
 
-def _aliases(tree: ast.Module) -> dict[str, Any]:
-    """The names that annotations of one of our modules consist of, with those that it makes for itself."""
-    found = dict(_NAMES)
+def _collect_names(tree: ast.Module) -> dict[str, Any]:
+    """Collect the names in the annotations of one of our modules, with those that the module defines itself."""
+    names = dict(_NAMES)
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = _evaluated(node.value, found)
-    return found
+            names[node.targets[0].id] = _evaluate(node.value, names)
+    return names
 
 
-def _evaluated(node: ast.expr | None, names: dict[str, Any]) -> Any:
-    """The value of an annotation in our own source; None where it needs what is not among the names."""
+def _evaluate(node: ast.expr | None, names: dict[str, Any]) -> Any:
+    """Evaluate an annotation of our own source; None if it needs a name that is not among these."""
     if node is None or not names:
         return None
     try:

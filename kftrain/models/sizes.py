@@ -1,7 +1,7 @@
-"""What the sizes of a built-in model require of each other. Imports no torch.
+"""Checks of the sizes of built-in models against each other. Imports no torch.
 
-The model's constructor asks, and the first step of a run does, before any data is read: see `signature`. Arguments are
-called as those of the constructor.
+The model's constructor calls them, and so does the first step of a run, before any data is read: see `signature`.
+Arguments have the names of the constructor's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from kftrain.errors import ConfigError
 
 
 def of_transformer(*, dim: int, num_heads: int, num_kv_heads: int) -> int:
-    """The head dim; `num_kv_heads` 0: as many as heads. Raises ConfigError where the heads do not fit `dim` or another.
+    """Return the head dim; 0 for `num_kv_heads` stands for as many as heads.
 
-    Rotary embedding rotates pairs of elements.
+    Raises ConfigError if heads do not divide `dim`, or key-value heads do not divide heads, or the head dim is odd:
+    rotary embedding rotates pairs of elements.
     """
     head_dim = _head_dim(dim, num_heads)
     if num_heads % (num_kv_heads or num_heads):
@@ -34,7 +35,7 @@ def of_transformer(*, dim: int, num_heads: int, num_kv_heads: int) -> int:
 
 
 def of_vision_transformer(*, image_size: int, patch_size: int, dim: int, num_heads: int) -> int:
-    """Number of patches. Raises ConfigError where patches do not divide images, or heads do not divide `dim`."""
+    """Return the number of patches. Raises ConfigError if patches do not divide images, or heads `dim`."""
     if image_size % patch_size:
         raise ConfigError(
             f"patches of {patch_size} do not divide images of {image_size}",
@@ -50,14 +51,14 @@ FFN_MULTIPLE = 64
 
 
 def default_ffn_dim(dim: int) -> int:
-    """8/3 of `dim`, so that three matrices are as large as the classic two at 4 * dim, rounded up."""
+    """Return 8/3 of `dim`, rounded up: so three matrices are as large as the classic two at 4 * dim."""
     return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 def splits_of_transformer(
     *, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, sequence_length: int
 ) -> dict[str, int]:
-    """Option -> size that the processes which split the matrices must divide."""
+    """Return the sizes that the number of processes along the axis `tensor` must divide, by option."""
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
@@ -69,7 +70,7 @@ def splits_of_transformer(
 def splits_of_vision_transformer(
     *, image_size: int, patch_size: int, dim: int, num_heads: int, mlp_ratio: int
 ) -> dict[str, int]:
-    """The same; each patch is a place of a sequence."""
+    """Return the sizes that the number of processes along the axis `tensor` must divide; patches are a sequence."""
     return {
         "num_heads": num_heads,
         "mlp_ratio * dim": mlp_ratio * dim,
@@ -81,13 +82,13 @@ SIZES: Mapping[str, Callable[..., Any]] = {
     "transformer": of_transformer,
     "vision_transformer": of_vision_transformer,
 }
-"""Kind -> what checks the sizes of a model of that kind."""
+"""Kind -> function that checks the sizes of a model of that kind."""
 
 SPLITS: Mapping[str, Callable[..., dict[str, int]]] = {
     "transformer": splits_of_transformer,
     "vision_transformer": splits_of_vision_transformer,
 }
-"""Kind -> what tells the sizes that the processes of the axis `tensor` must divide."""
+"""Kind -> function that returns the sizes that the number of processes along the axis `tensor` must divide."""
 
 
 def _head_dim(dim: int, num_heads: int) -> int:

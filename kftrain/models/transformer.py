@@ -34,7 +34,7 @@ RotaryTables = tuple[Tensor, Tensor]
 
 
 class Transformer(nn.Module):
-    """Tokens `[B, T]` int64 to logits `[B, T, vocab_size]`.
+    """Decoder that turns tokens `[B, T]` int64 into logits `[B, T, vocab_size]`.
 
     Args:
         vocab_size: Number of token ids; from the task.
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         num_kv_heads: Key and value heads; 0: as many as query heads. Must divide `num_heads`.
         ffn_dim: Inner width of the feed-forward part; 0: 8/3 of `dim`, rounded up to a multiple of 64.
         rope_theta: Base of the rotary wavelengths.
-        norm_eps: Added to the mean square in RMSNorm.
+        norm_eps: Number added to the mean square in RMSNorm.
         tie_embeddings: Use the embedding matrix as the output matrix too. The state dict then has no `lm_head.weight`,
             like the files that `transformers` saves.
 
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         draw_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
+        """Compute logits `[B, T, vocab_size]` of the token after each of `tokens` `[B, T]`."""
         hidden: Tensor = self.model.embed_tokens(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         masks: tuple[Tensor, ...] = ()  # none rather than None, which an engine would look at in each call
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
         return logits
 
     def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Initialises one parameter in place.
+        """Initialise one parameter in place.
 
         Matrices are normal with deviation 1 / sqrt(dim), which keeps the variance of what passes through them; those
         that write into the residual stream are divided by sqrt(2 * num_layers), or it would grow with depth (GPT-2).
@@ -124,11 +124,11 @@ class Transformer(nn.Module):
         nn.init.normal_(parameter, std=std, generator=generator)
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated modules: what is sharded, and recomputed, one at a time."""
+        """Return the repeated modules: each is sharded, and may be recomputed, as one unit."""
         return list(self.model.layers)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How its matrices are split: see `parallel/tensor_plan.py`."""
+        """Map modules to the way in which their matrices are split: see `parallel/tensor_plan.py`."""
         attention, feed_forward = "model.layers.*.self_attn", "model.layers.*.mlp"
         return {
             "model.embed_tokens": "vocabulary",
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         }
 
     def tensor_sizes(self) -> dict[str, int]:
-        """What the processes that split its matrices must divide."""
+        """Return the sizes that the number of processes along the axis `tensor` must divide, by option."""
         return sizes.splits_of_transformer(
             dim=self.model.embed_tokens.embedding_dim,
             num_heads=self.num_heads,
@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         )
 
     def num_flops(self, num_rows: int) -> int:
-        """Floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
+        """Count the floating-point operations of a forward and backward pass over rows of `sequence_length` tokens.
 
         6 per parameter and token, and 12 * layers * heads * head_dim * T for attention (PaLM,
         arXiv:2204.02311, appendix B). The embedding is a look-up and does not count.
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         return num_rows * self.sequence_length * (6 * matrices + attention)
 
     def export_config(self) -> dict[str, Any]:
-        """The `config.json` with which `transformers` builds the same network."""
+        """Return the `config.json` with which `transformers` builds the same network."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Holds what Llama's state dict keeps below `model.`; `Transformer.forward` runs it."""
+    """Container of what Llama's state dict keeps below `model.`; `Transformer.forward` runs it."""
 
     def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: nn.RMSNorm) -> None:
         super().__init__()
@@ -206,10 +206,10 @@ class _Decoder(nn.Module):
 
 
 class TiedEmbedding(nn.Embedding):
-    """One matrix for both ends (Press and Wolf 2017, arXiv:1608.05859): tokens to vectors, vectors to logits."""
+    """Matrix for both ends (Press and Wolf 2017, arXiv:1608.05859): tokens to vectors, vectors to logits."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """`[B, T]` int64 to `[B, T, D]`, or `[B, T, D]` to `[B, T, vocab_size]`."""
+        """Map `[B, T]` int64 to `[B, T, D]`, or `[B, T, D]` to `[B, T, vocab_size]`."""
         return F.linear(values, self.weight) if values.is_floating_point() else super().forward(values)
 
 
@@ -224,7 +224,7 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(dim, ffn_dim)
 
     def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
-        """`[B, T, D]` to the same shape."""
+        """Map `[B, T, D]` to the same shape."""
         attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask)
         output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return output
@@ -243,21 +243,21 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, hidden: Tensor, rotary: RotaryTables, mask: Tensor | None = None) -> Tensor:
-        """`[B, T, D]` to the same shape. `mask`: `[B, 1, T, T]`, what each token attends to; None: all before it."""
-        query = rotate(self._split(self.q_proj(hidden)), rotary)
-        key = rotate(self._split(self.k_proj(hidden)), rotary)
-        value = self._split(self.v_proj(hidden))
+        """Map `[B, T, D]` to the same shape. `mask` `[B, 1, T, T]`: what each token attends to; None: all before it."""
+        query = rotate(self._split_heads(self.q_proj(hidden)), rotary)
+        key = rotate(self._split_heads(self.k_proj(hidden)), rotary)
+        value = self._split_heads(self.v_proj(hidden))
         grouped = self.grouped and (query.is_cpu or (mask is None and query.dtype != torch.float32))
         if self.grouped and not grouped:  # on GPUs only flash attention groups heads, without a mask and in bf16
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+            key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
-    def _split(self, projected: Tensor) -> Tensor:
-        """`[B, T, heads * E]` to `[B, heads, T, E]`."""
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """Split `[B, T, heads * E]` into `[B, heads, T, E]`."""
         batch, num_tokens, width = projected.shape
         return projected.view(batch, num_tokens, width // self.head_dim, self.head_dim).transpose(1, 2)
 
@@ -272,32 +272,35 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, T, D]` to the same shape."""
+        """Map `[B, T, D]` to the same shape."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return output
 
 
 def places_in_documents(tokens: Tensor, document_token: int) -> tuple[Tensor, Tensor]:
-    """Of tokens `[B, T]`: positions `[B, 1, T]` from the start of each document, and which others each may attend to.
+    """Locate the tokens `[B, T]` of rows in their documents: positions and an attention mask.
 
-    That is `[B, 1, T, T]`: the tokens before it, and itself, in its own document. What a row begins with goes on
-    from the row before; its positions begin with the row.
+    Positions `[B, 1, T]` count from the start of each document. By the mask `[B, 1, T, T]` a token attends to itself
+    and to those before it in its own document. A row begins within a document; there positions count from the row's
+    start.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
+    # The running maximum of the places of document tokens is the place where each token's own document starts.
     starts = torch.where(tokens == document_token, places, 0).cummax(dim=1).values
     same = starts.unsqueeze(2) == starts.unsqueeze(1)
     return (places - starts).unsqueeze(1), (same & (places.unsqueeze(1) >= places)).unsqueeze(1)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, like: Tensor) -> RotaryTables:
-    """Cosines and sines `[..., T, E]` of the rotation angles at positions `[..., T]`, from fp32 in `like`'s dtype."""
+    """Return cosines and sines `[..., T, E]` of the rotation angles at positions `[..., T]`, in the dtype of `like`."""
+    # Angles are computed in fp32: bf16 cannot tell neighbouring positions of a long sequence apart.
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     angles = (positions.float().unsqueeze(-1) * (1.0 / theta**exponents)).repeat(*[1] * positions.dim(), 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotate(heads: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rotates `[B, heads, T, E]` by position; element i pairs with i + E/2, as in Hugging Face checkpoints."""
+    """Rotate `[B, heads, T, E]` by position; element i pairs with i + E/2, as in Hugging Face checkpoints."""
     cosines, sines = rotary
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines

@@ -22,7 +22,7 @@ INITIAL_STD = 0.02
 
 
 class VisionTransformer(nn.Module):
-    """Images `[B, C, H, W]` float to logits `[B, num_classes]`.
+    """Classifier that turns images `[B, C, H, W]` float into logits `[B, num_classes]`.
 
     Args:
         image_size: Height and width in pixels; from the task.
@@ -68,7 +68,7 @@ class VisionTransformer(nn.Module):
         draw_weights(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits `[B, num_classes]` of `images` `[B, C, H, W]`."""
+        """Compute logits `[B, num_classes]` of `images` `[B, C, H, W]`."""
         hidden = self.patch_embedding(images).flatten(2).transpose(1, 2) + self.position_embedding
         for block in self.layers:
             hidden = block(hidden)
@@ -76,7 +76,7 @@ class VisionTransformer(nn.Module):
         return logits
 
     def init_weights(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Initialises one parameter in place.
+        """Initialise one parameter in place.
 
         Xavier-uniform matrices and zero biases, as in the original; the classifier starts at zero, that is
         undecided.
@@ -91,11 +91,11 @@ class VisionTransformer(nn.Module):
             nn.init.xavier_uniform_(parameter, generator=generator)
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated modules: what is sharded, and recomputed, one at a time."""
+        """Return the repeated modules: each is sharded, and may be recomputed, as one unit."""
         return list(self.layers)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How its matrices are split: see `parallel/tensor_plan.py`."""
+        """Map modules to the way in which their matrices are split: see `parallel/tensor_plan.py`."""
         return {
             "layers.*norm": "sequence",
             "layers.*.qkv": "column/3",
@@ -108,7 +108,7 @@ class VisionTransformer(nn.Module):
         }
 
     def tensor_sizes(self) -> dict[str, int]:
-        """What the processes that split its matrices must divide."""
+        """Return the sizes that the number of processes along the axis `tensor` must divide, by option."""
         return sizes.splits_of_vision_transformer(
             image_size=self.image_size,
             patch_size=self.patch_size,
@@ -118,14 +118,14 @@ class VisionTransformer(nn.Module):
         )
 
     def num_flops(self, num_rows: int) -> int:
-        """Floating-point operations of a forward and backward pass, counted as in PaLM (appendix B)."""
+        """Count the floating-point operations of a forward and backward pass, as in PaLM (appendix B)."""
         matrices = sum(parameter.numel() for parameter in self.layers.parameters() if parameter.dim() > 1)
         matrices += self.patch_embedding.weight.numel()
         attention = 12 * len(self.layers) * self.norm.normalized_shape[0] * self.num_patches
         return num_rows * (self.num_patches * (6 * matrices + attention) + 6 * self.head.weight.numel())
 
     def export_config(self) -> dict[str, Any]:
-        """What rebuilds the network, as `config.json`."""
+        """Return the `config.json` that rebuilds the network."""
         return {
             "model_type": "vision_transformer",
             "image_size": self.image_size,
@@ -155,7 +155,7 @@ class VisionBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, N, D]` to the same shape."""
+        """Map `[B, N, D]` to the same shape."""
         attended: Tensor = hidden + self.dropout(self._attend(self.attention_norm(hidden)))
         expanded = F.gelu(self.expand(self.mlp_norm(attended)))
         output: Tensor = attended + self.dropout(self.contract(expanded))

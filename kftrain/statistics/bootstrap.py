@@ -29,10 +29,10 @@ from kftrain.run.documents import Interval
 from kftrain.statistics import significance
 
 KEYS = "keys"
-"""The one entry among the statistics that is none: the names of the groups, `[groups]` str."""
+"""Entry with the names of the groups, `[groups]` str; the only one among the statistics that is no statistic."""
 
 SLICES, SLICE_NAMES = "slices", "slice_names"
-"""Where sums are kept by slice: the number of each row's slice, `[rows]` int, and the slices' names."""
+"""Entries of sums that are kept by slice: the number of each row's slice, `[rows]` int, and the slices' names."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -40,7 +40,7 @@ Statistics = Mapping[str, np.ndarray]
 """Statistic name -> sums of each group, `[groups]` float64."""
 
 Metrics = Callable[[Statistics], dict[str, np.ndarray]]
-"""From sums of shape `[...]` to metrics of shape `[...]`, elementwise."""
+"""Function from sums of shape `[...]` to metrics of shape `[...]`, elementwise."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class _Table:
 def intervals(
     metrics: Metrics, statistics: Statistics, num_bootstrap: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """Every metric over all groups, with its percentile interval at `confidence`.
+    """Compute every metric over all groups, with its percentile interval at `confidence`.
 
     A resample in which a metric is not finite (a rare class was not drawn) says nothing about it: it counts as the
     lowest for the lower bound and as the highest for the upper one, so either may be infinite. Raises EvaluationError
-    where there are no groups or a metric over all groups is not finite.
+    if there are no groups or a metric over all groups is not finite.
     """
     return sliced_intervals(metrics, statistics, None, num_bootstrap, confidence, seed)[0]
 
@@ -73,26 +73,27 @@ def sliced_intervals(
     seed: int,
     units: np.ndarray | None = None,
 ) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
-    """What `intervals` gives, and the same for each slice, from the very same resamples. `slices`: of each group.
+    """Compute what `intervals` does, and the same for each slice, from the very same resamples.
 
-    `units`: number of the unit that each group belongs to, where a unit that is resampled is more than a group.
+    `slices`: name of each group's slice. `units`: number of the unit that each group belongs to, if a resampled unit is
+    more than a group.
 
-    Of a slice a resample holds as many groups as it happens to: a metric of one that a resample easily misses has no
-    finite bounds. A metric that a slice does not determine is left out of it.
+    A resample draws whatever number of a slice's groups it happens to: a slice that it easily misses has no finite
+    bounds. A metric that a slice does not determine is left out of it.
     """
-    names, sums = _table(statistics)
+    names, sums = _build_table(statistics)
     labels, codes = np.unique(np.asarray(["" for _ in sums] if slices is None else slices), return_inverse=True)
     order = np.lexsort(np.vstack([codes, sums.T]))  # the slices only part what is equal
     sums, codes = sums[order], codes[order]
     members = [] if slices is None else [np.flatnonzero(codes == code) for code in range(len(labels))]
     places = np.arange(len(sums)) if units is None else by_appearance(np.asarray(units)[order])
-    tables = [_summed(names, sums[rows], places[rows]) for rows in (np.arange(len(sums)), *members)]
-    samples = _resampled(metrics, tables, num_bootstrap, seed)
-    values = [_metrics_of(metrics, names, table.sums.sum(axis=0)) for table in tables]
+    tables = [_sum_units(names, sums[rows], places[rows]) for rows in (np.arange(len(sums)), *members)]
+    samples = _resample(metrics, tables, num_bootstrap, seed)
+    values = [_compute_metrics(metrics, names, table.sums.sum(axis=0)) for table in tables]
     whole = {name: _interval(name, float(value), samples[0][name], confidence) for name, value in values[0].items()}
     parts = [
-        {name: _interval(name, float(v), drawn[name], confidence) for name, v in found.items() if np.isfinite(v)}
-        for found, drawn in zip(values[1:], samples[1:], strict=True)
+        {name: _interval(name, float(v), drawn[name], confidence) for name, v in own.items() if np.isfinite(v)}
+        for own, drawn in zip(values[1:], samples[1:], strict=True)
     ]
     return whole, dict(zip(labels.tolist(), parts, strict=False))
 
@@ -107,36 +108,36 @@ def paired_improvement(
     confidence: float,
     seed: int,
 ) -> Interval:
-    """How much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
+    """Compute how much better the challenger is in `metric`, in its unit; positive is better whatever the goal.
 
-    The interval is two-sided, so of two equally good models it lies above zero with half of `1 - confidence`. Its
-    bounds are the outer ones of the percentiles and of those over the jackknife, which hold also for few groups and for
-    a `confidence` that the resamples cannot tell. Both statistics must have an entry `keys`, and the same
-    groups in any order, else EvaluationError. An unknown metric is a ConfigError.
+    The interval is two-sided: for two equally good models it lies above zero with half of `1 - confidence`. Its bounds
+    are the outer ones of the percentiles and of those over the jackknife, which also hold for few groups and for a
+    `confidence` that the resamples cannot tell. Both statistics must have an entry `keys`, and the same groups in any
+    order, else EvaluationError. Raises ConfigError for an unknown metric.
     """
-    tables = [_Table(*_table(statistics, order)) for statistics, order in _aligned(challenger, champion)]
-    values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
+    tables = [_Table(*_build_table(statistics, order)) for statistics, order in _align(challenger, champion)]
+    values = [_compute_metrics(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
     if metric not in values[0]:
         known = ", ".join(sorted(values[0]))
         raise ConfigError("unknown metric", where="registry.metric", value=metric, fix=f"known: {known}")
-    ours, theirs = _resampled(metrics, tables, num_bootstrap, seed)
+    ours, theirs = _resample(metrics, tables, num_bootstrap, seed)
     sign = {"maximize": 1.0, "minimize": -1.0}[goal]
     value = sign * float(values[0][metric] - values[1][metric])
-    found = _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
-    without = [_metrics_of(metrics, table.names, table.sums.sum(axis=0) - table.sums)[metric] for table in tables]
+    percentile = _interval(metric, value, sign * (ours[metric] - theirs[metric]), confidence)
+    without = [_compute_metrics(metrics, table.names, table.sums.sum(axis=0) - table.sums)[metric] for table in tables]
     left_out = sign * (without[0] - without[1])
     low, high = significance.jackknife_interval(value, left_out, confidence)
     needed = significance.num_units_needed(left_out)
-    return Interval(value=value, low=min(low, found.low), high=max(high, found.high), num_needed=needed)
+    return Interval(value=value, low=min(low, percentile.low), high=max(high, percentile.high), num_needed=needed)
 
 
 def paired_values(metrics: Metrics, metric: str, challenger: Statistics, champion: Statistics) -> list[np.ndarray]:
-    """The metric of each group alone, `[groups]`, of challenger and champion in one order. Raises as the above."""
-    found = []
-    for statistics, order in _aligned(challenger, champion):
-        names, sums = _table(statistics, order)
-        found.append(np.asarray(_metrics_of(metrics, names, sums)[metric], np.float64))
-    return found
+    """Compute the metric of each group alone, `[groups]`, for challenger and champion in one order.
+
+    Raises EvaluationError as `paired_improvement` does.
+    """
+    tables = [_build_table(statistics, order) for statistics, order in _align(challenger, champion)]
+    return [np.asarray(_compute_metrics(metrics, names, sums)[metric], np.float64) for names, sums in tables]
 
 
 def paired_differences(
@@ -148,53 +149,53 @@ def paired_differences(
     confidence: float,
     seed: int,
 ) -> tuple[dict[str, Interval], dict[str, dict[str, Interval]]]:
-    """Each metric of ours minus the same of theirs, with its paired interval: over all groups, and by slice.
+    """Subtract each metric of theirs from ours, with its paired interval: over all groups, and by slice.
 
     Both statistics must have an entry `keys`, and the same groups in any order, else EvaluationError. `slices`: key of
-    a group -> name of its slice; empty: none. All are of the same resamples, so a slice that one easily misses has
+    a group -> name of its slice; empty: none. All use the same resamples, so a slice that a resample easily misses has
     unknown bounds. A metric that one side does not determine is left out.
     """
-    (ours, order), (theirs, their_order) = _aligned(ours, theirs)
-    pair = [_table(ours, order), _table(theirs, their_order)]
+    (ours, order), (theirs, their_order) = _align(ours, theirs)
+    pair = [_build_table(ours, order), _build_table(theirs, their_order)]
     of_group = np.asarray([slices.get(key, "") for key in np.asarray(ours[KEYS])[order].tolist()])
     names = sorted(set(slices.values()))
     parts = [np.arange(len(of_group)), *(np.flatnonzero(of_group == name) for name in names)]
     tables = [_Table(columns, sums[rows], rows) for rows in parts for columns, sums in pair]
-    samples = _resampled(metrics, tables, num_bootstrap, seed)
-    values = [_metrics_of(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
-    found = [
+    samples = _resample(metrics, tables, num_bootstrap, seed)
+    values = [_compute_metrics(metrics, table.names, table.sums.sum(axis=0)) for table in tables]
+    differences = [
         {
             name: _interval(name, float(values[at][name] - values[at + 1][name]), drawn, confidence)
-            for name, drawn in _minus(samples[at], samples[at + 1]).items()
+            for name, drawn in _subtract(samples[at], samples[at + 1]).items()
             if np.isfinite(values[at][name]) and np.isfinite(values[at + 1][name])
         }
         for at in range(0, len(tables), 2)
     ]
-    return found[0], dict(zip(names, found[1:], strict=True))
+    return differences[0], dict(zip(names, differences[1:], strict=True))
 
 
-def _minus(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The differences of the metrics that both have; what is not finite on one side is not in the difference."""
+def _subtract(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Subtract the metrics that both have; a sample that is not finite on one side is not finite in the difference."""
     with np.errstate(invalid="ignore"):
         return {name: values - theirs[name] for name, values in ours.items() if name in theirs}
 
 
 def by_appearance(numbers: np.ndarray) -> np.ndarray:
-    """The same numbers counted from 0, in the order in which they appear."""
+    """Renumber from 0, in the order in which numbers first appear."""
     _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse]
 
 
-def _summed(names: list[str], sums: np.ndarray, places: np.ndarray) -> _Table:
-    """The groups' sums, added up where they have the same place."""
+def _sum_units(names: list[str], sums: np.ndarray, places: np.ndarray) -> _Table:
+    """Add up the sums of groups that belong to one unit."""
     rows, inverse = np.unique(places, return_inverse=True)
     total = np.zeros((len(rows), len(names)))
     np.add.at(total, inverse, sums)
     return _Table(names, total, rows)
 
 
-def _table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[list[str], np.ndarray]:
-    """Names of the statistics, sorted, and their sums `[groups, statistics]`."""
+def _build_table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[list[str], np.ndarray]:
+    """Return the sorted names of the statistics, and their sums `[groups, statistics]`."""
     names = sorted(set(statistics) - {KEYS})
     columns = [np.asarray(statistics[name], dtype=np.float64) for name in names]
     if not columns or not len(columns[0]):
@@ -206,8 +207,8 @@ def _table(statistics: Statistics, order: np.ndarray | None = None) -> tuple[lis
     return names, table if order is None else table[order]
 
 
-def _aligned(challenger: Statistics, champion: Statistics) -> list[tuple[Statistics, np.ndarray]]:
-    """Both statistics, each with the order that sorts its groups by key."""
+def _align(challenger: Statistics, champion: Statistics) -> list[tuple[Statistics, np.ndarray]]:
+    """Return both statistics, each with the order that sorts its groups by key. Raises EvaluationError."""
     pairs = []
     for role, statistics in (("challenger", challenger), ("champion", champion)):
         if KEYS not in statistics:
@@ -227,26 +228,27 @@ def _aligned(challenger: Statistics, champion: Statistics) -> list[tuple[Statist
     return pairs
 
 
-def _metrics_of(metrics: Metrics, names: list[str], sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Metrics of sums `[..., statistics]`; divisions by zero are the caller's to judge, by their result."""
+def _compute_metrics(metrics: Metrics, names: list[str], sums: np.ndarray) -> dict[str, np.ndarray]:
+    """Compute metrics of sums `[..., statistics]`; where a sum is zero they may be infinite or NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return metrics({name: sums[..., column] for column, name in enumerate(names)})
 
 
-def _resampled(metrics: Metrics, tables: list[_Table], num_bootstrap: int, seed: int) -> list[dict[str, np.ndarray]]:
-    """Per table: metric name -> its value in every resample; all tables under the same weights. The first is whole."""
+def _resample(metrics: Metrics, tables: list[_Table], num_bootstrap: int, seed: int) -> list[dict[str, np.ndarray]]:
+    """Compute each table's metrics in every resample, all tables under the same weights; the first holds all units."""
     sums: list[list[np.ndarray]] = [[] for _ in tables]
-    for weights in _weights(len(tables[0].sums), num_bootstrap, seed):
+    for weights in _draw_weights(len(tables[0].sums), num_bootstrap, seed):
         for table, chunks in zip(tables, sums, strict=True):
             whole = table.rows is None or len(table.rows) == weights.shape[1]
             chunks.append((weights if whole else weights[:, table.rows]) @ table.sums)
     return [
-        _metrics_of(metrics, table.names, np.concatenate(chunks)) for table, chunks in zip(tables, sums, strict=True)
+        _compute_metrics(metrics, table.names, np.concatenate(chunks))
+        for table, chunks in zip(tables, sums, strict=True)
     ]
 
 
-def _weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndarray]:
-    """Multinomial weights `[rows, groups]`, chunk by chunk; the same rows for any chunk size."""
+def _draw_weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndarray]:
+    """Draw multinomial weights `[rows, groups]`, chunk by chunk; the same rows for any chunk size."""
     generator = np.random.default_rng(seed)
     rows = max(1, min(num_bootstrap, CHUNK_BYTES // (8 * num_groups)))
     for start in range(0, num_bootstrap, rows):
@@ -257,7 +259,7 @@ def _weights(num_groups: int, num_bootstrap: int, seed: int) -> Iterator[np.ndar
 
 
 def _interval(name: str, value: float, samples: np.ndarray, confidence: float) -> Interval:
-    """The percentile interval; samples that are not finite stand outside of it, on either side."""
+    """Return the percentile interval; samples that are not finite count as outside of it, on either side."""
     if not np.isfinite(value):
         raise EvaluationError("a metric is not finite", where=name, value=value, fix="did the training diverge?")
     tail = (1.0 - confidence) / 2.0
@@ -266,7 +268,7 @@ def _interval(name: str, value: float, samples: np.ndarray, confidence: float) -
 
 
 def _quantile(samples: np.ndarray, share: float, unknown: float) -> float:
-    """The quantile with `unknown`, an infinity, in the place of samples that are not finite."""
+    """Return the quantile, with the infinity `unknown` in the place of samples that are not finite."""
     with np.errstate(invalid="ignore"):  # numpy interpolates between two infinities, which gives NaN
-        found = float(np.quantile(np.where(np.isfinite(samples), samples, unknown), share))
-    return unknown if np.isnan(found) else found
+        quantile = float(np.quantile(np.where(np.isfinite(samples), samples, unknown), share))
+    return unknown if np.isnan(quantile) else quantile

@@ -1,4 +1,4 @@
-"""What is significant: intervals for few units and far tails, McNemar's test, and the level of the k-th try.
+"""Significance: intervals for few units and far tails, McNemar's test, and the level of the k-th try.
 
 A percentile of 1,000 resamples says nothing of a tail of one in 10,000, and with few units it lies too near to the
 value. Student's t over the jackknife (Tukey, 1958; Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
@@ -18,7 +18,7 @@ from math import ceil, sqrt
 import numpy as np
 
 ROUNDING = 1e-12
-"""Values that differ by no more than this share of them are equal."""
+"""Relative difference up to which values count as equal."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,28 @@ class PairedTest:
     """McNemar's test of two models over the same units, one-sided: is the challenger right more often?"""
 
     num_better: int
-    """Units where the challenger alone is right."""
+    """Number of units where the challenger alone is right."""
     num_worse: int
-    """Units where the champion alone is right."""
+    """Number of units where the champion alone is right."""
     p_value: float
     """Probability of so many, or more, `num_better` if both were equally likely."""
 
 
 def level_of_try(level: float, number: int) -> float:
-    """Of the `number`-th try, from 1, of a series whose level is `level`."""
+    """Return the level of the `number`-th try, from 1, of a series whose level is `level`."""
     return level / (number * (number + 1))
 
 
 def confidence_of_try(confidence: float, number: int) -> float:
-    """Of the two-sided interval of the `number`-th try, where the series has that of `confidence`."""
+    """Return the confidence of the two-sided interval of the `number`-th try in a series with `confidence`."""
     return 1.0 - level_of_try(1.0 - confidence, number)
 
 
 def jackknife_interval(value: float, left_out: np.ndarray, confidence: float) -> tuple[float, float]:
-    """The outer bounds of Student's t and of Hall's around `value`, from its values with one unit left out, `[units]`.
+    """Return the outer bounds of Student's and of Hall's interval around `value`.
 
-    Infinite where one unit alone decides whether there is a value, or where there is only one.
+    `left_out`: the value with one unit left out, `[units]`. The bounds are infinite if one unit alone decides whether
+    there is a value, or if there is only one.
     """
     num_units = len(left_out)
     if num_units < 2 or not np.isfinite(left_out).all():
@@ -58,34 +59,43 @@ def jackknife_interval(value: float, left_out: np.ndarray, confidence: float) ->
 
 
 def skewness(left_out: np.ndarray) -> float:
-    """Of what each unit adds to a value, from its values with one unit left out, `[units]`; 0 where there is none."""
+    """Compute the skewness of what each unit adds to a value, from the value with one unit left out, `[units]`.
+
+    It is 0 if the units do not differ.
+    """
     with np.errstate(invalid="ignore"):  # a value that one unit alone determines
         mean, spread = left_out.mean(), float(left_out.std())
     return float((((mean - left_out) / spread) ** 3).mean()) if spread > ROUNDING * abs(mean) else 0.0
 
 
 def num_units_needed(left_out: np.ndarray) -> int:
-    """Units that a mean with such a bad tail needs (Cochran, "Sampling Techniques", 1977, page 42); 0: it has them."""
+    """Count the units that a mean with such a bad tail needs; 0 if it has them.
+
+    Cochran, "Sampling Techniques", 1977, page 42.
+    """
     needed = ceil(25.0 * min(0.0, skewness(left_out)) ** 2)
     return needed if needed > len(left_out) else 0
 
 
 def _hall(quantile: float, skew: float, num_units: int) -> float:
-    """In place of the quantile of t: T of T + skew T^2 / 3 + skew^2 T^3 / 27 + skew / 6n = t, over sqrt(n) each."""
+    """Solve T + skew T^2 / 3 + skew^2 T^3 / 27 + skew / 6n = t for T, which replaces the quantile t of Student's t.
+
+    T and t are both divided by sqrt(n) there.
+    """
     shifted = quantile / sqrt(num_units) - skew / (6.0 * num_units)
     root = float(np.cbrt(1.0 + skew * shifted))
     return 3.0 * shifted / (root * root + root + 1.0) * sqrt(num_units)
 
 
 def t_quantile(degrees_of_freedom: int, tail: float) -> float:
-    """What Student's t exceeds with the probability `tail`."""
+    """Return the value that Student's t exceeds with the probability `tail`."""
     from scipy.special import stdtrit  # takes 0.3 s: only the gate needs it
 
     return -float(stdtrit(degrees_of_freedom, tail))
 
 
 def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> PairedTest:
-    """McNemar's test in its exact, binomial form, one-sided, over which units were right, `[units]` bool each.
+    """Run McNemar's test in its exact, binomial form, one-sided, on which units were right, `[units]` bool each.
 
     McNemar, "Note on the sampling error of the difference between correlated proportions or percentages", 1947. Units
     where both are right or both wrong tell nothing.
