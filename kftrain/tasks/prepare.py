@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kftrain.tasks.base import Batch, TrainingTask
 
 
-def decode_unaugmented(task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]) -> Arrays:
+def decode_unaugmented(
+    task: TrainingTask, arrays: Arrays, numbers: Sequence[int], place_of: Callable[[int], str]
+) -> Arrays:
     """Decode rows as outside of training; without a `decode` of the task's own return them as they are.
 
     `numbers`: numbers of the rows; `place_of` names the row of a number in errors. Raises DataError and UserCodeError.
