@@ -250,7 +250,7 @@ MUTANTS = [
     Mutant(
         "a hook is given the gradient of a process's own part",
         "kftrain/parallel/transforms.py",
-        "whole = whole_of(own, parameter.grad)",
+        "whole = gather_whole(own, parameter.grad)",
         "whole = torch.zeros_like(parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else own)\n"
         "                whole[index_of(parameter.grad)] = own",
         "tests/distributed/test_parity_hooks.py -k 'heard and 2-fsdp or heard and uneven'",
@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant(
         "a sharded model does not look at what a forward does to its parameters",
         "kftrain/parallel/gradients.py",
-        "if _memory(each) != before",
+        "if _memory(whole) != before",
         "if False",
         "tests/distributed/test_parity.py -k 'refused and forward'",
     ),
@@ -357,8 +357,8 @@ MUTANTS = [
     Mutant(
         "where rows of a fused matrix go to is found out in each call",
         "kftrain/parallel/tensor_exchange.py",
-        "@functools.cache\ndef _routes",
-        "def _routes",
+        "@functools.cache\ndef _compute_routes",
+        "def _compute_routes",
         "tests/unit/parallel/test_tensor_exchange.py -k gets_its_rows",
     ),
     Mutant(
@@ -429,8 +429,8 @@ MUTANTS = [
     Mutant(
         "gradients of batch norms' statistics stay on each process",
         "kftrain/parallel/batch_norm.py",
-        "dist.all_reduce(total, group=ctx.group)",
-        "pass",
+        "return exchange(local, self._peers.sum_over_all, self._peers.sum_over_all)",
+        "return exchange(local, self._peers.sum_over_all, lambda gradient: gradient)",
         "tests/unit/parallel/test_batch_norm.py",
     ),
     Mutant(
@@ -1129,14 +1129,14 @@ MUTANTS = [
     Mutant(
         "modules that are not called once by each process are sharded by themselves",
         "kftrain/parallel/blocks.py",
-        "return next((names for names in found.lists if _are_called_once(names, seen)), [])",
-        "return next(iter(found.lists), [])",
+        "return next((names for names in candidates.lists if _are_called_once(names, seen)), [])",
+        "return next(iter(candidates.lists), [])",
         "tests/unit/parallel/test_blocks.py",
     ),
     Mutant(
         "blocks that are called by another method than forward are sharded by themselves",
         "kftrain/parallel/blocks.py",
-        "        _require_called(found.lists[0], seen)\n",
+        "        _require_called(candidates.lists[0], seen)\n",
         "",
         "tests/unit/parallel/test_blocks.py",
     ),

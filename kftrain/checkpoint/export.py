@@ -176,7 +176,7 @@ def fill(
 def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
     """The model that is described, without memory for its parameters. Raises CheckpointError where that cannot be."""
     from kftrain.checkpoint.filling import is_fillable
-    from kftrain.parallel.initialize import built_empty
+    from kftrain.parallel.initialize import construct_empty
 
     num_bytes = _num_tensor_bytes(uri, manifest)
 
@@ -185,7 +185,7 @@ def _built(uri: str, manifest: ExportManifest, recipe: Recipe) -> nn.Module:
             return build_model(recipe.model, recipe.model_arguments)
 
     try:
-        model = built_empty(construct)
+        model = construct_empty(construct)
         return (model if is_fillable(model) else construct()).eval()
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         what = f"{DESCRIPTION} describes no model that can be built: {error}"

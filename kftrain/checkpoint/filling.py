@@ -124,7 +124,7 @@ def is_fillable(model: nn.Module) -> bool:
     kept = set(model.state_dict())
     if any(buffer.is_meta and name not in kept for name, buffer in model.named_buffers()):
         return False
-    return not any(tensor.is_meta for tensor in initialize.kept_tensors(model))
+    return not any(tensor.is_meta for tensor in initialize.list_kept_tensors(model))
 
 
 def _kept_tensors(model: nn.Module) -> dict[str, KeptTensor]:

@@ -21,7 +21,7 @@ from kftrain.errors import ConfigError
 from kftrain.parallel import blocks
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.parallel.world import World
 
 COPIES_UP_TO_BYTES = 1 << 30
@@ -77,12 +77,12 @@ def spread_out(empty: EmptyExport, config: Config, world: World) -> SpreadModel:
 def _spread_model(empty: EmptyExport, parallel: ParallelConfig, world: World) -> SpreadModel:
     """Spread a model in one layout and fill it. Raises ConfigError, before any weight is read, if it cannot be."""
     mesh = Mesh(parallel.shape(world.size), world)
-    candidates = blocks.candidates(empty.model)
+    candidates = blocks.find_candidates(empty.model)
     names = candidates.names if candidates.declared else []
     if not names and parallel.tensor == 1:
         raise ConfigError("it names no blocks", where="model.blocks", fix="give it a method blocks()")
     slots = ModelSlots(empty.model)
-    strategy = strategy_of(parallel, PrecisionConfig(), False, mesh.shape, forward_only=True)
+    strategy = list_transforms(parallel, PrecisionConfig(), False, mesh.shape, forward_only=True)
     model = distribute(empty.model, strategy, mesh, names).model
     export.fill(empty, model, slots, world, on_host=parallel.offload)
     return SpreadModel(model, mesh, True)

@@ -13,7 +13,7 @@ with (`train.statistics`).
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kftrain.errors import ConfigError, UserCodeError
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import DATA_AXES
+from kftrain.parallel.tensor_exchange import Peers, exchange
 
 KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -33,7 +34,7 @@ class GlobalBatchNorms:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         """Replace the forwards of the norms in training mode. Raises ConfigError for what cannot be computed."""
-        self._group: dist.ProcessGroup | None = None
+        self._peers: Peers | None = None
         self._weight: torch.Tensor | None = None
         self._mesh = mesh
         norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
@@ -71,7 +72,8 @@ class GlobalBatchNorms:
             )
         ranks = dist.get_process_group_ranks(self._mesh.group(DATA_AXES))
         # A group of its own: what the wrappers of the model exchange meanwhile does not mix with it.
-        self._group = dist.new_group(ranks, timeout=self._mesh.world.timeout, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=self._mesh.world.timeout, use_local_synchronization=True)
+        self._peers = Peers(group, len(ranks), dist.get_rank(group))
 
     def begin(self, weight: torch.Tensor) -> None:
         """Say before a forward pass which rows count: `[rows]` on the device, 0 for those that do not."""
@@ -81,7 +83,7 @@ class GlobalBatchNorms:
         if not module.training:
             return _evaluate(module, x)
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        if self._weight is not None and self._group is None and x.numel() == x.size(1):  # the probe may look at one row
+        if self._weight is not None and self._peers is None and x.numel() == x.size(1):  # the probe may look at one row
             raise ConfigError(
                 "batch normalisation has one value of each channel, from which nothing is left",
                 where="train.micro_batch_size",
@@ -117,26 +119,10 @@ class GlobalBatchNorms:
         return weight.repeat_interleave(len(x) // len(weight))
 
     def _sum_over_all(self, local: torch.Tensor) -> torch.Tensor:
-        if self._group is None:
+        if self._peers is None:
             return local
-        return cast(torch.Tensor, _Sum.apply(local, self._group))  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over processes. Each has a loss of its own that depends on it, so the gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        # Each process has a loss of its own that depends on the sum, so the gradients are summed as well.
+        return exchange(local, self._peers.sum_over_all, self._peers.sum_over_all)
 
 
 def _evaluate(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:

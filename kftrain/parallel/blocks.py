@@ -25,7 +25,7 @@ Calls = list[str]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may become the blocks of a model, by name."""
+    """Modules that may become the blocks of a model, by name."""
 
     declared: bool
     """True where the model names them itself: there is one list then."""
@@ -38,7 +38,7 @@ class Candidates:
         return list(dict.fromkeys(name for names in self.lists for name in names))
 
 
-def candidates(model: nn.Module) -> Candidates:
+def find_candidates(model: nn.Module) -> Candidates:
     """Return what the model's `blocks()` names; else its lists of modules, outer before inner ones, then long ones.
 
     Raises ConfigError where `blocks()` names what cannot be sharded by itself.
@@ -55,15 +55,15 @@ def candidates(model: nn.Module) -> Candidates:
     return Candidates(False, [names for _, names in ordered if names and not _find_obstacle(model, names)])
 
 
-def choose(found: Candidates, seen: Sequence[Calls]) -> list[str]:
+def choose_blocks(candidates: Candidates, seen: Sequence[Calls]) -> list[str]:
     """Return the names of the blocks, in the order in which they are called. `seen`: each process's calls in a probe.
 
     Raises ConfigError where a model names blocks that the processes do not all call in the same way.
     """
-    if found.declared:
-        _require_called(found.lists[0], seen)
-        return found.lists[0]
-    return next((names for names in found.lists if _are_called_once(names, seen)), [])
+    if candidates.declared:
+        _require_called(candidates.lists[0], seen)
+        return candidates.lists[0]
+    return next((names for names in candidates.lists if _are_called_once(names, seen)), [])
 
 
 class CallLog:
@@ -115,7 +115,9 @@ def _name_declared(model: nn.Module, modules: list[Any]) -> list[str]:
 
 
 def _find_obstacle(model: nn.Module, names: list[str]) -> str:
-    """Say why these modules cannot each be sharded by itself; empty where they can."""
+    """Say why these modules cannot be sharded one by one; empty where they can."""
+    # FSDP keeps a parameter in one unit: one that two have would be freed by the first while the second computes with
+    # it. What no unit has belongs to the root.
     owner: dict[int, str] = {}
     modules = {name: model.get_submodule(name) for name in names}
     for name, module in modules.items():
@@ -135,6 +137,7 @@ def _find_obstacle(model: nn.Module, names: list[str]) -> str:
 
 def _are_called_once(names: list[str], seen: Sequence[Calls]) -> bool:
     """Tell whether each call of the model is followed by one of each, in the order of the first process."""
+    # In a fixed order, too: gathering is collective, and two processes that call blocks in turns would wait for ever.
     order = [name for name in seen[0] if name in names][: len(names)]
     if sorted(order) != sorted(names):
         return False
@@ -145,6 +148,7 @@ def _are_called_once(names: list[str], seen: Sequence[Calls]) -> bool:
 
 
 def _require_called(names: list[str], seen: Sequence[Calls]) -> None:
+    # One process alone may skip a block (an expert without samples); where several gather, no one may.
     never = next((name for name in names if any(name not in calls for calls in seen)), None)
     if never is not None and (len(seen) > 1 or all(name not in seen[0] for name in names)):
         raise ConfigError(

@@ -35,7 +35,7 @@ MAX_DIFFERENCE = 1e-4
 """Relative: what processes compute alike on machines of different kinds is not the same to the last digit."""
 
 
-def declared(model: nn.Module) -> dict[str, Reduction]:
+def read_reductions(model: nn.Module) -> dict[str, Reduction]:
     """Map the names of the buffers that are combined to how; of two patterns that fit, the first counts.
 
     Raises ConfigError where the declaration is none, or names what the model does not have.
@@ -62,9 +62,9 @@ class CombinedBuffers:
     """The buffers that a model declares. Made before the model is distributed, which may change their names."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Raises ConfigError as `declared` does."""
+        """Read the declaration. Raises ConfigError as `read_reductions` does."""
         self._world = world
-        self._slots = {name: (*_owner(model, name), how) for name, how in declared(model).items()}
+        self._slots = {name: (*_find_owner(model, name), how) for name, how in read_reductions(model).items()}
         self._before: dict[str, torch.Tensor] = {}
 
     @property
@@ -129,6 +129,7 @@ def require_equal(model: nn.Module, world: World) -> None:
     }
     if world.size == 1 or not saved:
         return
+    # Checksums travel, not buffers, which may be large. Not-a-number counts as 0, since it does not even equal itself.
     everyones = world.gather([_checksum(buffer).nan_to_num().tolist() for buffer in saved.values()])
     for name, checksums in zip(saved, zip(*everyones, strict=True), strict=True):
         sums, sizes = zip(*checksums, strict=True)
@@ -146,8 +147,7 @@ def _checksum(buffer: torch.Tensor) -> torch.Tensor:
     return torch.stack((wide @ torch.arange(len(wide), device=wide.device).double().cos(), wide.norm()))
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a buffer, and its key there."""
+def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 

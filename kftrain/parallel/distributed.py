@@ -19,7 +19,7 @@ from kftrain.parallel.sharded import ALONE, Team
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the state of a training."""
+    """A part of the state of a training, as a checkpoint holds it."""
 
     version: int
     """Version of the form of what `save` returns; it goes up when that changes."""

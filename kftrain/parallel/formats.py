@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kftrain.parallel.initialize import Slot, parameter_like, standing_in
+from kftrain.parallel.initialize import Slot, parameter_like, replace_parameters
 from kftrain.parallel.sharded import local
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +50,7 @@ def cast_inputs(model: nn.Module, names: Sequence[str], dtype: torch.dtype, fitt
     return [cast_inputs_of(unit) for unit in (model, *(model.get_submodule(name) for name in names))]
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def list_slots(model: nn.Module) -> list[Slot]:
     """List the places of the model's parameters; a shared one has several."""
     return [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
 
@@ -62,7 +62,7 @@ class WorkingCopies:
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, reduce: torch.dtype) -> None:
-        self._slots = slots_of(model)
+        self._slots = list_slots(model)
         self._reduce = reduce
         self._masters = list(model.parameters())
         self._copies: list[torch.Tensor] = [
@@ -84,7 +84,7 @@ class WorkingCopies:
             torch._foreach_copy_(self._copies, list(map(local, self._masters)))
         for master, copy in self._copy_of.items():  # the model may have frozen or thawed one
             copy.requires_grad_(master.requires_grad)
-        with standing_in(self._slots, self._copy_of.__getitem__):
+        with replace_parameters(self._slots, self._copy_of.__getitem__):
             yield
 
     def hand_over(self) -> None:

@@ -119,7 +119,7 @@ class ExchangedSums:
         assert not async_op and op == dist.ReduceOp.SUM, (async_op, op)
         received = self._take_buffer(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(sum_of(received.view(group.size(), -1)))
+        output_tensor.copy_(sum_rows(received.view(group.size(), -1)))
 
     def _take_buffer(self, like: torch.Tensor) -> torch.Tensor:
         if self._buffer.numel() < like.nbytes:
@@ -127,7 +127,7 @@ class ExchangedSums:
         return self._buffer[: like.nbytes].view(like.dtype)
 
 
-def sum_of(parts: torch.Tensor) -> torch.Tensor:
+def sum_rows(parts: torch.Tensor) -> torch.Tensor:
     """Sum rows one after the other, `[W, n]` -> `[n]`, in fp32 at least. Changes the first row."""
     # In bf16 each of the W - 1 sums would be rounded; so it is rounded once, when the caller copies the result.
     first, *others = parts.unbind()
@@ -150,7 +150,7 @@ def fully_shard_in_pieces(model: nn.Module, blocks: Sequence[str], options: dict
     # Inner modules first: fully_shard leaves out of a unit what already belongs to another one. Pieces are not freed
     # after their own forward, since the unit may still read their weights: _gather_with frees them.
     units = [*(model.get_submodule(name) for name in blocks), model]
-    pieces = [pieces_of(model, unit, [other for other in units if other is not unit]) for unit in units]
+    pieces = [find_pieces(model, unit, [other for other in units if other is not unit]) for unit in units]
     for unit, parts in zip(units, pieces, strict=True):
         for part in parts:
             fully_shard(part, **{**options, "reshard_after_forward": False})
@@ -159,7 +159,7 @@ def fully_shard_in_pieces(model: nn.Module, blocks: Sequence[str], options: dict
             _gather_with(unit, parts)
 
 
-def pieces_of(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
+def find_pieces(model: nn.Module, unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
     """List the modules below a unit, inner ones first, whose own parameters are large and of no other module.
 
     `others`: The other units; the modules of those that are nested in this one are skipped.

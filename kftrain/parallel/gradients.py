@@ -50,7 +50,7 @@ class UsedParameters:
 
         Raises UserCodeError for one that a forward has changed.
         """
-        changed = next((name for name, (each, before) in self._gathered.items() if _memory(each) != before), None)
+        changed = next((name for name, (whole, before) in self._gathered.items() if _memory(whole) != before), None)
         if changed is not None:
             raise UserCodeError(
                 "a forward changes a parameter, of which it has a copy that is thrown away",

@@ -39,7 +39,7 @@ from kftrain.parallel.sharded import Part, index_in, part_of
 from kftrain.parallel.world import World
 
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
-"""`init_weights` of a model."""
+"""Type of a model's `init_weights`: name of a parameter, the parameter to fill in place, the generator to draw from."""
 
 Slot = tuple[nn.Module, str]
 """A module, and its name of a parameter."""
@@ -55,7 +55,7 @@ class Places(dict[str, list[Slot]]):
 HOST = torch.device("cpu")
 
 _DTensor: Any = DTensor
-"""Its constructor is not typed."""
+"""`DTensor`, whose constructor is not typed."""
 
 
 class Weights(Protocol):
@@ -66,22 +66,19 @@ class Weights(Protocol):
     @property
     def is_here(self) -> bool:
         """True where this process can tell the whole of a parameter."""
-        ...
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of the whole of a parameter, fp32; before `fill`, and where `is_here`."""
-        ...
 
     def fill(self, model: nn.Module, on_host: bool = False) -> None:
         """Give this process's parts memory and values; `model` is what became of the one that has the places.
 
         `on_host`: in the host's memory, whatever the device.
         """
-        ...
 
 
 class Drawn:
-    """Each parameter is drawn by the model's `init_weights`, with a generator of its own."""
+    """Weights that the model's `init_weights` draws, each parameter with a generator of its own."""
 
     is_here = True
 
@@ -115,7 +112,7 @@ class Drawn:
             whole = self.whole(name, torch.device("cpu"))
             return whole if whole.shape == part[1] else whole[index_in(part)].clone()  # a view would keep the whole
 
-        with isolated():
+        with isolate_generators():
             fill_parts(model, self.places, cut, HOST if on_host else self._device)
 
 
@@ -128,13 +125,13 @@ class Scattered:
         self._world = world
         self._values: dict[str, torch.Tensor] = {}
         if self.is_here:
-            built = {name: stored_parameter(slots[0]).detach() for name, slots in places.items()}
-            self._values = built if values is None else dict(values)
+            own = {name: stored_parameter(slots[0]).detach() for name, slots in places.items()}
+            self._values = own if values is None else dict(values)
             empty_parameters(places)
 
     @property
     def is_here(self) -> bool:
-        """True on the first process."""
+        """True on the first process, which has the values."""
         return self._world.is_main
 
     def whole(self, name: str, device: torch.device) -> torch.Tensor:
@@ -172,7 +169,7 @@ class Scattered:
 
 
 @contextlib.contextmanager
-def without_memory() -> Iterator[None]:
+def take_memory_of_parameters() -> Iterator[None]:
     """Take the memory of the parameters that this thread builds within the block; they stay the same objects."""
     thread = threading.get_ident()  # the hook is for the whole process: another thread's models keep theirs
 
@@ -236,7 +233,7 @@ def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def standing_in(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def replace_parameters(slots: Sequence[Slot], value_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
     """Put `value_of` each parameter in its places within the block, with its attributes and its own type, if any."""
     # One value for each parameter, not for each place: a tied one stays tied, and its gradients meet in one tensor.
     before: list[Any] = [(*slot, stored_parameter(slot)) for slot in slots]
@@ -296,7 +293,7 @@ def share_tensors(model: nn.Module, world: World) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # the first process has values, and this one has no weights
                 module._buffers[key] = torch.empty_like(buffer, device="cpu")
-    attributes = kept_tensors(model)
+    attributes = list_kept_tensors(model)
     shapes = world.gather([(tuple(tensor.shape), str(tensor.dtype), tensor.is_meta) for tensor in attributes])
     if any(others != shapes[0] for others in shapes):
         raise ConfigError(
@@ -320,7 +317,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def isolated(device: torch.device | None = None) -> Iterator[None]:
+def isolate_generators(device: torch.device | None = None) -> Iterator[None]:
     """Let all generators go on after the block as if it had not been."""
     before = random.getstate(), np.random.get_state()
     try:
@@ -356,7 +353,7 @@ def stored_parameter(slot: Slot) -> nn.Parameter:
     return parameter
 
 
-def kept_tensors(model: nn.Module) -> list[torch.Tensor]:
+def list_kept_tensors(model: nn.Module) -> list[torch.Tensor]:
     """List the tensors that modules keep as attributes, or in containers, beside those that torch knows of."""
     known = ("_parameters", "_buffers", "_modules")
     others = [value for module in model.modules() for name, value in vars(module).items() if name not in known]
@@ -364,14 +361,15 @@ def kept_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
 
-def built_empty(construct: Callable[[], nn.Module], says_so: bool = False) -> nn.Module:
-    """The model without memory for its parameters. Where its constructor needs their values it has them meanwhile.
+def construct_empty(construct: Callable[[], nn.Module], says_so: bool = False) -> nn.Module:
+    """Build a model without memory for its parameters; a constructor that reads their values has them meanwhile.
 
-    `says_so`: that is told.
+    `says_so`: log where that happens.
     """
-    said = io.StringIO()
+    # What a first try writes to stderr is kept back: a second one would write it again.
+    written = io.StringIO()
     try:
-        with without_memory(), contextlib.redirect_stderr(said):
+        with take_memory_of_parameters(), contextlib.redirect_stderr(written):
             model = construct()
     except UserCodeError:
         model = construct()
@@ -379,5 +377,5 @@ def built_empty(construct: Callable[[], nn.Module], says_so: bool = False) -> nn
             to_log("the model's constructor reads its weights: each process holds all of them while it builds it")
         empty_parameters(places_of(model))
         return model
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(written.getvalue())
     return model

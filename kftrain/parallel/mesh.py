@@ -66,6 +66,7 @@ class Mesh:
         It is one object: what is spread along an axis must know the others. Collective when first asked.
         """
         if self._device_mesh is None:
+            # With both data axes, even if they have size 1: FSDP asks for them by name.
             names = ("replicate", "shard", *(["tensor"] if self.shape.tensor > 1 else []))
             rest = [axis for axis in AXES if axis not in names]
             assert all(getattr(self.shape, axis) == 1 for axis in rest), self.shape

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
-from kftrain.parallel.formats import slots_of
-from kftrain.parallel.initialize import standing_in
+from kftrain.parallel.formats import list_slots
+from kftrain.parallel.initialize import replace_parameters
 
 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
 
@@ -50,7 +50,7 @@ class Replicas:
         self._compute = compute
         self._has_begun = False
         # Without a hook they would be averaged. torch refuses annotations that are strings, as those here are.
-        cast(Any, model).register_comm_hook(group, lambda group, bucket: _summed(bucket, group, reduce))
+        cast(Any, model).register_comm_hook(group, lambda group, bucket: _sum_bucket(bucket, group, reduce))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -59,14 +59,13 @@ class Replicas:
         # memory: not earlier, when they have none, and not below, where casts stand in for them.
         if not self._has_begun:
             self._has_begun = True
-            contract: Any = replicate
-            contract.state(self._model).lazy_init()
+            cast(Any, replicate).state(self._model).lazy_init()
         if self._compute == torch.float32:
             yield
             return
         # The cast is recorded, so gradients go back through it to the masters and their hooks. One cast serves all
         # micro batches of the block: it keeps no tensors for its gradient, so each backward pass may go through it.
-        with standing_in(slots_of(self._model), lambda master: master.to(self._compute)):
+        with replace_parameters(list_slots(self._model), lambda master: master.to(self._compute)):
             yield
 
     def exchange(self, does: bool) -> None:
@@ -74,7 +73,7 @@ class Replicas:
         cast(Any, self._model).set_requires_gradient_sync(does)
 
 
-def _summed(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the group in this format, while the backward pass goes on."""
     buffer: torch.Tensor = bucket.buffer()
     small = buffer.to(dtype)

@@ -1,4 +1,4 @@
-"""How many processes lie along each axis of the mesh, and where each of them stands: pure data, without torch.
+"""The axes of the mesh: their sizes, the place of each process on them, and the parts that they cut. Without torch.
 
 A process has one coordinate on each axis. What it is to the others follows from that: those that differ only along
 `DATA_AXES` read different samples, those that differ along any other read the same ones and share their work.
@@ -29,56 +29,57 @@ _OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "expert", "context", "tens
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the axes."""
+    """Sizes of the axes: numbers of processes."""
 
     replicate: int = 1
-    """Copies of the state, which the gradients are averaged over."""
+    """Copies of the state, over which gradients are summed."""
     shard: int = 1
     """Processes that share one copy of parameters, gradients and optimizer state."""
     context: int = 1
-    """Parts of a sequence."""
+    """Processes that share one sequence."""
     tensor: int = 1
-    """Parts of a matrix."""
+    """Processes that have a part of each split matrix."""
     pipeline: int = 1
-    """Stages of consecutive blocks."""
+    """Stages of consecutive blocks, one after the other."""
     expert: int = 1
-    """Parts of the experts of a layer."""
+    """Processes that have some of the experts of a layer."""
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Number of processes in all."""
         return self._size_of(AXES)
 
     @property
     def num_data_ranks(self) -> int:
-        """How many different batches there are at a time."""
+        """Number of different batches at a time."""
         return self._size_of(DATA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a process on each axis."""
-        found = {}
-        for axis in reversed(_OUTERMOST_FIRST):
-            rank, found[axis] = divmod(rank, self._sizes[axis])
-        return found
+        """Return the place of a process on each axis."""
+        places = {}
+        for axis in reversed(_OUTERMOST_FIRST):  # as digits of a number: the innermost axis counts fastest
+            rank, places[axis] = divmod(rank, self._sizes[axis])
+        return places
 
     def data_rank(self, rank: int) -> int:
-        """Place among the processes that read different samples."""
-        place, found = self.coordinates(rank), 0
+        """Return a process's place among those that read different samples."""
+        # By the data axes alone: those that differ along other axes have the same number, and so the same samples.
+        places, data_rank = self.coordinates(rank), 0
         for axis in DATA_AXES:
-            found = found * self._sizes[axis] + place[axis]
-        return found
+            data_rank = data_rank * self._sizes[axis] + places[axis]
+        return data_rank
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether the process's loss terms are counted: of those that compute the same ones, one is."""
+        """Tell whether a process's loss terms count: of several that compute the same ones, the first one's do."""
         return not any(place for axis, place in self.coordinates(rank).items() if axis not in LOSS_AXES)
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
-        """All processes, those together that differ along these axes only."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """List the groups of processes that differ along these axes only; together they are all processes."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             rest = tuple(place for axis, place in self.coordinates(rank).items() if axis not in axes)
-            found.setdefault(rest, []).append(rank)
-        return list(found.values())
+            groups.setdefault(rest, []).append(rank)
+        return list(groups.values())
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -89,11 +90,11 @@ class Shape:
 
 
 SEQUENCE_LENGTH = "sequence_length"
-"""The size that is asked for with sequence parallelism only."""
+"""Name of the size that must divide with sequence parallelism only."""
 
 
 def require_equal_sizes(sizes: Mapping[str, int], num_processes: int, sequence_parallel: bool) -> None:
-    """Of a model: name of an option -> size. Raises ConfigError for the first that does not divide."""
+    """Raises ConfigError for the first size of a model that does not divide. `sizes`: name of an option -> size."""
     for name, size in sizes.items():
         if name != SEQUENCE_LENGTH:
             require_equal_parts(name, size, num_processes)
@@ -102,7 +103,8 @@ def require_equal_sizes(sizes: Mapping[str, int], num_processes: int, sequence_p
 
 
 def require_parts(name: str, size: int, count: int) -> None:
-    """Raises ConfigError where the last of so many processes would have nothing, or one before it."""
+    """Raises ConfigError where the last of `count` processes, or one before it, would have nothing."""
+    # Cut as torch.chunk cuts: all parts but the last are equal, rounded up.
     if -(-size // count) * (count - 1) >= size:
         raise ConfigError(
             f"is too few for {count} processes to have a part each, as parallel.tensor asks for",
@@ -113,7 +115,7 @@ def require_parts(name: str, size: int, count: int) -> None:
 
 
 def require_equal_parts(name: str, size: int, count: int, more: str = "") -> None:
-    """Raises ConfigError with the numbers that would do."""
+    """Raises ConfigError, which names numbers that would do, where `count` does not divide `size`."""
     if size % count:
         raise ConfigError(
             f"has no {count} equal parts, as parallel.tensor asks for",

@@ -1,7 +1,7 @@
 """Tensors that are spread over processes: their local parts, sums over all parts, and work on whole matrices.
 
 What is computed for each number by itself needs only the local parts, and a sum over a tensor is that of its parts.
-What needs a matrix as a whole (`on_whole`) one process computes for each matrix, however matrices are cut or copied.
+What needs a matrix as a whole (`apply_to_whole`) one process computes for each matrix, however it is cut or copied.
 
 Everything collective goes through its tensors in an order that follows from shapes and layout alone. So all processes
 meet in the same exchanges; in an order by values they would wait for each other.
@@ -46,7 +46,7 @@ def index_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     return index_in(part_of(tensor))
 
 
-def cut_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+def find_cut_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the axes of a tensor's mesh along which processes have different parts of it."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -61,7 +61,7 @@ def sum_over_parts(values: Sequence[torch.Tensor], like: Sequence[torch.Tensor])
     """
     together: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for place, tensor in enumerate(like):
-        if axes := cut_axes(tensor):
+        if axes := find_cut_axes(tensor):
             assert isinstance(tensor, DTensor)
             together.setdefault((tensor.device_mesh, axes), []).append(place)
     sums = list(values)
@@ -94,7 +94,7 @@ class Team:
             place = place * group.size() + group.rank()
         return place
 
-    def hand_round(self, tensor: torch.Tensor, place: int) -> None:
+    def broadcast_from(self, tensor: torch.Tensor, place: int) -> None:
         """Give the whole team what the process at a place has, in place. `tensor`: contiguous. Collective."""
         starts: list[int] = []
         for group in reversed(self.groups):
@@ -111,7 +111,7 @@ class Team:
 ALONE = Team()
 
 
-def on_whole(
+def apply_to_whole(
     parts: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
     work: Callable[[torch.Tensor], torch.Tensor],
@@ -132,7 +132,7 @@ def on_whole(
     # By size: neighbours in this order are done at the same time, and everybody waits for the longest of them.
     for place in sorted(range(len(like)), key=lambda place: like[place].numel()):
         tensor = like[place]
-        axes = cut_axes(tensor)
+        axes = find_cut_axes(tensor)
         if isinstance(tensor, DTensor) and [tensor.placements[axis] for axis in axes] == [Shard(0)]:
             by_rows.setdefault((tensor.device_mesh, axes[0]), []).append(place)
         else:
@@ -179,7 +179,7 @@ def _work_by_rows(
                     done[place] = torch.empty_like(done[place], memory_format=torch.contiguous_format)
         for number, batch in turn:  # after all work of the turn: handing round makes the groups wait for each other
             for place in batch:
-                team.hand_round(done[place], number)
+                team.broadcast_from(done[place], number)
 
 
 def _work_on_wholes(
@@ -194,21 +194,21 @@ def _work_on_wholes(
         batch = list(enumerate(places[start : start + team.size]))
         own = None
         for number, place in batch:
-            whole = whole_of(done[place], like[place])  # all gather it, and only one keeps it
+            whole = gather_whole(done[place], like[place])  # all gather it, and only one keeps it
             if number == team.place:
                 own = whole
         del whole
         made = None if own is None else work(own).contiguous()
         for number, place in batch:
             result = done[place].new_empty(like[place].shape) if made is None or number != team.place else made
-            team.hand_round(result, number)
+            team.broadcast_from(result, number)
             part = result[index_of(like[place])]
             done[place] = part if part.shape == result.shape else part.clone()  # a view would keep the whole alive
 
 
-def whole_of(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def gather_whole(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Gather all parts of a tensor that is cut as `like` is, on each process. Collective where it is cut."""
-    if not isinstance(like, DTensor) or not cut_axes(like):
+    if not isinstance(like, DTensor) or not find_cut_axes(like):
         return part
     shape, stride = like.shape, like.stride()
     # In fp32 on the way, because gloo does not know bf16; what was bf16 comes back unchanged.

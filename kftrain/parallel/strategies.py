@@ -19,26 +19,26 @@ Strategy = Literal["auto", "ddp", "zero1", "zero2", "fsdp"]
 Exchange = Literal["step", "micro_batch"]
 
 STATE_SHARE = 0.5
-"""Of a device's memory may go to parameters, gradients and optimizer state; the rest is for activations."""
+"""Share of a device's memory for parameters, gradients and optimizer state; the rest is for activations."""
 
 STATE_COPIES = 4
-"""What is sharded is this many times the parameters: masters, gradients, and AdamW's two moments, all in fp32."""
+"""Number of sharded copies of the parameters in fp32: masters, gradients, and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """For how long a step has the whole of what is sharded."""
+    """The time for which a step has the whole of what is sharded."""
 
     reshard_after_forward: bool
-    """Whether a block's parameters are freed after its forward pass."""
+    """True to free a block's parameters after its forward pass, and gather them again for its backward pass."""
     keep_gathered: bool
-    """Whether parameters stay whole from the first micro batch of a step to the last."""
+    """True to keep parameters whole from the first micro batch of a step to the last."""
     exchange: Exchange
-    """How often gradients are exchanged; until then each process has the whole sum of its own."""
+    """Moment at which gradients are exchanged; until then each process has the whole sum of its own."""
 
 
-def sharding_of(strategy: Strategy, exchange: Exchange) -> Sharding:
-    """Of a strategy that shards. `exchange`: for `fsdp`; the others say it themselves."""
+def resolve_sharding(strategy: Strategy, exchange: Exchange) -> Sharding:
+    """Return what a strategy that shards keeps whole. `exchange`: for `fsdp`; the others say it themselves."""
     if strategy == "fsdp":
         return Sharding(True, False, exchange)
     return Sharding(False, True, "micro_batch" if strategy == "zero2" else "step")
@@ -46,7 +46,7 @@ def sharding_of(strategy: Strategy, exchange: Exchange) -> Sharding:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` has come to."""
+    """The strategy that `auto` takes, and the reason in words for the log."""
 
     strategy: Literal["zero1", "zero2", "fsdp"]
     reason: str
@@ -55,19 +55,21 @@ class Choice:
 def choose_strategy(
     parameter_bytes: int, memory_bytes: int, num_processes: int, accumulates: bool, half: bool
 ) -> Choice:
-    """The first of zero1, zero2 and fsdp whose state takes at most half of a device's memory; fsdp if none does.
+    """Choose the first of zero1, zero2 and fsdp whose state takes at most half of a device's memory; fsdp if none does.
 
     Zero1 moves as many bytes as `ddp` does and keeps less, so `ddp` is never chosen.
 
     Args:
-        parameter_bytes: Of all parameters in fp32, as far as they are not split along other axes.
-        memory_bytes: Of the smallest device.
-        num_processes: That share one copy of the state.
-        accumulates: Whether a step has several micro batches; if it has one, zero1 never has all gradients at a time.
-        half: Whether it is computed in bf16, so that what is gathered is half as large.
+        parameter_bytes: Bytes of a process's parameters in fp32, after splits along other axes.
+        memory_bytes: Memory of the smallest device.
+        num_processes: Number of processes that share one copy of the state.
+        accumulates: True where a step has several micro batches; with one, zero1 never has all gradients at a time.
+        half: True for a computation in bf16, so that what is gathered is half as large.
     """
     sharded = STATE_COPIES * parameter_bytes // num_processes
     gathered = parameter_bytes // (2 if half else 1)
+    # Both keep all parameters gathered for the length of a step. Over several micro batches zero1 adds up whole
+    # gradients, in fp32; zero2 sums and shards them after each.
     needs = {"zero1": sharded + gathered + (parameter_bytes if accumulates else 0), "zero2": sharded + gathered}
     limit = int(STATE_SHARE * memory_bytes)
     about = f"of {_gib(memory_bytes)} of memory, {_gib(limit)} may be state"

@@ -26,11 +26,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from kftrain.errors import ConfigError
 from kftrain.parallel.distributed import Distributed
-from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, standing_in, stored_parameter
-from kftrain.parallel.sharded import cut_axes, local
+from kftrain.parallel.initialize import Places, parameter_like, places_of, put_all, replace_parameters, stored_parameter
+from kftrain.parallel.sharded import find_cut_axes, local
 from kftrain.parallel.tensor_exchange import PLACES, Peers, Regrouped, Stream
-from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of, split_dim
-from kftrain.parallel.vocabulary import SplitLogits, first_of_part, look_up
+from kftrain.parallel.tensor_plan import SplitModule, find_split_dim, is_gathered, read_plan
+from kftrain.parallel.vocabulary import SplitLogits, find_first_class, look_up
 
 AXIS = "tensor"
 
@@ -53,7 +53,7 @@ class SplitTensors:
         model, mesh = distributed.model, distributed.mesh
         group = mesh.group([AXIS])
         peers = Peers(group, mesh.shape.tensor, dist.get_rank(group))
-        plan = plan_of(model, peers.size, self.sequence_parallel)
+        plan = read_plan(model, peers.size, self.sequence_parallel)
         stream, draws = Stream(peers, self.sequence_parallel), PartDraws(peers.rank, mesh.world.device)
         places = places_of(model)
         names = {id(module): name for name, module in model.named_modules()}
@@ -78,7 +78,7 @@ class SplitTensors:
         enter = (lambda hidden: hidden) if gathered else stream.enter
         if part.kind == "column" and part.num_matrices > 1:
             regrouped = Regrouped(stream.peers, module.out_features, part.num_matrices)
-            return lambda hidden: draws.begin(_linear(enter(hidden), regrouped.rows, module))
+            return lambda hidden: draws.begin(_linear(enter(hidden), regrouped.regroup_rows, module))
         if part.kind == "column":
             return lambda hidden: draws.begin(inner(enter(hidden)))
         if part.kind == "row":  # the bias is added to the sum: each process has all of it, and it belongs there once
@@ -86,7 +86,7 @@ class SplitTensors:
         if part.kind == "logits":
             return lambda hidden: self._wrap_logits(inner(enter(hidden)), module.out_features, stream.peers)
         if part.kind == "vocabulary":
-            first = first_of_part(module.num_embeddings, stream.peers)
+            first = find_first_class(module.num_embeddings, stream.peers)
             return lambda values: (
                 self._wrap_logits(F.linear(enter(values), module.weight), module.num_embeddings, stream.peers)
                 if values.is_floating_point()
@@ -145,7 +145,7 @@ class CopiedParameters:
 
     def __init__(self, places: Places, partial: Sequence[str], peers: Peers) -> None:
         """Take the copies among `places`. `partial`: those of which each process has a part of the gradient only."""
-        self._places = {name: slots for name, slots in places.items() if not cut_axes(stored_parameter(slots[0]))}
+        self._places = {name: slots for name, slots in places.items() if not find_cut_axes(stored_parameter(slots[0]))}
         self._partial = frozenset(partial)
         self._peers = peers
 
@@ -163,7 +163,7 @@ class CopiedParameters:
         if not gradients:
             return
         own = [grad if name in self._partial else grad / self._peers.size for name, grad in gradients.items()]
-        total = self._peers.total(torch.cat([gradient.flatten() for gradient in own]))
+        total = self._peers.sum_over_all(torch.cat([gradient.flatten() for gradient in own]))
         sums = torch.split(total, [gradient.numel() for gradient in own])
         for gradient, summed in zip(gradients.values(), sums, strict=True):
             gradient.copy_(summed.view_as(gradient))
@@ -174,7 +174,7 @@ def _distribute_parameters(
 ) -> None:
     """Make each parameter a distributed tensor wherever it stands. Raises ConfigError where its places disagree."""
     for name, slots in places.items():
-        dims = {split_dim(plan.get(names[id(module)]), key) for module, key in slots}
+        dims = {find_split_dim(plan.get(names[id(module)]), key) for module, key in slots}
         if len(dims) > 1:
             raise ConfigError(
                 "a parameter that several modules share is split in one of them only",
@@ -209,7 +209,7 @@ def _use_local_parameters(forward: Forward, slots: Sequence[tuple[nn.Module, str
     """Build the same forward, in which the parameters are this process's parts as plain tensors."""
 
     def local_forward(*arguments: Any, **keywords: Any) -> Any:
-        with standing_in(slots, local):
+        with replace_parameters(slots, local):
             try:
                 return forward(*arguments, **keywords)
             finally:
@@ -235,4 +235,4 @@ def _drop_as_one_process(hidden: torch.Tensor, module: nn.Dropout, peers: Peers)
         return hidden
     shape = list(hidden.shape)
     shape[PLACES] *= peers.size
-    return hidden * peers.own_part(F.dropout(hidden.new_ones(shape), module.p), PLACES)
+    return hidden * peers.take_own_part(F.dropout(hidden.new_ones(shape), module.p), PLACES)

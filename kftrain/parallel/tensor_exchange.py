@@ -29,13 +29,13 @@ import torch.distributed as dist
 from kftrain.errors import ConfigError
 
 PLACES = 1
-"""Dim of a sequence's places."""
+"""Dim of an activation along which the places of a sequence lie."""
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed both."""
+"""Collectives on one flat tensor; torch 2.13 renamed both."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class Peers:
     rank: int
     """Number of this process in the group."""
 
-    def total(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    def sum_over_all(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Return the sum over all processes, or the result of another `operation`. Collective."""
         result = tensor.contiguous().clone()  # the exchange works in place, and `tensor` is the caller's
         dist.all_reduce(result, operation, group=self.group)
         return result
 
-    def stacked(self, part: torch.Tensor) -> torch.Tensor:
+    def stack_parts(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts of all processes, `[size, ...]` in the order of their ranks. Collective."""
         parts = part.new_empty((self.size, *part.shape))
         _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
         return parts
 
-    def gathered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+    def join_parts(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Join the parts of all processes, one after the other along a dim. Collective."""
         dim %= part.dim()
-        return self.stacked(part).movedim(0, dim).flatten(dim, dim + 1)
+        return self.stack_parts(part).movedim(0, dim).flatten(dim, dim + 1)
 
-    def own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def take_own_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this process's part along a dim. Raises ConfigError where `dim` has no equal parts."""
         return self._cut(whole, dim)[self.rank].contiguous()
 
-    def part_of_total(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this process's part of the sum over all. Collective. Raises ConfigError as `own_part` does."""
+    def sum_to_own_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this process's part of the sum over all. Collective. Raises ConfigError as `take_own_part` does."""
         parts = self._cut(tensor, dim).contiguous()
         if parts.device.type != "cpu":
             own = parts.new_empty(parts.shape[1:])
@@ -134,14 +134,14 @@ class Stream:
         # Each process's matrices add another part to the gradient of this input, so it is summed on the way back.
         if self.in_parts:
             return exchange(hidden, self._gather, self._sum_to_part)
-        return exchange(hidden, _view_all, self.peers.total)
+        return exchange(hidden, _view_all, self.peers.sum_over_all)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum what the processes' matrices have made. Collective forward; backward with sequence parallelism only."""
         # All processes compute alike with the sum, so the gradient of it is whole on each and is not summed again.
         if self.in_parts:
             return exchange(partial, self._sum_to_part, self._gather)
-        return exchange(partial, self.peers.total, _view_all)
+        return exchange(partial, self.peers.sum_over_all, _view_all)
 
     def split(self, whole: torch.Tensor) -> torch.Tensor:
         """Take this process's places of what all processes have computed alike."""
@@ -154,13 +154,13 @@ class Stream:
         return exchange(hidden, self._gather, self._take_part) if self.in_parts else hidden
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
-        return self.peers.gathered(part, PLACES)
+        return self.peers.join_parts(part, PLACES)
 
     def _take_part(self, whole: torch.Tensor) -> torch.Tensor:
-        return self.peers.own_part(whole, PLACES)
+        return self.peers.take_own_part(whole, PLACES)
 
     def _sum_to_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.peers.part_of_total(tensor, PLACES)
+        return self.peers.sum_to_own_part(tensor, PLACES)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Regrouped:
     num_rows: int
     num_matrices: int
 
-    def rows(self, part: torch.Tensor) -> torch.Tensor:
+    def regroup_rows(self, part: torch.Tensor) -> torch.Tensor:
         """Exchange the rows that this process stores for its part of each of the matrices. Collective, also backward.
 
         The result has its rows of the first matrix, then those of the second, and so on.
@@ -201,7 +201,7 @@ class Regrouped:
         return result
 
     def _find_routes(self, device: torch.device) -> Routes:
-        return _routes(self.num_rows, self.num_matrices, self.peers.size, self.peers.rank, device)
+        return _compute_routes(self.num_rows, self.num_matrices, self.peers.size, self.peers.rank, device)
 
 
 Routes = tuple[torch.Tensor, list[int], list[int]]
@@ -209,16 +209,16 @@ Routes = tuple[torch.Tensor, list[int], list[int]]
 
 
 @functools.cache
-def _routes(num_rows: int, num_matrices: int, size: int, rank: int, device: torch.device) -> Routes:
+def _compute_routes(num_rows: int, num_matrices: int, size: int, rank: int, device: torch.device) -> Routes:
     """Cached: in each call a copy of the index to the device, and counts read from it, would make the host wait."""
-    keeper, user = keepers_and_users(num_rows, num_matrices, size)
+    keeper, user = map_rows_to_ranks(num_rows, num_matrices, size)
     order = user[keeper == rank].sort(stable=True).indices  # stable: rows for one user keep their order
     sent = user[keeper == rank].bincount(minlength=size)
     received = keeper[user == rank].bincount(minlength=size)
     return order.to(device), sent.tolist(), received.tolist()
 
 
-def keepers_and_users(num_rows: int, num_matrices: int, num_processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def map_rows_to_ranks(num_rows: int, num_matrices: int, num_processes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Map each row of a fused matrix to the rank that stores it and the rank that computes with it."""
     rows, height = torch.arange(num_rows), num_rows // num_matrices
     return rows // (num_rows // num_processes), rows % height // (height // num_processes)

@@ -57,7 +57,7 @@ class SplitModule:
     """Number of matrices that stand one below the other in a `column`."""
 
 
-def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> dict[str, SplitModule]:
+def read_plan(model: nn.Module, num_processes: int, sequence_parallel: bool) -> dict[str, SplitModule]:
     """Map the name of each module that the model's plan names to how it is split. Raises ConfigError."""
     method: Any = getattr(model, METHOD, None)
     if not callable(method):
@@ -67,6 +67,7 @@ def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> di
             value=num_processes,
             fix=f"give the model a method {METHOD}(), or set it to 1",
         )
+    # Sizes first: they have the names of options, which a user can change; a matrix that does not fit has only its own.
     sizes: Any = getattr(model, SIZES, None)
     require_equal_sizes(sizes() if callable(sizes) else {}, num_processes, sequence_parallel)
     patterns: Any = method()
@@ -77,6 +78,7 @@ def plan_of(model: nn.Module, num_processes: int, sequence_parallel: bool) -> di
     for pattern in kinds:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise _error("names no module of the model", pattern, "see model.named_modules()")
+    # Modules without a part stay out of the plan: they are on each process as they are on one.
     chosen = {name: next((kind for p, kind in kinds.items() if fnmatchcase(name, p)), None) for name in names}
     plan = {name: part for name, part in chosen.items() if part is not None}
     for name, part in plan.items():
@@ -89,7 +91,7 @@ def is_gathered(name: str, plan: Mapping[str, SplitModule]) -> bool:
     return any(part.kind == "gather" and name.startswith(f"{other}.") for other, part in plan.items())
 
 
-def split_dim(part: SplitModule | None, key: str) -> int | None:
+def find_split_dim(part: SplitModule | None, key: str) -> int | None:
     """Return the dim along which a parameter of a module is split; None where each process has a copy."""
     # torch keeps a linear layer's weight as [outputs, inputs]: a column splits its outputs, dim 0, and the bias with
     # them; a row its inputs, dim 1, and its bias is added to the sum, so each process has all of it.

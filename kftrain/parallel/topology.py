@@ -15,7 +15,7 @@ from kftrain.process.machine import NODE_NAME_ENV, RACK_ENV
 
 @dataclass(frozen=True)
 class Site:
-    """The place of one process."""
+    """The node and the rack that one process runs in."""
 
     node: str
     rack: str = ""
@@ -28,7 +28,7 @@ class Site:
         return cls(node, environment.get(RACK_ENV, ""))
 
 
-def order_of(places: Sequence[Site]) -> list[int]:
+def order_by_site(places: Sequence[Site]) -> list[int]:
     """List the processes by their new numbers: those of a rack are neighbours, and in it those of a node.
 
     Racks and nodes come in the order of their first processes, and the first process stays the first.

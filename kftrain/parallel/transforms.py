@@ -33,8 +33,8 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.replicas import Replicas
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.sharded import Team, index_of, local, whole_of
-from kftrain.parallel.strategies import choose_strategy, sharding_of
+from kftrain.parallel.sharded import Team, gather_whole, index_of, local
+from kftrain.parallel.strategies import choose_strategy, resolve_sharding
 from kftrain.parallel.tensor import SplitTensors
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -101,6 +101,7 @@ class Replicate:
         model, mesh = distributed.model, distributed.mesh
         compute, reduce = DTYPES[self.compute], DTYPES[self.reduce]
         cast_inputs(model, blocks, compute, fitting=compute == torch.float32)
+        # The same group for the team: matrices that one process computes for all are those of these replicas.
         group = mesh.group(["replicate"])
         replicas = Replicas(model, group, mesh.world.device, compute, reduce)
         distributed.team = Team((group,))
@@ -108,7 +109,7 @@ class Replicate:
         distributed.before_micro_batch.append(replicas.exchange)
 
 
-def strategy_of(
+def list_transforms(
     parallel: ParallelConfig,
     precision: PrecisionConfig,
     recompute_blocks: bool,
@@ -128,7 +129,7 @@ def strategy_of(
         return [*first, ToDevice(), Formats(*formats)]
     if parallel.stage == "ddp" and shape.size == shape.replicate:
         return [*first, ToDevice(), Replicate(*formats)]
-    sharding = sharding_of(parallel.stage, parallel.exchange)
+    sharding = resolve_sharding(parallel.stage, parallel.exchange)
     return [*first, FullyShard(*formats, sharding, parallel.offload, forward_only)]
 
 
@@ -180,11 +181,11 @@ class ParameterHooks:
                 continue
             with user_code(f"a hook of model {name}"):
                 own = local(parameter.grad)
-                whole = whole_of(own, parameter.grad)
+                whole = gather_whole(own, parameter.grad)
                 for hook in list((of_gradient or {}).values()):
                     answer = hook(whole)
                     whole = whole if answer is None else answer.reshape(whole.shape)
-                own.copy_(whole[index_of(parameter.grad)])
+                own.copy_(whole[index_of(parameter.grad)])  # in place: the optimizer reads this process's part
                 for hook in list((of_parameter or {}).values()):
                     hook(parameter)
 
@@ -200,8 +201,8 @@ def resolve_strategy(
     _require_memory_elsewhere(parallel, mesh)
     if parallel.stage != "auto" or shape.replicate * shape.shard == 1:
         return parallel, ""
-    memory_bytes = min(mesh.world.gather(memory_of(mesh.world.device)))
-    split = shape.tensor * shape.pipeline
+    memory_bytes = min(mesh.world.gather(measure_memory(mesh.world.device)))
+    split = shape.tensor * shape.pipeline  # along these a process has its part of the parameters only
     parameter_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) // split
     # The smallest memory of all, so that all processes come to the same answer.
     choice = choose_strategy(parameter_bytes, memory_bytes, shape.shard, num_micro_batches > 1, half)
@@ -209,7 +210,7 @@ def resolve_strategy(
     return parallel.model_copy(update={"strategy": choice.strategy}), line
 
 
-def memory_of(device: torch.device) -> int:
+def measure_memory(device: torch.device) -> int:
     """Return the bytes of a GPU's memory; on the CPU this process's share of what the container or the host has."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -223,17 +224,13 @@ def memory_of(device: torch.device) -> int:
 def _require_memory_elsewhere(parallel: ParallelConfig, mesh: Mesh) -> None:
     if not parallel.offload:
         return
-    if mesh.world.device.type == "cpu":
+    on_cpu, is_alone = mesh.world.device.type == "cpu", mesh.shape.replicate * mesh.shape.shard == 1
+    if on_cpu or is_alone:
         raise ConfigError(
-            "there is no accelerator whose memory would be relieved",
+            "there is no accelerator whose memory would be relieved"
+            if on_cpu
+            else "one process alone shards nothing, so nothing of it can be offloaded",
             where="parallel.offload",
             value=True,
-            fix="set it to false, or train on GPUs",
-        )
-    if mesh.shape.replicate * mesh.shape.shard == 1:
-        raise ConfigError(
-            "one process alone shards nothing, so nothing of it can be offloaded",
-            where="parallel.offload",
-            value=True,
-            fix="set it to false, or use two processes",
+            fix=f"set it to false, or {'train on GPUs' if on_cpu else 'use two processes'}",
         )

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from kftrain.parallel.tensor_exchange import Peers, exchange
 
 
-def first_of_part(num_classes: int, peers: Peers) -> int:
+def find_first_class(num_classes: int, peers: Peers) -> int:
     """Return the number of this process's first class: all parts but the last are equal, as `torch.chunk` cuts them."""
     return peers.rank * -(-num_classes // peers.size)
 
@@ -31,31 +31,31 @@ class SplitLogits(NamedTuple):
     """`[..., vocabulary / processes]`: the classes of this process; the last one may have fewer."""
     peers: Peers
     num_classes: int
-    """Size of the whole vocabulary."""
+    """Number of classes of the whole vocabulary."""
 
     def cross_entropy(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each of `targets` `[...]`, in nats and fp32; nothing is left out or summed up."""
         losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            self.part.float(), targets, self.peers, first_of_part(self.num_classes, self.peers)
+            self.part.float(), targets, self.peers, find_first_class(self.num_classes, self.peers)
         )
         return losses
 
     def argmax(self) -> torch.Tensor:
         """Return the class of the largest logit, `[...]` int64; of equal ones the first."""
         largest, index = self.part.detach().float().max(dim=-1)
-        everyones = self.peers.stacked(largest)
-        indices = self.peers.stacked(index + first_of_part(self.num_classes, self.peers))
+        everyones = self.peers.stack_parts(largest)
+        indices = self.peers.stack_parts(index + find_first_class(self.num_classes, self.peers))
         # Of equal logits argmax takes the lowest rank, which has the lower classes: as on one process.
         return indices.gather(0, everyones.argmax(dim=0, keepdim=True)).squeeze(0)
 
     def whole(self) -> torch.Tensor:
         """Gather all logits, `[..., vocabulary]`, for what each process computes alike."""
         peers, num_classes = self.peers, self.num_classes
-        first, count, width = first_of_part(num_classes, peers), self.part.shape[-1], -(-num_classes // peers.size)
+        first, count, width = find_first_class(num_classes, peers), self.part.shape[-1], -(-num_classes // peers.size)
         return exchange(
             self.part,
             # Only equal parts can be gathered: the last is padded, and the padding, which comes last, is cut off.
-            lambda part: peers.gathered(F.pad(part, (0, width - count)), -1)[..., :num_classes].contiguous(),
+            lambda part: peers.join_parts(F.pad(part, (0, width - count)), -1)[..., :num_classes].contiguous(),
             # All have the same gradient of the whole, so each takes its own part of it; a sum would count it often.
             lambda whole: whole[..., first : first + count].contiguous(),
         )
@@ -88,14 +88,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, peers: Peers, first: int) -> torch.Tensor:
         # The largest logit of all processes, so that all exponentials are shifted alike and none overflows.
-        largest = peers.total(logits.max(dim=-1).values, dist.ReduceOp.MAX)
+        largest = peers.sum_over_all(logits.max(dim=-1).values, dist.ReduceOp.MAX)
         shifted = logits - largest.unsqueeze(-1)
         local = targets - first
         is_own = (local >= 0) & (local < logits.shape[-1])
         local = local.where(is_own, 0).unsqueeze(-1)
         own_target = shifted.gather(-1, local).squeeze(-1).masked_fill(~is_own, 0.0)
         exponentials = shifted.exp_()  # in place: the target's logit is read before; one process has it, the others 0
-        total, target = peers.total(torch.stack((exponentials.sum(dim=-1), own_target))).unbind()
+        total, target = peers.sum_over_all(torch.stack((exponentials.sum(dim=-1), own_target))).unbind()
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, is_own)
         return total.log() - target
 

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from kftrain.errors import KftrainError, LaunchError, error_from_dict
-from kftrain.parallel.topology import Site, order_of
+from kftrain.parallel.topology import Site, order_by_site
 from kftrain.process import store_socket
 
 SLOW_SECONDS = 7200.0
-"""How long one process may read or write files while the others wait. A peer that dies is noticed at once all the same,
-because its connections end."""
+"""Longest time for which one process may read or write files while the others wait. A peer that dies is noticed at once
+all the same, because its connections end."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` processes."""
+    """This process among `size` processes, and the groups in which it talks to the others."""
 
     rank: int
     size: int
@@ -54,7 +54,7 @@ class World:
         """Sum values elementwise over all processes, in float64; every process gets the same result. Collective."""
         if self.size == 1:
             return [float(value) for value in values]
-        tensor = torch.tensor(values, dtype=torch.float64)
+        tensor = torch.tensor(values, dtype=torch.float64)  # counts stay exact, which fp32 loses beyond 2**24
         dist.all_reduce(tensor, group=self.control)
         sums: list[float] = tensor.tolist()
         return sums
@@ -104,6 +104,7 @@ class World:
 
     def copy_from_main(self, tensor: torch.Tensor) -> None:
         """Give `tensor` the numbers that it has on rank 0, bit by bit; it may be of any type, on any device."""
+        # As bytes, because gloo does not know all types.
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         dist.broadcast(content, src=0, group=self.control)
         with torch.no_grad():
@@ -136,6 +137,7 @@ def join_world(timeout_seconds: float, gpus_per_node: int = 0) -> Iterator[World
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
+        # A group for each thread: in one group the collectives of two would meet in another order on each process.
         control = dist.new_group(backend="gloo", timeout=timeout)
         background = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(seconds=SLOW_SECONDS)))
         yield World(rank, size, device, control, background, store, timeout, places)
@@ -157,13 +159,13 @@ def _meet_others(timeout: timedelta) -> Any:
 
 
 def _find_place(store: Any, rank: int, size: int) -> tuple[int, tuple[Site, ...]]:
-    """Return this process's number among neighbours (`topology.order_of`), and the sites of all by their numbers."""
+    """Return this process's number among neighbours (`order_by_site`), and the sites of all by their numbers."""
     if size == int(os.environ.get("LOCAL_WORLD_SIZE", size)):
         return rank, ()
     store.set(f"place/{rank}", json.dumps(astuple(Site.of(os.environ))))
     # multi_get waits until all have set theirs. All read the same, so all come to the same order.
     places = [Site(*json.loads(text)) for text in store.multi_get([f"place/{other}" for other in range(size)])]
-    order = order_of(places)
+    order = order_by_site(places)
     return order.index(rank), tuple(places[old] for old in order)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from kftrain.parallel.sharded import ALONE, Team, index_of, local, on_whole, sum_over_parts
+from kftrain.parallel.sharded import ALONE, Team, apply_to_whole, index_of, local, sum_over_parts
 
 Group = dict[str, Any]
 """A parameter group of torch: `params`, and the settings that hold for them."""
@@ -239,7 +239,7 @@ class Muon(SkippingOptimizer):
                 gradient.copy_(buffer)
         # Cast before the exchange: it moves all matrices there and back, so half as much in bf16.
         casts = [gradient.to(self._compute) for gradient in gradients]
-        directions = on_whole(casts, parameters, orthogonalize, self._replicas)
+        directions = apply_to_whole(casts, parameters, orthogonalize, self._replicas)
         for parameter, direction in zip(parameters, directions, strict=True):
             weights, rate = local(parameter), group["lr"] * _choose_rate_factor(group["scale"], parameter.shape)
             weights.mul_(1 - group["lr"] * group["weight_decay"] * counts)

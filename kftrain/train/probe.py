@@ -29,7 +29,7 @@ from kftrain.evaluate.score import statistics_of
 from kftrain.models.modes import evaluating
 from kftrain.parallel import blocks
 from kftrain.parallel.formats import cast_inputs
-from kftrain.parallel.initialize import Weights, isolated, parameter_like, put_all, seed_all, stored_parameter
+from kftrain.parallel.initialize import Weights, isolate_generators, parameter_like, put_all, seed_all, stored_parameter
 from kftrain.tasks.base import TrainingTask
 from kftrain.tasks.prepare import prepare, require_sequence_dims
 from kftrain.train.step import call_after_step, compute_loss_sum, count_loss_terms, receive_tensors
@@ -172,7 +172,7 @@ def _slice_rows(micro: MicroBatch, rows: slice) -> MicroBatch:
 @contextlib.contextmanager
 def isolate(seed: tuple[int, int], device: torch.device, turn: int = 0) -> Iterator[None]:
     """Give the block random numbers of its own, others in each turn; then let all generators go on as before it."""
-    with isolated(device):
+    with isolate_generators(device):
         seed_all(hash((*seed, turn)) % 2**63, device)
         yield
 
@@ -316,7 +316,7 @@ class _Loans:
         return self._value(name).as_strided(shape, stride, offset)
 
     def _value(self, name: str) -> torch.Tensor:
-        with isolated(self._device):  # what the forward pass draws does not depend on what is lent meanwhile
+        with isolate_generators(self._device):  # what the forward pass draws does not depend on what is lent meanwhile
             return self._weights.whole(name, self._device).to(self._dtype)
 
 

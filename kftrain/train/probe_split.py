@@ -34,7 +34,7 @@ from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.sharded import index_of
 from kftrain.parallel.tensor import AXIS, CopiedParameters, SplitTensors
-from kftrain.parallel.tensor_plan import SplitModule, plan_of
+from kftrain.parallel.tensor_plan import SplitModule, read_plan
 from kftrain.tasks.base import TrainingTask
 from kftrain.train import probe
 from kftrain.train.probe import Lender, lend_attributes
@@ -75,7 +75,7 @@ def require_same_as_whole(
     Raises ConfigError with the first module, in order of execution or of backward, that shows other numbers.
     """
     group, size, device = mesh.group([AXIS]), mesh.shape.tensor, mesh.world.device
-    plan = plan_of(model, size, splitting.sequence_parallel)
+    plan = read_plan(model, size, splitting.sequence_parallel)
     own_shapes: dict[Label, torch.Size] = {}
 
     def compute(change: int, num_parts: int) -> Record:

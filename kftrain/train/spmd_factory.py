@@ -29,11 +29,11 @@ from kftrain.models.settings import ModelConfig
 from kftrain.parallel import blocks, buffers, initialize
 from kftrain.parallel.batch_norm import GlobalBatchNorms
 from kftrain.parallel.formats import DTYPES
-from kftrain.parallel.initialize import Drawn, Scattered, Weights, built_empty
+from kftrain.parallel.initialize import Drawn, Scattered, Weights, construct_empty
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.tensor import SplitTensors
 from kftrain.parallel.topology import describe_axes_across_nodes
-from kftrain.parallel.transforms import distribute, resolve_strategy, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms, resolve_strategy
 from kftrain.parallel.world import World
 from kftrain.run.commit import CheckpointManifest
 from kftrain.run.export import ExportManifest, read_export_manifest
@@ -83,7 +83,7 @@ def build_engine(
         to_log(f"warning: {line}")
     require_same_samples(before.batch_norm_samples if before else None, norms, plan)
     norms.connect(plan.num_micro_batches, recompute)
-    strategy = strategy_of(parallel, config.precision, recompute, mesh.shape, reads_parts)
+    strategy = list_transforms(parallel, config.precision, recompute, mesh.shape, reads_parts)
     distributed = distribute(model, strategy, mesh, names)
     del weights  # whoever has built a whole model that is not used lets go of it
     start.fill(model, on_host=parallel.offload)
@@ -111,7 +111,7 @@ def build_empty(
 
     def build() -> None:
         has_memory = world.is_main and not is_drawn
-        models.append(construct() if has_memory else built_empty(construct, is_drawn and world.is_main))
+        models.append(construct() if has_memory else construct_empty(construct, is_drawn and world.is_main))
 
     # One constructor may take longer than the others, and may fail where the others do not.
     build() if world.size == 1 else world.agree(build)
@@ -204,7 +204,7 @@ def _try_model(
     """
     world = mesh.world
     # A task of its own: what the dry run leaves in it must not reach the training's.
-    candidates, task = blocks.candidates(model), build_task(config.task)
+    candidates, task = blocks.find_candidates(model), build_task(config.task)
     if assets:
         task.restore(assets)
     units = list(candidates.names) if candidates.declared and isinstance(weights, Drawn) else []
@@ -232,8 +232,8 @@ def _try_model(
     if any(one.draws for one in seen):
         loader.send_nothing()
     calls = [turn for one in seen for turn in one.calls]
-    names = blocks.choose(candidates, calls if is_sharded else calls[:1])
-    probe.require_equal_buffers(seen, {*buffers.declared(model), *kept_equal})
+    names = blocks.choose_blocks(candidates, calls if is_sharded else calls[:1])
+    probe.require_equal_buffers(seen, {*buffers.read_reductions(model), *kept_equal})
     dtype = DTYPES[config.precision.compute]
     if dtype != torch.float32:
         _look_at_rows(mesh, weights, micro, rehearse)

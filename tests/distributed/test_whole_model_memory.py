@@ -24,7 +24,7 @@ from kftrain.models.base import has_init_weights
 from kftrain.models.registry import find_target
 from kftrain.parallel import blocks
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.run import commit
 from kftrain.run.commit import CheckpointManifest, CheckpointName
 from kftrain.run.paths import RunPaths
@@ -58,9 +58,9 @@ def build_and_save(world, paths, options):
     assert has_init_weights(find_target(settings.model))
     with peak_of_memory() as built:
         model, weights = build_empty(settings.model, arguments, world, 0)
-        mesh, names = Mesh(settings.parallel.shape(world.size), world), blocks.candidates(model).names
+        mesh, names = Mesh(settings.parallel.shape(world.size), world), blocks.find_candidates(model).names
         unit = max(sum(each.numel() for each in model.get_submodule(name).parameters()) for name in names)
-        strategy = strategy_of(settings.parallel, settings.precision, False, mesh.shape)
+        strategy = list_transforms(settings.parallel, settings.precision, False, mesh.shape)
         distribute(model, strategy, mesh, names)
         weights.fill(model)
     whole = sum(each.numel() for each in model.parameters())

@@ -15,8 +15,8 @@ from torch import nn
 
 from kftrain.parallel.initialize import places_of, stored_parameter
 from kftrain.parallel.shape import SEQUENCE_LENGTH
-from kftrain.parallel.tensor_exchange import keepers_and_users
-from kftrain.parallel.tensor_plan import SIZES, SplitModule, is_gathered, plan_of, split_dim
+from kftrain.parallel.tensor_exchange import map_rows_to_ranks
+from kftrain.parallel.tensor_plan import SIZES, SplitModule, find_split_dim, is_gathered, read_plan
 
 SUMS_OF_A_CROSS_ENTROPY = 3
 """Sums for a token: the largest logit, the sum of the exponentials, the target's logit."""
@@ -53,12 +53,12 @@ def traffic_of(
     model: nn.Module, num_processes: int, sequence_parallel: bool, split_logits: bool, recomputed: Sequence[str] = ()
 ) -> Traffic:
     """Count what a process has and sends of a model with a plan. `recomputed`: names of blocks. Raises ConfigError."""
-    plan = plan_of(model, num_processes, sequence_parallel)
+    plan = read_plan(model, num_processes, sequence_parallel)
     names = {id(module): name for name, module in model.named_modules()}
     num_parameters = num_trained = num_copied = 0
     for slots in places_of(model).values():
         module, key = slots[0]
-        parameter, is_copied = stored_parameter(slots[0]), split_dim(plan.get(names[id(module)]), key) is None
+        parameter, is_copied = stored_parameter(slots[0]), find_split_dim(plan.get(names[id(module)]), key) is None
         count = parameter.numel() if is_copied else parameter.numel() // num_processes
         num_parameters += count
         num_trained += count if parameter.requires_grad else 0
@@ -105,7 +105,7 @@ class _Ways:
         part, module = self.plan[name], self._module(name)
         if part.num_matrices == 1:
             return 0.0
-        keeper, user = keepers_and_users(module.out_features, part.num_matrices, num_processes)
+        keeper, user = map_rows_to_ranks(module.out_features, part.num_matrices, num_processes)
         rows = int((keeper != user).sum()) / num_processes
         return rows * float(module.in_features + (module.bias is not None))
 

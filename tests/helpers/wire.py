@@ -31,7 +31,7 @@ from kftrain.data.order import BatchPlan
 from kftrain.parallel.formats import DTYPES
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.strategies import Exchange, Strategy, sharding_of
+from kftrain.parallel.strategies import Exchange, Strategy, resolve_sharding
 
 SUM_BYTES = 4
 """Bytes of a number that is summed over `tensor`: of a gradient, or of a cross-entropy."""
@@ -66,7 +66,7 @@ def bytes_sent(shape: Shape, strategy: Strategy, exchange: Exchange, step: Step)
 
 def _count_sharded(strategy: Strategy, exchange: Exchange, step: Step) -> float:
     """Count the bytes of the whole vectors that are gathered, and summed in parts."""
-    sharding = sharding_of(strategy, exchange)
+    sharding = resolve_sharding(strategy, exchange)
     num_gathers = 1 if sharding.keep_gathered else 2 * step.num_micro_batches
     num_exchanges = step.num_micro_batches if sharding.exchange == "micro_batch" else 1
     return num_gathers * step.parameter_bytes + num_exchanges * step.gradient_bytes

@@ -48,7 +48,7 @@ def gradient_averaged():
     """The mean over processes is taken for the sum."""
     averages = contextlib.ExitStack()
     averages.enter_context(patched(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None))
-    averages.enter_context(patched(replicas, "_summed", averaged))
+    averages.enter_context(patched(replicas, "_sum_bucket", averaged))
     return averages
 
 

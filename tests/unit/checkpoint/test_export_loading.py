@@ -16,7 +16,7 @@ from kftrain.checkpoint.export import load_export
 from kftrain.errors import CheckpointError
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.process import machine
 from kftrain.run import commit
 from kftrain.trust import Trust
@@ -30,7 +30,7 @@ def spread(world, uri, digest, shape, during=lambda: None):
     slots = filling.ModelSlots(empty.model)
     mesh = Mesh(ParallelConfig(**shape).shape(world.size), world)
     names = [name for name, module in empty.model.named_modules() if module in set(empty.model.blocks())]
-    strategy = strategy_of(ParallelConfig(**shape), PrecisionConfig(), False, mesh.shape)
+    strategy = list_transforms(ParallelConfig(**shape), PrecisionConfig(), False, mesh.shape)
     model = distribute(empty.model, strategy, mesh, names).model
     verify = commit.verify_files
 

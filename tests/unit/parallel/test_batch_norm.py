@@ -41,8 +41,8 @@ def computed(world, momentum):
         norms.begin(torch.from_numpy(weight))
         out = module(x)
         (out[: len(own)].square().sum() * (1 + world.rank)).backward()
-    found = [out[: len(own)], x.grad[: len(own)], module.weight.grad, *module.buffers()]
-    return [each.detach().tolist() for each in found], float(x.grad[len(own) :].abs().sum())
+    results = [out[: len(own)], x.grad[: len(own)], module.weight.grad, *module.buffers()]
+    return [result.detach().tolist() for result in results], float(x.grad[len(own) :].abs().sum())
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
@@ -53,11 +53,11 @@ def test_outputs_gradients_and_running_statistics_are_those_of_one_process(momen
         x = ROWS.clone().requires_grad_()
         out = module(x)
         (out[SHARES[0]].square().sum() + 2 * out[SHARES[1]].square().sum()).backward()
-    for (found, padding), share in zip(answers, SHARES, strict=True):
+    for (results, padding), share in zip(answers, SHARES, strict=True):
         assert padding == 0.0
-        for ours, theirs in zip(found[:2], (out[share], x.grad[share]), strict=True):
+        for ours, theirs in zip(results[:2], (out[share], x.grad[share]), strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs.detach(), rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(found[3:], module.buffers(), strict=True):
+        for ours, theirs in zip(results[3:], module.buffers(), strict=True):
             torch.testing.assert_close(torch.tensor(ours, dtype=theirs.dtype), theirs, rtol=1e-5, atol=1e-6)
     total = torch.tensor(answers[0][0][2]) + torch.tensor(answers[1][0][2])
     torch.testing.assert_close(total, module.weight.grad, rtol=1e-4, atol=1e-4)
@@ -103,8 +103,8 @@ def test_what_cannot_be_synchronised_is_refused_by_name():
         GlobalBatchNorms(model, TWO)
     with pytest.raises(ConfigError, match="without running statistics"):
         GlobalBatchNorms(nn.Sequential(nn.BatchNorm1d(1, track_running_stats=False).eval()), TWO)
-    found = GlobalBatchNorms(nn.Sequential(nn.BatchNorm1d(1).eval(), nn.GroupNorm(1, 1), nn.SyncBatchNorm(1)), TWO)
-    assert {name.split(".")[0] for name in found.buffer_names} == {"2"}, "what is kept in evaluation mode sees no batch"
+    norms = GlobalBatchNorms(nn.Sequential(nn.BatchNorm1d(1).eval(), nn.GroupNorm(1, 1), nn.SyncBatchNorm(1)), TWO)
+    assert {name.split(".")[0] for name in norms.buffer_names} == {"2"}, "what is kept in evaluation mode sees no batch"
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ class Naming(nn.Module):
 
 
 def test_lists_of_the_model_stand_before_lists_within_and_longer_ones_first():
-    found = blocks.candidates(Body())
-    assert not found.declared
-    assert [len(names) for names in found.lists] == [3, 2, 8, 8]
-    assert found.lists[1] == ["layers.0", "layers.1"]
-    assert found.lists[3][0] == "layers.1.experts.0"
+    candidates = blocks.find_candidates(Body())
+    assert not candidates.declared
+    assert [len(names) for names in candidates.lists] == [3, 2, 8, 8]
+    assert candidates.lists[1] == ["layers.0", "layers.1"]
+    assert candidates.lists[3][0] == "layers.1.experts.0"
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, lambda modules: nn.Sequential(*modules)])
@@ -46,14 +46,14 @@ def test_an_attribute_blocks_that_is_a_list_of_modules_is_that_list(kind):
     """As in timm's vision transformers and in DiT."""
     model = nn.Module()
     model.longer, model.blocks = nn.ModuleList(linears(5)), kind(linears(2))
-    assert blocks.candidates(model).lists[0] == ["blocks.0", "blocks.1"]
+    assert blocks.find_candidates(model).lists[0] == ["blocks.0", "blocks.1"]
 
 
 def test_lists_that_share_a_parameter_with_the_rest_are_left_out():
     model = nn.Module()
     model.embedding, model.layers = nn.Embedding(2, 2), nn.ModuleList(linears(2))
     model.layers[1].weight = model.embedding.weight
-    assert blocks.candidates(model).lists == []
+    assert blocks.find_candidates(model).lists == []
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,19 @@ def test_lists_that_share_a_parameter_with_the_rest_are_left_out():
 )
 def test_blocks_that_cannot_be_units_are_refused(choose, message):
     with pytest.raises(ConfigError, match=rf"model.blocks: {message}"):
-        blocks.candidates(Naming(choose))
+        blocks.find_candidates(Naming(choose))
 
 
 def test_a_parameter_of_two_blocks_is_refused_by_name():
     model = Naming(lambda model: list(model.layers))
     model.layers[2].bias = model.layers[0].bias
     with pytest.raises(ConfigError, match=r"layers.2 and layers.0 have the parameter layers.2.bias in common"):
-        blocks.candidates(model)
+        blocks.find_candidates(model)
 
 
 def test_one_block_that_stands_twice_in_the_list_is_one_unit():
     model = Naming(lambda model: [model.layers[0], model.layers[0]])
-    assert blocks.candidates(model).lists == [["layers.0"]]
+    assert blocks.find_candidates(model).lists == [["layers.0"]]
 
 
 ONCE = ["", "a", "b"]
@@ -101,11 +101,11 @@ DECLARED, FOUND = blocks.Candidates(True, [["a", "b"]]), blocks.Candidates(False
     ],
 )
 def test_a_list_is_taken_when_each_element_is_called_once_on_every_process(seen, names):
-    assert blocks.choose(FOUND, seen) == names
+    assert blocks.choose_blocks(FOUND, seen) == names
 
 
 def test_blocks_that_a_model_names_may_be_called_more_than_once_if_all_processes_do_so():
-    assert blocks.choose(DECLARED, [["", "a", "b", "a"]] * 2) == ["a", "b"]
+    assert blocks.choose_blocks(DECLARED, [["", "a", "b", "a"]] * 2) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_blocks_that_a_model_names_may_be_called_more_than_once_if_all_processes
 )
 def test_named_blocks_that_processes_call_differently_are_refused(seen, message):
     with pytest.raises(ConfigError, match=message):
-        blocks.choose(DECLARED, seen)
+        blocks.choose_blocks(DECLARED, seen)
 
 
 def test_one_process_alone_may_leave_a_block_out_now_and_then():
-    assert blocks.choose(DECLARED, [["", "a"]]) == ["a", "b"]
+    assert blocks.choose_blocks(DECLARED, [["", "a"]]) == ["a", "b"]
 
 
 def test_the_log_has_the_calls_in_order_and_ends():

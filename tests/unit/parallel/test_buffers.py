@@ -10,7 +10,7 @@ from torch import nn
 
 from kftrain import config
 from kftrain.errors import ConfigError
-from kftrain.parallel.buffers import declared
+from kftrain.parallel.buffers import read_reductions
 from kftrain.parallel.mesh import Mesh
 from kftrain.tasks import build_task
 from kftrain.train import session
@@ -52,10 +52,10 @@ def test_they_are_those_of_a_bare_loop_over_whole_batches(settings, num_micro):
     answers = ranks.on(2, train, settings, num_micro)
     assert [repr(after) for _, after in answers] == [repr(answers[0][1])] * 2, "the same on both"
     for losses, after in answers:
-        for found, expected in zip(after, bare_loop(2, num_micro), strict=True):
-            assert found.keys() == expected.keys()
+        for combined, expected in zip(after, bare_loop(2, num_micro), strict=True):
+            assert combined.keys() == expected.keys()
             for name, value in expected.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(combined[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
         assert losses == answers[0][0]
     if num_micro == 1:  # what a micro batch computes depends on those before, and these are not the same rows
         ((alone, _),) = ranks.on(1, train, settings, 1)
@@ -81,11 +81,11 @@ def model(reductions):
 )
 def test_what_cannot_be_meant_is_refused(reductions, message):
     with pytest.raises(ConfigError, match=rf"model.buffer_reductions: .*{message}"):
-        declared(model(reductions))
+        read_reductions(model(reductions))
 
 
 def test_the_first_pattern_counts_and_the_rest_is_left_alone():
-    assert declared(model({"seen.count": "max", "seen.*": "sum"})) == {
+    assert read_reductions(model({"seen.count": "max", "seen.*": "sum"})) == {
         **{"seen.count": "max", "seen.mean": "sum", "seen.total": "sum", "seen.peak": "sum"}
     }
-    assert declared(nn.Linear(1, 1)) == {}
+    assert read_reductions(nn.Linear(1, 1)) == {}

@@ -9,7 +9,7 @@ from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.strategies import sharding_of
+from kftrain.parallel.strategies import resolve_sharding
 from kftrain.parallel.transforms import Formats, Recompute, ToDevice, distribute
 
 FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
@@ -39,7 +39,7 @@ def gradients(world, transforms, blocks=()):
     torch.manual_seed(0)
     model = Odd()
     distributed = distribute(model, transforms, Mesh.of_copies(world), blocks)
-    found = []
+    results = []
     for _ in range(2):
         with distributed.computing():
             for number in range(3):
@@ -50,20 +50,20 @@ def gradients(world, transforms, blocks=()):
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             local = gradient if gradient is None else getattr(gradient, "_local_tensor", gradient)
-            found.append((name, None if local is None else local.clone()))
+            results.append((name, None if local is None else local.clone()))
             parameter.grad = None
             with torch.no_grad():
                 if local is not None:
                     getattr(parameter, "_local_tensor", parameter).sub_(0.1 * local)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, "the masters are back"
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("compute", "reduce"), FORMATS)
 def test_gradients_are_those_of_fsdp_over_one_process(monkeypatch, compute, reduce):
     with in_process.world(monkeypatch) as world:
         ours = gradients(world, [ToDevice(), Formats(compute, reduce)], ["recurrent"])
-        theirs = gradients(world, [FullyShard(compute, reduce, sharding_of("fsdp", "step"))], ["recurrent"])
+        theirs = gradients(world, [FullyShard(compute, reduce, resolve_sharding("fsdp", "step"))], ["recurrent"])
     assert [name for name, _ in ours] == [name for name, _ in theirs] and len(ours) > 10
     for (name, mine), (_, wanted) in zip(ours, theirs, strict=True):
         assert (mine is None) == (wanted is None) == name.startswith(("spare", "frozen")), name
@@ -89,7 +89,7 @@ class Tables(nn.Module):
     seen = ()
 
     def forward(self, x, tables):
-        self.seen = [each.dtype if isinstance(each, torch.Tensor) else each for each in tables]
+        self.seen = [table.dtype if isinstance(table, torch.Tensor) else table for table in tables]
         return x
 
 

@@ -16,7 +16,7 @@ from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
 from kftrain.parallel.shape import AXES, DATA_AXES, LOSS_AXES, NORM_AXES, Shape
 from kftrain.parallel.strategies import Sharding
-from kftrain.parallel.transforms import Recompute, distribute, strategy_of
+from kftrain.parallel.transforms import Recompute, distribute, list_transforms
 
 SHAPES = [
     Shape(*sizes)
@@ -29,8 +29,8 @@ SHAPES = [
     [(-1, 1, 8, (1, 8)), (-1, 2, 8, (2, 4)), (4, 2, 8, (2, 4)), (1, 1, 1, (1, 1))],
 )
 def test_the_mesh_takes_all_processes(shard, replicate, num_processes, shape):
-    found = ParallelConfig(shard=shard, replicate=replicate).shape(num_processes)
-    assert (found.replicate, found.shard) == shape and found.size == num_processes == found.num_data_ranks
+    layout = ParallelConfig(shard=shard, replicate=replicate).shape(num_processes)
+    assert (layout.replicate, layout.shard) == shape and layout.size == num_processes == layout.num_data_ranks
 
 
 @pytest.mark.parametrize(("shard", "replicate", "num_processes"), [(-1, 3, 8), (4, 1, 8), (-1, 9, 8)])
@@ -41,8 +41,8 @@ def test_a_mesh_that_does_not_multiply_is_refused(shard, replicate, num_processe
 
 @pytest.mark.parametrize(("strategy", "shape"), [("ddp", (8, 1)), ("fsdp", (2, 4))])
 def test_ddp_is_the_mesh_that_shards_nothing(strategy, shape):
-    found = ParallelConfig(strategy=strategy, replicate=2).shape(8)
-    assert (found.replicate, found.shard) == shape
+    layout = ParallelConfig(strategy=strategy, replicate=2).shape(8)
+    assert (layout.replicate, layout.shard) == shape
 
 
 @pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
@@ -56,7 +56,7 @@ def test_an_axis_that_nothing_is_spread_along_yet_is_refused_with_the_reason(axi
 def test_every_process_has_a_place_of_its_own_and_a_group_shares_all_but_its_axes(shape):
     places = [shape.coordinates(rank) for rank in range(shape.size)]
     sizes = {axis: getattr(shape, axis) for axis in AXES}
-    every = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*map(range, sizes.values()))]
+    every = [dict(zip(sizes, places, strict=True)) for places in itertools.product(*map(range, sizes.values()))]
     assert all(place in places for place in every) and len(places) == len(every)
     for axes in (DATA_AXES, LOSS_AXES, NORM_AXES, ["shard"]):
         groups = shape.groups(axes)
@@ -105,9 +105,9 @@ def test_what_differs_along_an_axis_and_how_far_neighbours_are(
 
 def test_a_strategy_is_an_ordered_list_of_transforms():
     settings = ParallelConfig(reshard_after_forward=False), PrecisionConfig(compute="bf16")
-    alone = [type(each).__name__ for each in strategy_of(*settings, True, Shape())]
+    alone = [type(transform).__name__ for transform in list_transforms(*settings, True, Shape())]
     assert alone == ["Recompute", "ToDevice", "Formats"], "no wrapper: one process has nothing to share"
-    assert strategy_of(*settings, True, Shape(shard=2)) == [
+    assert list_transforms(*settings, True, Shape(shard=2)) == [
         Recompute(),
         FullyShard("bf16", "fp32", Sharding(False, True, "step")),
     ]
@@ -117,15 +117,15 @@ def timeouts_of_groups(world):
     """Seconds that each group of a hybrid mesh waits, by the name of its axis; and the sizes of the mesh's groups."""
     model, settings = nn.Linear(4, 4), ParallelConfig(shard=2, replicate=2)
     mesh = Mesh(settings.shape(world.size), world)
-    distribute(model, strategy_of(settings, PrecisionConfig(), False, mesh.shape), mesh, [])
+    distribute(model, list_transforms(settings, PrecisionConfig(), False, mesh.shape), mesh, [])
     own = model.weight.device_mesh
     timeouts = {name: own.get_group(name)._get_backend(world.device).options._timeout for name in own.mesh_dim_names}
     return timeouts, (mesh.data_rank, mesh.num_data_ranks, mesh.norm_group().size(), mesh.counts_loss)
 
 
 def test_the_groups_of_hybrid_sharding_wait_as_long_as_was_asked_for():
-    for rank, (found, place) in enumerate(ranks.on(4, timeouts_of_groups)):
-        assert found == {name: timedelta(seconds=COLLECTIVE_SECONDS) for name in ("replicate", "shard")}
+    for rank, (timeouts, place) in enumerate(ranks.on(4, timeouts_of_groups)):
+        assert timeouts == {name: timedelta(seconds=COLLECTIVE_SECONDS) for name in ("replicate", "shard")}
         assert place == (rank, 4, 2, True)
 
 
@@ -157,22 +157,26 @@ def facts_of(world, shape):
 )
 def test_each_process_shares_with_those_that_the_shape_names(shape, data, loss, norm, groups):
     """A group of all is the world as torch knows it already; none is made twice."""
-    for rank, found in enumerate(ranks.on(4, facts_of, shape)):
-        assert found["data"] == (data[rank], shape.num_data_ranks) and found["loss"] == loss
-        assert found["norm"] == (norm and norm[rank // 2])
-        assert found["groups"] == {axis: next(g for g in parts if rank in g) for axis, parts in groups.items()}
-        assert found["once"] and found["world"]
+    for rank, facts in enumerate(ranks.on(4, facts_of, shape)):
+        assert facts["data"] == (data[rank], shape.num_data_ranks) and facts["loss"] == loss
+        assert facts["norm"] == (norm and norm[rank // 2])
+        assert facts["groups"] == {axis: next(g for g in parts if rank in g) for axis, parts in groups.items()}
+        assert facts["once"] and facts["world"]
 
 
 def device_mesh_of(world):
     """Torch's mesh of two copies of two shards, and what becomes of one with an axis that torch is not told of."""
-    found = Mesh(Shape(replicate=2, shard=2), world).device_mesh()
+    device_mesh = Mesh(Shape(replicate=2, shard=2), world).device_mesh()
     with pytest.raises(AssertionError):
         Mesh(Shape(shard=2, context=2), world).device_mesh()
     with pytest.raises(AssertionError):
         Mesh(Shape(shard=2), world)
-    names = found.mesh_dim_names
-    return names, found.mesh.tolist(), [dist.get_process_group_ranks(found.get_group(name)) for name in names]
+    names = device_mesh.mesh_dim_names
+    return (
+        names,
+        device_mesh.mesh.tolist(),
+        [dist.get_process_group_ranks(device_mesh.get_group(name)) for name in names],
+    )
 
 
 def test_torchs_own_mesh_has_the_same_groups():
@@ -184,16 +188,16 @@ def test_torchs_own_mesh_has_the_same_groups():
 def spread_mesh_of(world):
     """Torch's mesh of two copies of two parts of each matrix."""
     mesh = Mesh(Shape(replicate=2, tensor=2), world)
-    found = mesh.device_mesh()
-    names = found.mesh_dim_names
-    timeouts = {found.get_group(name)._get_backend(world.device).options._timeout for name in names}
-    assert mesh.device_mesh() is found and timeouts == {timedelta(seconds=COLLECTIVE_SECONDS)}
-    return names, found.mesh.tolist(), dist.get_process_group_ranks(found.get_group("tensor"))
+    device_mesh = mesh.device_mesh()
+    names = device_mesh.mesh_dim_names
+    timeouts = {device_mesh.get_group(name)._get_backend(world.device).options._timeout for name in names}
+    assert mesh.device_mesh() is device_mesh and timeouts == {timedelta(seconds=COLLECTIVE_SECONDS)}
+    return names, device_mesh.mesh.tolist(), dist.get_process_group_ranks(device_mesh.get_group("tensor"))
 
 
 def test_those_that_split_a_matrix_are_neighbours_in_torchs_mesh():
-    for rank, found in enumerate(ranks.on(4, spread_mesh_of)):
-        assert found == (("replicate", "shard", "tensor"), [[[0, 1]], [[2, 3]]], [[0, 1], [2, 3]][rank // 2])
+    for rank, answer in enumerate(ranks.on(4, spread_mesh_of)):
+        assert answer == (("replicate", "shard", "tensor"), [[[0, 1]], [[2, 3]]], [[0, 1], [2, 3]][rank // 2])
 
 
 @pytest.mark.parametrize(
@@ -202,15 +206,15 @@ def test_those_that_split_a_matrix_are_neighbours_in_torchs_mesh():
 )
 def test_the_axis_tensor_takes_its_part_of_the_processes(strategy, replicate, shard, shape):
     settings = ParallelConfig(strategy=strategy, replicate=replicate, shard=shard, tensor=2)
-    found = settings.shape(8)
-    assert (found.replicate, found.shard, found.tensor) == shape
+    layout = settings.shape(8)
+    assert (layout.replicate, layout.shard, layout.tensor) == shape
     with pytest.raises(ConfigError, match=r"parallel.replicate x parallel.shard x parallel.tensor must be .* 9"):
         settings.shape(9)
 
 
 def test_of_copies_each_has_samples_of_its_own_and_none_shares_its_gradients():
-    for rank, found in enumerate(ranks.on(2, copies)):
-        assert found == ((rank, 2), True, [11.0])
+    for rank, answer in enumerate(ranks.on(2, copies)):
+        assert answer == ((rank, 2), True, [11.0])
 
 
 def copies(world):

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kftrain.models.transformer import Transformer
-from kftrain.parallel.initialize import places_of, without_memory
+from kftrain.parallel.initialize import places_of, take_memory_of_parameters
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.parallel.world import World
 
 SIZE = 512
@@ -47,19 +47,21 @@ def fake_world(rank):
 
 def numbers_of_one_process(llama, settings, rank):
     """Numbers that a process keeps of the parameters; their number in all."""
-    with fake_world(rank) as world, without_memory():
+    with fake_world(rank) as world, take_memory_of_parameters():
         arguments = dataclasses.asdict(llama)
         del arguments["num_parameters"]
         model = Transformer(**arguments)
         places = places_of(model)
         mesh = Mesh(settings.shape(SIZE), world)
-        strategy = strategy_of(settings, PrecisionConfig(compute="bf16"), True, mesh.shape, True)
+        strategy = list_transforms(settings, PrecisionConfig(compute="bf16"), True, mesh.shape, True)
         distribute(model, strategy, mesh, [f"model.layers.{layer}" for layer in range(llama.num_layers)])
         parameters = list(model.parameters())
         assert len(parameters) == len(places)
-        assert all(isinstance(each, DTensor) and each.device_mesh == parameters[0].device_mesh for each in parameters)
-        assert all(each.to_local().is_meta for each in parameters)
-        return sum(each.to_local().numel() for each in parameters), sum(each.numel() for each in parameters)
+        assert all(
+            isinstance(weight, DTensor) and weight.device_mesh == parameters[0].device_mesh for weight in parameters
+        )
+        assert all(weight.to_local().is_meta for weight in parameters)
+        return sum(weight.to_local().numel() for weight in parameters), sum(weight.numel() for weight in parameters)
 
 
 def formula(llama, shard, tensor, is_last):

@@ -11,7 +11,7 @@ from kftrain.parallel import fully_shard
 from kftrain.parallel.fully_shard import FullyShard
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.strategies import sharding_of
+from kftrain.parallel.strategies import resolve_sharding
 from kftrain.parallel.transforms import distribute
 
 DIM = 6
@@ -35,11 +35,11 @@ class Block(nn.Module):
         self.seen = []
 
     def forward(self, inputs):
-        found = self.called(self.called(inputs)) + functional.linear(inputs, self.read.weight, self.read.bias)
-        found = found + self.attention(found, found, found, need_weights=False)[0] * self.scale
-        found = self.other(self.one(found)) + self.listed[0] * self.listed[1] + self.called.weight.sum()
-        self.seen.append(not any(isinstance(each, DTensor) for each in self.parameters()))
-        return self.inner["deep"](found)
+        hidden = self.called(self.called(inputs)) + functional.linear(inputs, self.read.weight, self.read.bias)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0] * self.scale
+        hidden = self.other(self.one(hidden)) + self.listed[0] * self.listed[1] + self.called.weight.sum()
+        self.seen.append(not any(isinstance(parameter, DTensor) for parameter in self.parameters()))
+        return self.inner["deep"](hidden)
 
 
 class Model(nn.Module):
@@ -69,7 +69,7 @@ def computed(world):
     """Outputs of three forwards; whether each block saw all of its weights; what is whole outside of forwards."""
     fully_shard.MIN_PIECE_BYTES = 1
     model = built()
-    strategy = [FullyShard("fp32", "fp32", sharding_of("fsdp", "step"), forward_only=True)]
+    strategy = [FullyShard("fp32", "fp32", resolve_sharding("fsdp", "step"), forward_only=True)]
     distribute(model, strategy, Mesh(Shape(shard=world.size), world), BLOCKS)
     others_were_whole = []
     for block, other in (model.blocks, reversed(model.blocks)):
@@ -79,10 +79,10 @@ def computed(world):
             )
         )
     with torch.no_grad():
-        found = [model(tokens(number)) for number in range(3)]
+        outputs = [model(tokens(number)) for number in range(3)]
     whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
     units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    return found, [block.seen for block in model.blocks], whole + others_were_whole, units
+    return outputs, [block.seen for block in model.blocks], whole + others_were_whole, units
 
 
 def tokens(number):
@@ -93,8 +93,8 @@ def test_a_model_in_pieces_computes_what_it_computes_alone():
     model = built()
     with torch.no_grad():
         expected = [model(tokens(number)) for number in range(3)]
-    for found, seen, whole, units in ranks.on(2, computed):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for outputs, seen, whole, units in ranks.on(2, computed):
+        assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
         assert seen == [[True] * 3] * 2 and whole == []
         parts = ["called", "read", "attention", "attention.out_proj", "inner.deep.0", "inner.deep.1"]
         within = {f"{block}.{part}" for block in BLOCKS for part in parts}
@@ -103,4 +103,4 @@ def test_a_model_in_pieces_computes_what_it_computes_alone():
 
 def test_small_modules_stay_in_their_unit():
     model = Model()
-    assert fully_shard.pieces_of(model, model.blocks[0], []) == []
+    assert fully_shard.find_pieces(model, model.blocks[0], []) == []

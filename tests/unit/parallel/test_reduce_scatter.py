@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from kftrain.parallel.fully_shard import ExchangedSums, FullyShard, sum_of
+from kftrain.parallel.fully_shard import ExchangedSums, FullyShard, sum_rows
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.strategies import sharding_of
+from kftrain.parallel.strategies import resolve_sharding
 from kftrain.parallel.transforms import distribute
 
 
@@ -23,7 +23,7 @@ def brought_by(rank, size, number):
 
 
 def reduced(world, dtype):
-    reduce_scatter, found = ExchangedSums(), []
+    reduce_scatter, sums = ExchangedSums(), []
     for number in range(3):
         given = torch.from_numpy(brought_by(world.rank, world.size, number)).to(dtype)
         output = reduce_scatter.allocate((given.numel() // world.size,), dtype=dtype, device=world.device)
@@ -31,8 +31,8 @@ def reduced(world, dtype):
         theirs = torch.empty_like(output)
         dist.reduce_scatter_single(theirs, given.clone(), dist.ReduceOp.SUM)
         torch.testing.assert_close(output, theirs)
-        found.append(output.float().numpy())
-    return found
+        sums.append(output.float().numpy())
+    return sums
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -50,7 +50,7 @@ def test_sums_of_bf16_are_rounded_once():
     brought = [torch.from_numpy(brought_by(rank, 3, 0)).bfloat16().double() for rank in range(3)]
     expected = torch.stack(brought).sum(dim=0).float().bfloat16().float().numpy()
     assert np.array_equal(np.concatenate([answer[0] for answer in answers]), expected)
-    assert sum_of(torch.ones(2, 3)).tolist() == [2, 2, 2]
+    assert sum_rows(torch.ones(2, 3)).tolist() == [2, 2, 2]
 
 
 BLOCKS = ("0", "1")
@@ -64,7 +64,7 @@ def gradients(world, ours):
     ExchangedSums.__call__ = lambda *arguments, **keywords: calls.append(0) or exchange(*arguments, **keywords)
     if ours:
         mesh = Mesh(Shape(shard=world.size), world)
-        distribute(model, [FullyShard("fp32", "fp32", sharding_of("fsdp", "step"))], mesh, BLOCKS)
+        distribute(model, [FullyShard("fp32", "fp32", resolve_sharding("fsdp", "step"))], mesh, BLOCKS)
     else:
         mesh = init_device_mesh("cpu", (world.size,))
         for module in (*map(model.get_submodule, BLOCKS), model):

@@ -7,7 +7,7 @@ from helpers import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from kftrain.parallel.sharded import ALONE, Team, index_of, local, on_whole
+from kftrain.parallel.sharded import ALONE, Team, apply_to_whole, index_of, local
 
 SHAPES = [(5, 3), (1, 4), (4, 6), (2, 2), (7, 1)]
 ROWS, COLUMNS, SAME = Shard(0), Shard(1), Replicate()
@@ -27,7 +27,7 @@ def computed(world, sizes, placements, dtype, has_replicas=True):
     """Whether the parts are those of what one process makes; how many numbers this process has computed with."""
     whole = matrices(dtype)
     mesh = init_device_mesh("cpu", sizes) if placements else None
-    like = [distribute_tensor(each, mesh, placements) if placements else each for each in whole]
+    like = [distribute_tensor(matrix, mesh, placements) if placements else matrix for matrix in whole]
     worked = []
 
     def work(matrix):
@@ -35,9 +35,9 @@ def computed(world, sizes, placements, dtype, has_replicas=True):
         return made_of(matrix)
 
     replicas = Team((dist.group.WORLD,)) if has_replicas else ALONE
-    found = on_whole([local(each).clone() for each in like], like, work, replicas)
+    results = apply_to_whole([local(matrix).clone() for matrix in like], like, work, replicas)
     expected = [made_of(each)[index_of(one)] for each, one in zip(whole, like, strict=True)]
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), worked
+    return all(torch.equal(one, other) for one, other in zip(results, expected, strict=True)), worked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -8,7 +8,7 @@ from kftrain import config
 from kftrain.errors import ConfigError
 from kftrain.parallel import transforms
 from kftrain.parallel.mesh import Mesh
-from kftrain.parallel.strategies import Sharding, choose_strategy, sharding_of
+from kftrain.parallel.strategies import Sharding, choose_strategy, resolve_sharding
 
 GIB = 1 << 30
 
@@ -41,9 +41,9 @@ def test_what_does_not_reshard_after_forward_is_zero1_as_ever():
 
 
 def test_what_each_strategy_keeps_whole():
-    assert sharding_of("zero1", "step") == Sharding(False, True, "step")
-    assert sharding_of("zero2", "step") == Sharding(False, True, "micro_batch")
-    assert [sharding_of("fsdp", each) for each in ("step", "micro_batch")] == [
+    assert resolve_sharding("zero1", "step") == Sharding(False, True, "step")
+    assert resolve_sharding("zero2", "step") == Sharding(False, True, "micro_batch")
+    assert [resolve_sharding("fsdp", exchange) for exchange in ("step", "micro_batch")] == [
         Sharding(True, False, "step"),
         Sharding(True, False, "micro_batch"),
     ]
@@ -57,10 +57,10 @@ def test_a_strategy_that_sums_first_cannot_exchange_each_micro_batch(strategy):
 
 def settle(world, text):
     mesh_settings = config.parse(text, []).parallel
-    found, line = transforms.resolve_strategy(
+    resolved, line = transforms.resolve_strategy(
         mesh_settings, nn.Linear(4, 4), Mesh(mesh_settings.shape(2), world), 1, False
     )
-    return found.strategy, line
+    return resolved.strategy, line
 
 
 def test_the_log_says_what_auto_took_and_why():

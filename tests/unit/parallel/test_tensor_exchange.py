@@ -23,7 +23,7 @@ def of_stream(world, in_parts):
     mine = (lambda whole: whole[:, part]) if in_parts else (lambda whole: whole)
     wholes = [numbers(ROWS, PLACES, DIM, seed=rank) for rank in range(world.size)]
     same, own, total = wholes[0], wholes[world.rank], sum(wholes)
-    found = {}
+    differences = {}
     for name, given, expected, gradient, back in (
         ("enter", mine(same), same, own, mine(total)),
         ("leave", own, mine(total), mine(same), same),
@@ -33,15 +33,15 @@ def of_stream(world, in_parts):
         tensor = given.clone().requires_grad_()
         result = getattr(stream, name)(tensor)
         result.backward(gradient)
-        found[name] = float((result.detach() - expected).abs().max()), float((tensor.grad - back).abs().max())
-    return found
+        differences[name] = float((result.detach() - expected).abs().max()), float((tensor.grad - back).abs().max())
+    return differences
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_exchange_and_its_gradient_are_those_of_the_whole(size, in_parts):
-    for found in ranks.on(size, of_stream, in_parts):
-        assert max(value for pair in found.values() for value in pair) < 1e-5, found
+    for differences in ranks.on(size, of_stream, in_parts):
+        assert max(value for pair in differences.values() for value in pair) < 1e-5, differences
 
 
 class NothingIsSorted(TorchDispatchMode):
@@ -65,9 +65,9 @@ def of_matrices(world, num_matrices):
     own = slice(world.rank * height // world.size, (world.rank + 1) * height // world.size)
     kept = whole[own].clone().requires_grad_()
     regrouped = Regrouped(Peers(dist.group.WORLD, world.size, world.rank), height, num_matrices)
-    regrouped.rows(kept)
+    regrouped.regroup_rows(kept)
     with NothingIsSorted():
-        rows = regrouped.rows(kept)
+        rows = regrouped.regroup_rows(kept)
         rows.backward(used(gradient, world.rank))
     return torch.equal(rows, used(whole, world.rank)), torch.equal(kept.grad, gradient[own])
 
@@ -79,4 +79,4 @@ def test_each_process_gets_its_rows_of_each_matrix(size, num_matrices):
 
 def test_a_sequence_without_equal_parts_is_refused():
     with pytest.raises(ConfigError, match=r"parallel.tensor: a sequence of 7 places has no 2 equal parts"):
-        Peers(None, 2, 0).own_part(torch.zeros(1, 7), 1)
+        Peers(None, 2, 0).take_own_part(torch.zeros(1, 7), 1)

@@ -6,7 +6,7 @@ from torch import nn
 from kftrain.errors import ConfigError
 from kftrain.models.transformer import Transformer
 from kftrain.models.vision_transformer import VisionTransformer
-from kftrain.parallel.tensor_plan import SplitModule, is_gathered, plan_of
+from kftrain.parallel.tensor_plan import SplitModule, is_gathered, read_plan
 
 
 class Net(nn.Module):
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def test_patterns_become_modules_and_the_first_that_fits_counts():
-    plan = plan_of(Net({"block.u*": "column/3", "block.norm": "sequence", "block.*": "row"}), 2, True)
+    plan = read_plan(Net({"block.u*": "column/3", "block.norm": "sequence", "block.*": "row"}), 2, True)
     assert plan == {
         "block.up": SplitModule("column", 3),
         "block.norm": SplitModule("sequence"),
@@ -56,7 +56,7 @@ def test_a_module_is_gathered_where_one_above_it_is():
 )
 def test_a_plan_that_is_none_is_refused(plan, message):
     with pytest.raises(ConfigError, match=message):
-        plan_of(Net(plan), 2, True)
+        read_plan(Net(plan), 2, True)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_a_plan_that_is_none_is_refused(plan, message):
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(plan, sizes, count, message):
     with pytest.raises(ConfigError, match=message):
-        plan_of(Net(plan, sizes), count, True)
+        read_plan(Net(plan, sizes), count, True)
 
 
 def test_a_sequence_that_is_not_split_may_have_any_length():
-    assert plan_of(Net({"block.up": "column"}, {"sequence_length": 7}), 2, False)
+    assert read_plan(Net({"block.up": "column"}, {"sequence_length": 7}), 2, False)
 
 
 def test_a_model_without_a_plan_is_refused():
     with pytest.raises(
         ConfigError, match=r"parallel.tensor: Linear has no plan of how to split its matrices \(got 2\)"
     ):
-        plan_of(nn.Linear(2, 2), 2, True)
+        read_plan(nn.Linear(2, 2), 2, True)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,20 @@ def test_a_model_without_a_plan_is_refused():
 def test_the_transformer_names_the_option_that_does_not_divide(options, count, named):
     defaults = {"vocab_size": 320, "sequence_length": 8, "dim": 64, "num_heads": 8, "ffn_dim": 64, "num_layers": 1}
     with pytest.raises(ConfigError, match=f"model {named}: has no {count} equal parts"):
-        plan_of(Transformer(**{**defaults, **options}), count, True)
+        read_plan(Transformer(**{**defaults, **options}), count, True)
 
 
 def test_a_vision_transformer_whose_patches_do_not_divide_is_split_over_whole_sequences():
     model = VisionTransformer(image_size=6, num_classes=3, num_heads=2, dim=8, num_layers=1)
     with pytest.raises(ConfigError, match="sequence_length"):
-        plan_of(model, 2, True)
-    assert plan_of(model, 2, False)["layers.0.qkv"] == SplitModule("column", 3)
+        read_plan(model, 2, True)
+    assert read_plan(model, 2, False)["layers.0.qkv"] == SplitModule("column", 3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_matrix_of_the_transformer_is_split(tied):
     model = Transformer(vocab_size=320, num_layers=2, tie_embeddings=tied)
-    plan = plan_of(model, 2, True)
+    plan = read_plan(model, 2, True)
     split = ("column", "row", "vocabulary", "logits")
     for name, parameter in model.named_parameters():
         part = plan[name.rpartition(".")[0]]

@@ -23,39 +23,39 @@ def transformer(**options):
     ("recomputed", "again"), [([], 0.0), (NAMES[:1], {True: 1.5, False: 1.0}), (NAMES, {True: 4.5, False: 3.0})]
 )
 def test_each_block_of_a_transformer_exchanges_four_times_its_width(in_parts, recomputed, again):
-    found = traffic_of(transformer(), 2, in_parts, True, recomputed)
+    traffic = traffic_of(transformer(), 2, in_parts, True, recomputed)
     more = again[in_parts] if again else 0.0
-    assert found.split.num_features == (4 * LAYERS + 2 + more) * DIM
-    assert (found.split.num_sums, found.split.num_copied, found.split.num_moved) == (3, NORMS, 0)
-    assert found.num_parameters == found.num_trained == (LAYERS * MATRICES + 2 * VOCABULARY * DIM) // 2 + NORMS
-    assert found.num_places == 8
+    assert traffic.split.num_features == (4 * LAYERS + 2 + more) * DIM
+    assert (traffic.split.num_sums, traffic.split.num_copied, traffic.split.num_moved) == (3, NORMS, 0)
+    assert traffic.num_parameters == traffic.num_trained == (LAYERS * MATRICES + 2 * VOCABULARY * DIM) // 2 + NORMS
+    assert traffic.num_places == 8
 
 
 def test_tied_embeddings_exchange_as_two_matrices_and_are_one():
-    found = traffic_of(transformer(tie_embeddings=True), 4, True, True)
-    assert found.split.num_features == (4 * LAYERS + 2) * DIM and found.split.num_sums == 3
-    assert found.num_parameters == (LAYERS * MATRICES + VOCABULARY * DIM) // 4 + NORMS
+    traffic = traffic_of(transformer(tie_embeddings=True), 4, True, True)
+    assert traffic.split.num_features == (4 * LAYERS + 2) * DIM and traffic.split.num_sums == 3
+    assert traffic.num_parameters == (LAYERS * MATRICES + VOCABULARY * DIM) // 4 + NORMS
 
 
 def test_whole_logits_are_gathered_instead_of_summed_up():
-    found = traffic_of(transformer(), 2, True, False)
-    assert found.split.num_features == (4 * LAYERS + 2) * DIM + VOCABULARY / 2 and found.split.num_sums == 0
+    traffic = traffic_of(transformer(), 2, True, False)
+    assert traffic.split.num_features == (4 * LAYERS + 2) * DIM + VOCABULARY / 2 and traffic.split.num_sums == 0
 
 
 def test_frozen_parameters_are_gathered_and_have_no_gradient_to_sum():
     model = transformer()
     model.model.norm.requires_grad_(False)
     model.lm_head.requires_grad_(False)
-    found = traffic_of(model, 2, True, True)
-    assert found.split.num_copied == NORMS - DIM
-    assert found.num_parameters - found.num_trained == DIM + VOCABULARY * DIM // 2
+    traffic = traffic_of(model, 2, True, True)
+    assert traffic.split.num_copied == NORMS - DIM
+    assert traffic.num_parameters - traffic.num_trained == DIM + VOCABULARY * DIM // 2
 
 
 def test_a_vision_transformer_sends_parts_of_its_fused_matrices():
     model = VisionTransformer(image_size=8, num_classes=3, dim=DIM, num_heads=4, num_layers=2)
-    found = traffic_of(model, 2, True, False)
-    assert found.split.num_features == (4 * 2 + 1) * DIM and found.split.num_sums == 0 and found.num_places == 16
-    assert found.split.num_moved == 2 * 2 * (DIM // 2) * (DIM + 1), "half of one of three matrices, there and back"
+    traffic = traffic_of(model, 2, True, False)
+    assert traffic.split.num_features == (4 * 2 + 1) * DIM and traffic.split.num_sums == 0 and traffic.num_places == 16
+    assert traffic.split.num_moved == 2 * 2 * (DIM // 2) * (DIM + 1), "half of one of three matrices, there and back"
     assert traffic_of(model, 2, False, False).split.num_features == 4 * 2 * DIM
 
 

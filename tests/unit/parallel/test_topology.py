@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kftrain.parallel.shape import Shape
-from kftrain.parallel.topology import Site, count_groups_apart, describe_axes_across_nodes, order_of
+from kftrain.parallel.topology import Site, count_groups_apart, describe_axes_across_nodes, order_by_site
 
 anywhere = st.lists(st.builds(Site, st.sampled_from("abcd"), st.sampled_from(["", "x", "y"])), min_size=1, max_size=24)
 
@@ -22,7 +22,7 @@ def runs(values):
 @settings(deadline=None, max_examples=50)
 @given(anywhere)
 def test_all_are_numbered_once_and_neighbours_stand_together(places):
-    order = order_of(places)
+    order = order_by_site(places)
     assert sorted(order) == list(range(len(places))) and order[0] == 0
     placed = [places[rank] for rank in order]
     racks, nodes = [place.rack for place in placed], [(place.rack, place.node) for place in placed]
@@ -39,7 +39,7 @@ def test_tensor_groups_stay_inside_their_nodes_whatever_order_the_pods_came_in(n
     random.shuffle(pods)
     places = [Site(pod, "xy"[int(pod) % 2]) for pod in pods for _ in range(4)]
     shape = Shape(shard=4 * nodes // tensor, tensor=tensor)
-    placed = [places[rank] for rank in order_of(places)]
+    placed = [places[rank] for rank in order_by_site(places)]
     assert count_groups_apart(shape, placed, "tensor") == (0, 0)
     assert describe_axes_across_nodes(shape, placed) == []
 
@@ -48,14 +48,14 @@ def test_tensor_groups_stay_inside_their_nodes_whatever_order_the_pods_came_in(n
 @given(anywhere.filter(lambda places: len(places) % 2 == 0))
 def test_data_ranks_are_each_somebodys_whatever_the_numbers(places):
     shape = Shape(shard=len(places) // 2, tensor=2)
-    numbers = {rank: number for number, rank in enumerate(order_of(places))}
+    numbers = {rank: number for number, rank in enumerate(order_by_site(places))}
     data_ranks = [shape.data_rank(numbers[rank]) for rank in range(len(places))]
     assert sorted(data_ranks) == sorted(2 * list(range(len(places) // 2)))
 
 
 def test_pods_of_two_racks_that_came_in_turns_are_numbered_rack_by_rack():
     places = [Site("a", "x"), Site("b", "y"), Site("c", "x"), Site("d", "y")]
-    assert order_of(places) == [0, 2, 1, 3]
+    assert order_by_site(places) == [0, 2, 1, 3]
 
 
 def test_an_axis_that_leaves_its_nodes_is_named():

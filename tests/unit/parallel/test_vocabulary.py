@@ -36,13 +36,13 @@ def of_split(world):
     own = own_of(world)
     part = logits_of()[..., own].clone().requires_grad_()
     split = SplitLogits(part, peers, CLASSES)
-    found = split.cross_entropy(targets)
-    (found * weights).sum().backward()
+    losses = split.cross_entropy(targets)
+    (losses * weights).sum().backward()
     again = part.detach().clone().requires_grad_()
     joined = SplitLogits(again, peers, CLASSES).whole()
     (F.cross_entropy(joined.flatten(0, 1), targets.flatten(), reduction="none") * weights.flatten()).sum().backward()
     return {
-        "loss": torch.allclose(found, expected, rtol=1e-5, atol=1e-5),
+        "loss": torch.allclose(losses, expected, rtol=1e-5, atol=1e-5),
         "gradient": torch.allclose(part.grad, whole.grad[..., own], rtol=1e-5, atol=1e-6),
         "guesses": torch.equal(split.argmax(), whole.argmax(-1)),
         "whole": torch.equal(joined, whole),
@@ -52,8 +52,8 @@ def of_split(world):
 
 def test_losses_gradients_and_guesses_are_those_of_whole_logits():
     for size in (2, 3):
-        for found in ranks.on(size, of_split):
-            assert all(found.values()), found
+        for checks in ranks.on(size, of_split):
+            assert all(checks.values()), checks
 
 
 def of_table(world):
@@ -67,9 +67,9 @@ def of_table(world):
     own = own_of(world)
     part = table[own].clone().requires_grad_()
     peers = Peers(dist.group.WORLD, world.size, world.rank)
-    found = look_up(tokens, part, own.start, padding=7)
-    (found * factors).sum().backward()
-    return torch.equal(peers.total(found.detach()), expected), torch.equal(part.grad, whole.grad[own])
+    rows = look_up(tokens, part, own.start, padding=7)
+    (rows * factors).sum().backward()
+    return torch.equal(peers.sum_over_all(rows.detach()), expected), torch.equal(part.grad, whole.grad[own])
 
 
 def test_each_process_looks_up_its_own_tokens():

@@ -25,16 +25,16 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("strategy", "exchange", "shape", "num_micro", "expected"), BY_HAND)
 def test_bytes_of_the_data_axes(strategy, exchange, shape, num_micro, expected):
-    found = wire.bytes_sent(shape, strategy, exchange, wire.Step(UNIT, UNIT, num_micro))
-    assert found == pytest.approx({axis: float(units * UNIT) for axis, units in expected.items()})
+    amounts = wire.bytes_sent(shape, strategy, exchange, wire.Step(UNIT, UNIT, num_micro))
+    assert amounts == pytest.approx({axis: float(units * UNIT) for axis, units in expected.items()})
 
 
 def test_along_tensor_activations_travel_and_gradients_of_copies():
     split = AlongTensor(num_features=100, num_sums=3, num_copied=60, num_moved=7)
     step = wire.Step(UNIT, UNIT / 2, 2, split, num_places=10, compute_bytes=2)
-    found = wire.bytes_sent(Shape(shard=2, tensor=4), "fsdp", "step", step)
+    amounts = wire.bytes_sent(Shape(shard=2, tensor=4), "fsdp", "step", step)
     by_hand = 2 * 3 / 4 * (2 * 10 * (2 * 100 + 4 * 3) + 4 * 60 / 2) + 2 * 2 * 7
-    assert found == {"shard": (4 * UNIT + UNIT / 2) / 2, "tensor": by_hand}
+    assert amounts == {"shard": (4 * UNIT + UNIT / 2) / 2, "tensor": by_hand}
 
 
 def test_what_is_split_in_a_way_that_is_not_known_has_no_number():

@@ -10,7 +10,7 @@ from kftrain import config, launch, tracking
 from kftrain.core import storage
 from kftrain.errors import ConfigError, DataError
 from kftrain.models import build_model
-from kftrain.parallel.tensor_plan import plan_of
+from kftrain.parallel.tensor_plan import read_plan
 from kftrain.run.error import read_error
 from kftrain.sharding import shard_dataset as sharding
 from kftrain.stages import dry_run
@@ -93,7 +93,7 @@ def test_sizes_that_cannot_be_split_are_refused_before_any_job_as_in_the_worker(
     ) as caught:
         dry_run.describe_jobs_of_new_run(resolved)
     with pytest.raises(ConfigError) as again:
-        plan_of(build_model(resolved.model, build_task(resolved.task).model_arguments()), 2, True)
+        read_plan(build_model(resolved.model, build_task(resolved.task).model_arguments()), 2, True)
     assert again.value.line == caught.value.line and caught.value.exit_code == 10
 
 

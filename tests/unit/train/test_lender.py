@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def empty(kind):
-    with initialize.without_memory():
+    with initialize.take_memory_of_parameters():
         model = kind()
     return model, Drawn(initialize.places_of(model), model.init_weights, 5, CPU)
 
@@ -35,7 +35,7 @@ def rows():
 def test_a_model_computes_with_what_it_borrows_what_it_will_compute_with_its_own(kind, units):
     model, weights = empty(kind)
     state = torch.get_rng_state()
-    with initialize.isolated(), Lender(weights, units).lend(model, CPU, torch.float32):
+    with initialize.isolate_generators(), Lender(weights, units).lend(model, CPU, torch.float32):
         borrowed = model(rows())
         assert not model.leave.weight.is_meta and model.layers[0].weight.is_meta == bool(units)
         assert model.twin.weight is model.enter.weight

@@ -14,7 +14,7 @@ from kftrain.models import ModelOutput
 from kftrain.parallel.buffers import CombinedBuffers
 from kftrain.parallel.mesh import Mesh
 from kftrain.parallel.settings import ParallelConfig, PrecisionConfig
-from kftrain.parallel.transforms import distribute, strategy_of
+from kftrain.parallel.transforms import distribute, list_transforms
 from kftrain.train.optimizer import Optimizer
 from kftrain.train.optimizer_kinds import Sgd
 from kftrain.train.spmd import SpmdEngine
@@ -56,7 +56,7 @@ def world(monkeypatch):
 
 def stepper(world, model, clip_norm=0.0, lr=0.1, task=None):
     mesh = Mesh.of_copies(world)
-    strategy = strategy_of(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
+    strategy = list_transforms(ParallelConfig(), PrecisionConfig(), False, mesh.shape)
     distributed = distribute(model, strategy, mesh, [])
     optimizer = Optimizer({Sgd([{"params": list(model.parameters())}], lr, 0.0, False): [1.0]})
     return SpmdEngine(distributed, optimizer, task or Sums(), [""], clip_norm, CombinedBuffers(model, world))
