@@ -81,6 +81,7 @@ class Loop:
         self._saves = Saves(writer, config.checkpoint, batch, world.is_main, self.best.forget)
         self._liveness = liveness
         self._left_out = LeftOutSamples(world, config.data.max_bad_samples)
+        # The writer reads these when it commits: the set itself, which grows, and the selection of that moment.
         writer.bad_samples = self._left_out.numbers
         writer.keep_every = config.checkpoint.keep_every
         writer.selected = lambda: self.best.selection
@@ -188,6 +189,7 @@ class Loop:
 
     def _finish_step(self, done: int, upcoming: NextStep) -> None:
         config = self._config
+        # First the record, then the evaluation, then the checkpoint, which holds both: so a resume has them, too.
         last = done == config.train.steps
         if last or done % config.train.log_interval_steps == 0:
             self._read_last_step()
@@ -263,7 +265,7 @@ class Loop:
 
 
 TIMES_DECAYED = 10
-"""Divisor: `warmup_stable_decay` falls over the last tenth of the steps, unless the configuration says how many."""
+"""Divisor of the steps: `warmup_stable_decay` falls over the last tenth, unless the configuration says how many."""
 
 
 def compute_learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -306,6 +308,7 @@ class LeftOutSamples:
 
         Raises DataError on all processes where there are too many now.
         """
+        # In stored order, and by what all have met: so all processes count alike, and raise at the same sample.
         met = {sample.number: sample for part in self._world.gather(own) for sample in part}
         for number in sorted(met.keys() - self.numbers):
             self.numbers.add(number)

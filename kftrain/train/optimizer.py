@@ -98,7 +98,7 @@ class Optimizer:
 
     def step(self, found_inf: torch.Tensor) -> None:
         """Update the parameters and forget the gradients; only the latter where `found_inf` is 1. Collective."""
-        with torch.no_grad():
+        with torch.no_grad():  # once for all of them, and without torch's wrapper: both take time in a small step
             for member in self.members:
                 member.found_inf = found_inf
                 member.advance()
@@ -125,6 +125,7 @@ def build_optimizer(
     groups = {weight: group for weight, group in assign_groups(model, config.groups).items() if weight.requires_grad}
     if config.kind != "muon":
         return Optimizer(dict([_build_member(config.kind, groups, config, compute, replicas)]))
+    # Muon is for the matrices between layers: embeddings, the head and vectors are AdamW's, as in Jordan et al.
     hidden = _list_hidden(model, blocks)
     chosen = {
         weight: group
@@ -160,6 +161,7 @@ def _build_member(
     """Build an optimizer of these parameters; return it with the multiples of the learning rate of its groups."""
     groups: list[Group] = []
     scales: list[float] = []
+    # In the order of the configuration, and within a group in that of the model: all processes build the same groups.
     for group in [*config.groups, OTHERS]:
         parameters = [parameter for parameter, own in of.items() if own is group]
         for decay, members in _split_by_decay(parameters, group, config):

@@ -108,6 +108,7 @@ def observe_loss(
                 again = loss_again(micro)
                 call_after_step(model)
                 require_no_state(model, attributes, read_attributes(model), (loss, again))
+        # A block that chance leaves out in one pass is called in another: look at several, with other numbers in each.
         for turn in range(1, num_chances if is_random else 1):
             log.take()
             with lend_copies(model, device, torch.float32, lender):

@@ -109,6 +109,7 @@ def open_loader(
 
 def _choose_workers(training: Training) -> Workers:
     data = training.config.data
+    # "auto": only decoding is worth workers.
     count = data.workers
     if count == "auto":
         count = (
@@ -116,6 +117,7 @@ def _choose_workers(training: Training) -> Workers:
             if training.task.decodes
             else 0
         )
+    # The worker opens the same samples and builds the same task from this: see `open_for_worker`.
     greeting = {"run": training.paths.uri, "config": training.config.to_dict()}
     if data.worker_kind == "threads":
         return Workers(count)

@@ -97,6 +97,7 @@ def thin_history(history: list[Point], max_points: int) -> list[Point]:
     validation, which are few. Bins of one width are made of those of the width before, so that thinning again and
     again leaves the same points as thinning once: the beginning of the curve stays as dense as its middle.
     """
+    # Always from the whole history: a bin's first point stays its first point, whatever the width was before.
     kept, width = history, 1
     while len(kept) > max_points:
         width *= 2

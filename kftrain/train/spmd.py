@@ -155,11 +155,12 @@ class SpmdEngine:
                 )
 
     def _compute_loss(self, micro: MicroBatch) -> torch.Tensor:
+        """Compute the loss sum of a micro batch, and see that all processes have called the same blocks."""
         tensors = receive_tensors(self.task, micro, self.mesh.world.device)
         if self.norms is not None:
             self.norms.begin(tensors.weight)
         if self._log is not None:
-            self._log.take()  # what a validation has called
+            self._log.take()  # forget the calls of a validation in between
         loss = compute_loss_sum(self.model, self.task, tensors)
         if self._log is not None:  # before the backward pass, which would wait for the others' blocks
             blocks.require_same_calls(self._calls, self._log.take())
